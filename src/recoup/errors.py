@@ -1,0 +1,25 @@
+"""The errors of recoup: each names the culprit, what was needed, and the way out."""
+
+from __future__ import annotations
+
+__all__ = ["ChangedError", "NotInvertibleError", "RecoupError", "ReplayError", "ScheduleError"]
+
+
+class RecoupError(RuntimeError):
+    """Base of the errors that recoup raises on its own account."""
+
+
+class ChangedError(RecoupError):
+    """A value that backward needs was changed in place after forward used it."""
+
+
+class ReplayError(RecoupError):
+    """A second run of a region did not make the residuals that the first one made."""
+
+
+class NotInvertibleError(RecoupError, ValueError):
+    """A stage was asked to be inverted and cannot be."""
+
+
+class ScheduleError(RecoupError, ValueError):
+    """A schedule asks for an action that is impossible where it stands."""

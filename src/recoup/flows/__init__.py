@@ -1,0 +1,1 @@
+"""Normalizing flows, built from invertible layers."""

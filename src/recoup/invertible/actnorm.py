@@ -1,0 +1,117 @@
+"""ActNorm: a scale and a shift a channel that start from the first batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed, nn
+
+from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.shapes import check_channels, num_positions, per_channel
+
+__all__ = ["ActNorm"]
+
+# Below this spread (relative to the mean) a channel counts as constant and keeps the scale 1:
+# dividing by the rounding error of a constant would blow up the next batch.
+_LEAST_SPREAD = 1e-6
+
+
+class ActNorm(InvertibleModule):
+    """Scale and shift each channel; the first training batch comes out with mean 0, variance 1.
+
+    ``y = (x + bias) * exp(log_scale)``. The start happens once, at the first forward in training
+    mode, over the batches of all ranks when `torch.distributed` is initialised. Whether it has
+    happened is part of the state dict, so a resumed run does not start again. Before the start,
+    and so in evaluation of an untrained module, the layer is the identity.
+
+    Autograd keeps the input; backward is one multiply.
+
+    Args:
+        num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``.
+        device: Device of the parameters.
+        dtype: Floating-point type of the parameters.
+
+    Raises:
+        ValueError: In forward, when the input has other channels, or when the batch of the start
+            is not finite.
+
+    Example:
+        >>> layer = ActNorm(3)
+        >>> y, log_det = layer(5 + 2 * torch.randn(64, 3, 8, 8))
+        >>> bool(y.mean().abs() < 1e-4), log_det.shape
+        (True, torch.Size([64]))
+
+    Kingma and Dhariwal, "Glow", https://arxiv.org/abs/1807.03039, section 3.1.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_channels = num_channels
+        self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+        self.log_scale = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
+        # A Python bool: a tensor would need a device sync in each forward, and a copy of it would
+        # be one more thing that a replay must not change.
+        self.started = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
+        check_channels(x, self.num_channels)
+        if self.training and not self.started:
+            self._start(x)
+        scale = self.log_scale.exp()
+        y = torch.addcmul(per_channel(self.bias * scale, x), x, per_channel(scale, x))
+        return y, self._log_det(x)
+
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
+        check_channels(y, self.num_channels)
+        scale = (-self.log_scale).exp()
+        x = torch.addcmul(per_channel(-self.bias, y), y, per_channel(scale, y))
+        return x, -self._log_det(y)
+
+    def _log_det(self, x: Tensor) -> Tensor:
+        return (self.log_scale.sum() * num_positions(x)).expand(x.shape[0])
+
+    @torch.no_grad()
+    def _start(self, x: Tensor) -> None:
+        mean = _channel_mean(x)
+        if mean is None:  # an empty batch says nothing: wait for the next one
+            return
+        variance = _channel_mean((x - per_channel(mean, x)).square_())
+        if variance is None or not bool((mean + variance).isfinite().all()):
+            raise ValueError(
+                "`x` has values that are not finite, so ActNorm cannot start from it. "
+                "Check the first training batch for NaN and inf."
+            )
+        spread = variance.sqrt()
+        spread = torch.where(spread > _LEAST_SPREAD * (1 + mean.abs()), spread, 1.0)
+        self.bias.copy_(-mean)
+        self.log_scale.copy_(-spread.log())
+        self.started = True
+
+    def get_extra_state(self) -> Tensor:
+        """Say for the state dict whether the start has happened; a tensor, safe to unpickle."""
+        return torch.tensor(self.started)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over from a state dict whether the start has happened."""
+        self.started = bool(state)
+
+    def extra_repr(self) -> str:
+        """Show the number of channels."""
+        return str(self.num_channels)
+
+
+def _channel_mean(x: Tensor) -> Tensor | None:
+    """Average `x` over all but dimension 1 and over all ranks; None where there is no value."""
+    sums = x.sum([dim for dim in range(x.dim()) if dim != 1])
+    count = torch.full_like(sums[:1], x.shape[0] * num_positions(x))
+    sums = torch.cat([sums, count])
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.all_reduce(sums)
+    return sums[:-1] / sums[-1] if bool(sums[-1] > 0) else None

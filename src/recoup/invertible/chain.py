@@ -1,0 +1,180 @@
+"""A chain of invertible modules, and the choice of what its backward remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.split import Split
+from recoup.residuals.executor import Plan, State
+from recoup.schedules.memory import Memory, schedule_for
+
+__all__ = ["Chain"]
+
+
+class Chain(InvertibleModule):
+    """Invertible modules one after the other, with a choice of what backward remembers.
+
+    With ``memory="constant"`` the chain keeps its output alone: backward inverts the modules one
+    by one, and every network runs once in forward and once in backward. The other modes keep and
+    recompute as `recoup.Sequential` does. The gradients are the same, to rounding.
+
+    A `Split` sends part of its input straight to the output. Then the output is a tuple: the
+    early latents in the order they were split off, and last what went through the whole chain.
+
+    Args:
+        modules: the invertible modules, data to latent.
+        memory: "linear", "sqrt", "log", "constant", a number of slots, or a
+            `recoup.schedules.Schedule`; may be changed at any time by assignment.
+
+    Raises:
+        ValueError: A module is not invertible, or `memory` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import ActNorm, Chain, Flip
+        >>> chain = Chain(ActNorm(2), Flip(), memory="constant")
+        >>> y, log_det = chain(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
+        >>> y.shape, log_det.shape
+        (torch.Size([2, 2]), torch.Size([2]))
+
+    Gomez et al., "The Reversible Residual Network", https://arxiv.org/abs/1707.04585.
+    """
+
+    def __init__(self, *modules: nn.Module, memory: Memory = "linear") -> None:
+        super().__init__()
+        for index, module in enumerate(modules):
+            if not isinstance(module, InvertibleModule):
+                raise ValueError(
+                    f"`modules[{index}]` is a {type(module).__name__}, which is not an "
+                    "InvertibleModule. Derive from recoup.invertible.InvertibleModule, or put it "
+                    "in a recoup.Sequential, which takes any module."
+                )
+            self.add_module(str(index), module)
+        self._plan: tuple[int, Plan] | None = None
+        self.memory = memory
+
+    @property
+    def memory(self) -> Memory:
+        """What backward remembers."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        if len(self):
+            schedule_for(memory, len(self))
+        self._memory: Memory = memory
+        self._plan = None
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> InvertibleModule:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[InvertibleModule]:
+        return cast("Iterator[InvertibleModule]", iter(self._modules.values()))
+
+    def forward(self, x: Tensor) -> tuple[Any, Tensor]:
+        """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""
+        stages = self._stages()
+        state: State = (x,)
+        log_dets: list[Tensor | None] = []
+        if torch.is_grad_enabled() and self._memory != "linear" and stages:
+            state, log_dets = self._ready_plan().execute(stages, state)
+        else:
+            for stage in stages:
+                state, value = stage.forward(state)
+                log_dets.append(value)
+        return _to_output(state), _sum(log_dets, x)
+
+    def inverse(self, y: Any) -> tuple[Tensor, Tensor]:
+        """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
+        state = _to_state(y)
+        log_dets: list[Tensor | None] = []
+        for stage in reversed(self._stages()):
+            state, value = stage.invert(state)
+            log_dets.append(value)
+        return state[0], _sum(log_dets, state[0])
+
+    def _ready_plan(self) -> Plan:
+        if self._plan is None or self._plan[0] != len(self):
+            self._plan = (len(self), Plan(schedule_for(self._memory, len(self))))
+        return self._plan[1]
+
+    def _stages(self) -> list[_Stage]:
+        return [
+            (_SplitStage if isinstance(module, Split) else _Stage)(str(index), module)
+            for index, module in enumerate(self)
+        ]
+
+    def extra_repr(self) -> str:
+        """Show the memory mode."""
+        return f"memory={self._memory!r}"
+
+
+class _Stage:
+    """A module on the first tensor of the state; early latents pass by."""
+
+    __slots__ = ("_index", "module")
+
+    def __init__(self, index: str, module: InvertibleModule) -> None:
+        self._index = index
+        self.module = module
+
+    @property
+    def name(self) -> str:
+        return f"module `{self._index}` ({type(self.module).__name__})"
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.module,)
+
+    def forward(self, state: State) -> tuple[State, Tensor]:
+        y, log_det = self.module(state[0])
+        return (y, *state[1:]), log_det
+
+    def invert(self, state: State) -> tuple[State, Tensor]:
+        x, log_det = self.module.inverse(state[0])
+        return (x, *state[1:]), log_det
+
+    def inverse(self, state: State) -> State:
+        return self.invert(state)[0]
+
+
+class _SplitStage(_Stage):
+    """A split: one tensor more in the state after it."""
+
+    __slots__ = ()
+
+    def forward(self, state: State) -> tuple[State, Tensor]:
+        (h, z), log_det = self.module(state[0])
+        return (h, *state[1:], z), log_det
+
+    def invert(self, state: State) -> tuple[State, Tensor]:
+        x, log_det = self.module.inverse((state[0], state[-1]))
+        return (x, *state[1:-1]), log_det
+
+
+def _sum(log_dets: list[Tensor | None], like: Tensor) -> Tensor:
+    total: Tensor | None = None
+    for value in log_dets:
+        if value is not None:
+            total = value if total is None else total + value
+    if total is not None:
+        return total
+    return torch.zeros(len(like), device=like.device)
+
+
+def _to_output(state: State) -> Any:
+    return state[0] if len(state) == 1 else (*state[1:], state[0])
+
+
+def _to_state(y: Any) -> State:
+    if isinstance(y, Tensor):
+        return (y,)
+    return (y[-1], *y[:-1])

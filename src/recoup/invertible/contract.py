@@ -1,0 +1,40 @@
+"""What every invertible module promises."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from recoup.residuals.evaluation import evaluate
+
+__all__ = ["InvertibleModule"]
+
+
+class InvertibleModule(nn.Module):
+    """A module whose input can be computed from its output.
+
+    Data to latent is `forward`, latent to data is `inverse`; direction is never a flag. Both
+    return the log-determinant of their own Jacobian, one number a sample, so that for
+    ``y, log_det = f(x)`` and ``x, back = f.inverse(y)`` it holds that ``log_det + back = 0``.
+    """
+
+    returns_log_det: ClassVar[bool] = True
+
+    def forward(self, x: Tensor) -> tuple[Any, Tensor]:
+        """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` ``(N,)``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `forward`.")
+
+    def inverse(self, y: Any) -> tuple[Tensor, Tensor]:
+        """Map latent to data: ``y`` to ``(x, log_det)``, ``log_det`` of shape ``(N,)``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define `inverse`.")
+
+    def evaluate(self, network: nn.Module, *inputs: Tensor) -> Any:
+        """Call `network` so that forward, inverse and backward share one evaluation.
+
+        In constant memory the inverse that backward runs makes the residuals of `network` too,
+        so it runs once in forward and once in backward. Its random layers draw from a seed of
+        their own, in every memory mode. Called directly, a network is right too, and runs twice
+        in backward.
+        """
+        return evaluate(network, inputs)

@@ -1,0 +1,161 @@
+"""The picture of a curve: peak memory and step time against depth."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recoup.memory.curve import Curve
+    from recoup.memory.points import Point
+
+__all__ = ["FORMATS", "check_format", "render", "require_matplotlib"]
+
+FORMATS = (".png", ".svg", ".pdf")
+
+_INK, _QUIET = "#222222", "#8a8a8a"
+# Told apart by readers who do not see red or green (after Okabe and Ito). A mode keeps its colour
+# in every picture.
+_KNOWN = {"linear": "#d55e00", "sqrt": "#0072b2", "constant": "#009e73", "log": "#cc79a7"}
+_OTHERS = ("#e69f00", "#56b4e9", "#6a3d9a", "#7f7f7f")
+_MARKERS = ("o", "s", "D", "^", "v", "P")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+
+
+def require_matplotlib() -> None:
+    """Raise an ImportError that says what to do if matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise ImportError(
+            "Drawing a figure needs matplotlib, which is not installed. Run: "
+            "pip install 'recoup[plots]'"
+        ) from error
+
+
+def check_format(suffix: str) -> None:
+    """Raise a ValueError if no picture can be written to a file that ends so."""
+    if suffix.lower() not in FORMATS:
+        raise ValueError(
+            f'`path` of the figure ends in "{suffix}", but must end in one of {", ".join(FORMATS)}.'
+        )
+
+
+def render(curve: Curve, suffix: str) -> bytes:
+    """Draw `curve` in the format of `suffix`, and return the content of the file."""
+    check_format(suffix)
+    require_matplotlib()
+    # Objects of our own instead of pyplot: no window, no global state, whatever the backend.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    timed = all(point.seconds is not None for point in curve.points)
+    longest = max((point.seconds or 0.0 for point in curve.points), default=0.0)
+    scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
+    # The constrained layout leaves room for the labels beside the lines, however long they are.
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04)
+    figure = Figure((11.0 if timed else 6.0, 4.0), 200, facecolor="white", layout=layout)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
+    _panel(panels[0], curve, lambda point: point.peak_bytes / 2**20, "Peak memory of a step", "MiB")
+    if timed:
+        title = "Time of a step"
+        _panel(panels[1], curve, lambda point: scale * (point.seconds or 0.0), title, unit)
+    content = io.BytesIO()
+    figure.savefig(content, format=suffix.lower().removeprefix("."))
+    return content.getvalue()
+
+
+def _panel(axes: Any, curve: Curve, value: Callable[[Point], float], title: str, unit: str) -> None:
+    depths = sorted({point.depth for point in curve.points})
+    ends: list[tuple[float, str, str]] = []
+    others = 0
+    for index, memory in enumerate(curve.memories()):
+        color = _KNOWN.get(str(memory))
+        if color is None:
+            color, others = _OTHERS[others % len(_OTHERS)], others + 1
+        points = curve.of(memory)
+        values = [value(point) for point in points]
+        # Later lines are thinner and dashed, so that a line beneath another shows.
+        axes.plot(
+            [point.depth for point in points],
+            values,
+            color=color,
+            linestyle=_DASHES[index % len(_DASHES)],
+            linewidth=max(3.0 - 0.6 * index, 1.2),
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=max(8.0 - 1.2 * index, 4.0),
+            markeredgecolor="white",
+            markeredgewidth=0.8,
+            clip_on=False,
+            zorder=3 + index,
+        )
+        name = f"{memory} slots" if isinstance(memory, int) else memory
+        ends.append((values[-1], f"{name}  {_number(values[-1])}", color))
+    top = max((value(point) for point in curve.points), default=1.0) or 1.0
+    axes.set_ylim(0, 1.06 * top)
+    axes.set_xlim(0, 1.02 * depths[-1])
+    axes.set_xticks(_ticks(depths))
+    _label_ends(axes, ends, depths[-1], 1.06 * top)
+    axes.set_title(f"{title} ({unit})", loc="left", fontsize=12, color=_INK, pad=12)
+    axes.set_xlabel("Depth (blocks)", fontsize=10, color=_INK)
+    axes.tick_params(colors=_QUIET, labelcolor=_INK, labelsize=9, length=3)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_QUIET)
+
+
+def _label_ends(axes: Any, ends: list[tuple[float, str, str]], depth: int, height: float) -> None:
+    """Write each line's name and last value beside its end, apart from each other."""
+    ends = sorted(ends)
+    places = _spread([last / height for last, _, _ in ends], gap=0.068)
+    for place, (last, text, color) in zip(places, ends, strict=True):
+        axes.annotate(
+            text,
+            xy=(depth, last),
+            xytext=(1.04, place),
+            textcoords="axes fraction",
+            color=color,
+            fontsize=10.5,
+            fontweight="bold",
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def _spread(places: list[float], gap: float) -> list[float]:
+    """Move sorted places apart to at least `gap`: those too close become a group about its mean."""
+    groups: list[list[float]] = []
+    for place in places:
+        groups.append([place])
+        while len(groups) > 1 and _span(groups[-1], gap)[0] < _span(groups[-2], gap)[1] + gap:
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [_span(group, gap)[0] + gap * i for group in groups for i in range(len(group))]
+
+
+def _span(group: list[float], gap: float) -> tuple[float, float]:
+    """Lowest and highest place of a group whose members are `gap` apart; never below the axis."""
+    length = gap * (len(group) - 1)
+    low = max(sum(group) / len(group) - length / 2, 0.0)
+    return low, low + length
+
+
+def _ticks(depths: list[int]) -> list[int]:
+    """The depths that were measured, without those too close to be written side by side."""
+    ticks: list[int] = []
+    for depth in reversed(depths):
+        if not ticks or ticks[-1] - depth >= 0.05 * depths[-1]:
+            ticks.append(depth)
+    return ticks[::-1]
+
+
+def _number(value: float) -> str:
+    """Three significant digits."""
+    if value <= 0:
+        return "0"
+    return f"{value:.{max(2 - math.floor(math.log10(value)), 0)}f}"

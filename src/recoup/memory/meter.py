@@ -1,0 +1,142 @@
+"""What one call costs: bytes and seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from recoup.memory.size import format_bytes
+from recoup.residuals.tracking import StorageTracker
+
+__all__ = ["Measurement", "check_device", "measure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a call cost.
+
+    Args:
+        peak_bytes: highest number of bytes alive at one time while it ran, beyond what was alive
+            before it.
+        held_bytes: bytes still alive after it returned, its return value included, beyond what
+            was alive before it.
+        seconds: wall time of the fastest repetition; None without repetitions.
+        cpu_seconds: least processor time, over all threads, of a repetition; None without.
+        device: where bytes were counted.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    seconds: float | None
+    cpu_seconds: float | None
+    device: str
+
+    def __str__(self) -> str:
+        parts = [f"peak {format_bytes(self.peak_bytes)}", f"held {format_bytes(self.held_bytes)}"]
+        if self.seconds is not None and self.cpu_seconds is not None:
+            parts += [f"{1e3 * self.seconds:.4g} ms", f"CPU {1e3 * self.cpu_seconds:.4g} ms"]
+        return f"{', '.join(parts)} on {self.device}"
+
+
+def measure(
+    fn: Callable[[], object], *, device: torch.device | str | None = None, repeats: int = 1
+) -> Measurement:
+    """Measure the memory and the time of a call.
+
+    `fn` is called ``1 + repeats`` times: once with its memory followed, then `repeats` times with
+    the clock alone. Nothing is kept: each return value is let go before the next call. What only
+    the first call allocates (``.grad`` of each parameter, workspaces of CUDA libraries) belongs to
+    the peak; call `fn` once beforehand to leave it out.
+
+    On CPU the storages that operators return are followed. Not seen: temporaries inside a kernel;
+    storages that no operator made (`torch.from_numpy`, `torch.load`); allocations on other threads
+    or inside a compiled graph; the allocator's rounding and what it holds back, so that resident
+    memory (RSS) is larger; and memory that was alive before and is freed by `fn`, which is not
+    subtracted. On CUDA the numbers are those of torch's allocator, rounded up to its blocks, for
+    `device` alone; memory that was alive before and is freed by `fn` is subtracted there. The
+    peak statistics of that device are reset.
+
+    Args:
+        fn: takes no arguments.
+        device: ``"cpu"`` or a CUDA device. None stands for the current CUDA device if this process
+            uses CUDA already, else for the CPU; the result says which.
+        repeats: number of calls under the clock, of which the best counts.
+
+    Returns:
+        Bytes and seconds, printable.
+
+    Raises:
+        ValueError: if `device` is of another type, or `repeats` is negative.
+
+    Example:
+        >>> x = torch.zeros(256, requires_grad=True)  # 1 KiB
+        >>> print(measure(lambda: x.exp().sin(), device="cpu", repeats=0))
+        peak 2 KiB, held 2 KiB on cpu
+    """
+    if repeats < 0:
+        raise ValueError(f"`repeats` is {repeats}, but must be at least 0 (0: no time is taken).")
+    if device is None:
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    where = check_device(device)
+    if where.type == "cuda" and where.index is None:  # pyright: ignore[reportUnnecessaryComparison]
+        where = torch.device("cuda", torch.cuda.current_device())
+    peak_bytes, held_bytes = (_cuda_bytes if where.type == "cuda" else _cpu_bytes)(fn, where)
+    times = [_times(fn, where) for _ in range(repeats)]
+    return Measurement(
+        peak_bytes=peak_bytes,
+        held_bytes=held_bytes,
+        seconds=min((wall for wall, _ in times), default=None),
+        cpu_seconds=min((processor for _, processor in times), default=None),
+        device=str(where),
+    )
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Return `device`, or raise ValueError if its memory cannot be measured here."""
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f'`device` is "{device}", which torch does not know. Give "cpu".'
+        ) from error
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f'`device` is "{where}", but only "cpu" and CUDA devices are measured.')
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f'`device` is "{where}", but torch sees no CUDA device. Give "cpu".')
+    return where
+
+
+def _cpu_bytes(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    with StorageTracker(device) as tracker:
+        result = fn()
+    held_bytes = tracker.current_bytes
+    del result  # Alive until here, since it counts as held.
+    return tracker.peak_bytes, held_bytes
+
+
+def _cuda_bytes(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = fn()
+    torch.cuda.synchronize(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device) - before
+    held_bytes = torch.cuda.memory_allocated(device) - before
+    del result  # Alive until here, since it counts as held.
+    return peak_bytes, held_bytes
+
+
+def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Wall and processor seconds of one call; letting go of its result is not timed."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    wall, processor = time.perf_counter(), time.process_time()
+    result = fn()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    times = time.perf_counter() - wall, time.process_time() - processor
+    del result
+    return times

@@ -1,0 +1,68 @@
+"""Bytes as people write them: ``"1.5 GiB"`` and back."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
+_UNITS: dict[str, int] = {
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY)},
+    **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)},
+    "": 1,
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+
+
+def parse_bytes(value: int | str) -> int:
+    """Read a number of bytes, such as ``"1.5 GiB"``.
+
+    Args:
+        value: bytes as an `int`, or a number followed by a unit: ``B``; ``KB``, ``MB``, ``GB``,
+            ``TB`` (powers of 1000); ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024). Case and
+            spaces do not matter; a number alone counts bytes.
+
+    Returns:
+        The number of bytes; a fraction of a byte is dropped.
+
+    Raises:
+        ValueError: if `value` is negative or cannot be read.
+
+    Example:
+        >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
+        (1536, 2000000000, 64)
+    """
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is not None and match[2].lower() in _UNITS:
+            return int(Fraction(match[1].removesuffix(".")) * _UNITS[match[2].lower()])
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return value
+    raise ValueError(
+        f"`value` is {value!r}, which is no number of bytes. Give an int of at least 0, or a "
+        'string such as "1.5 GiB", "64 KiB" or "2 GB".'
+    )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a number of bytes with four significant digits and a binary unit.
+
+    Args:
+        num_bytes: the number of bytes; may be negative.
+
+    Returns:
+        Text that `parse_bytes` reads back (unless negative) to within 0.05 percent, or a byte.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
+        ('1.5 KiB', '3 GiB', '12 B')
+    """
+    amount, power = float(abs(num_bytes)), 0
+    # 1023.95 would be written as "1024": it goes to the next unit.
+    while amount >= 1023.5 and power < len(_BINARY) - 1:
+        amount, power = amount / 1024, power + 1
+    digits = f"{amount:.4g}" if amount < 10_000 else f"{amount:.0f}"
+    return f"{'-' if num_bytes < 0 else ''}{digits} {_BINARY[power]}"

@@ -1,0 +1,136 @@
+"""Answers one request of a curve, in a process of its own: ``python -m recoup.memory.worker PATH``.
+
+The request comes as JSON on the standard input; the answer, or the error in one line, goes as
+JSON to PATH.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from recoup.memory.meter import measure
+from recoup.memory.points import Request
+
+Step = Callable[[], object]
+
+
+class _BuildError(Exception):
+    """What is wrong with the builder itself."""
+
+
+def _load(name: str) -> Callable[..., object]:
+    """Import ``"module:function"`` or ``"path/to/file.py:function"``."""
+    module_name, _, function_name = name.rpartition(":")
+    if module_name.endswith(".py"):
+        path = Path(module_name).resolve()
+        spec = importlib.util.spec_from_file_location("__recoup_build__", path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise _BuildError(f"there is no file {path}.")
+        sys.path.insert(0, str(path.parent))  # As when it is run as a script.
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # The module is there, but one that it needs is not.
+            raise _BuildError(
+                f"{error}. Run where it can be imported, or name its file, "
+                f'"path/to/file.py:{function_name}".'
+            ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise _BuildError(f"there is no function {function_name} in {module_name}.")
+    return function
+
+
+def _training_step(module: nn.Module, inputs: object) -> Step:
+    """Forward, the sum of all outputs, backward. Gradients are allocated once, and added to."""
+    arguments = cast("tuple[Any, ...]", inputs) if isinstance(inputs, tuple) else (inputs,)
+
+    def step() -> None:
+        leaves: list[Any] = _pytree.tree_leaves(module(*arguments))
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not outputs:
+            raise _BuildError("no output of its module requires a gradient.")
+        total = outputs[0].sum()
+        for output in outputs[1:]:
+            total = total + output.sum()
+        total.backward()  # pyright: ignore[reportUnknownMemberType]
+
+    return step
+
+
+def _build(request: Request) -> Step:
+    build = _load(request.build)
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    with torch.device(request.device):
+        built = build(depth=request.depth, memory=request.memory)
+    if callable(built) and not isinstance(built, nn.Module):
+        return built
+    pair = cast("tuple[object, ...]", built) if isinstance(built, tuple) else ()
+    if len(pair) == 2 and isinstance(pair[0], nn.Module):
+        inputs = _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(request.device), pair[1])
+        return _training_step(pair[0].to(request.device), inputs)
+    raise _BuildError(
+        f"it returned {type(cast('object', built)).__name__}, but must return a training step "
+        "(a function without arguments) or a pair (module, inputs)."
+    )
+
+
+def _resident_bytes(step: Step) -> int:
+    """Peak of the process's resident memory while `step` runs, beyond what was resident before."""
+
+    def highest() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+    Path("/proc/self/clear_refs").write_text("5")  # The peak so far is forgotten.
+    before = highest()
+    step()
+    return highest() - before
+
+
+def _answer(request: Request) -> dict[str, Any]:
+    torch.set_num_threads(request.num_threads)
+    step = _build(request)
+    step()  # Gradients, optimizer state and workspaces are there from here on.
+    if request.resident:
+        return {"resident_bytes": _resident_bytes(step)}
+    measured = measure(step, device=request.device, repeats=request.repeats)
+    return {
+        "peak_bytes": measured.peak_bytes,
+        "held_bytes": measured.held_bytes,
+        "seconds": measured.seconds,
+        "cpu_seconds": measured.cpu_seconds,
+    }
+
+
+def main(path: str) -> int:
+    """Answer the request on the standard input; 0 if that succeeded, else 1."""
+    try:
+        answer = _answer(Request(**json.load(sys.stdin)))
+    except _BuildError as error:
+        answer = {"argument": " ".join(str(error).split())}
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # Whatever it is, it is the answer.
+        traceback.print_exc()
+        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+    Path(path).write_text(json.dumps(answer))
+    return 0 if "peak_bytes" in answer or "resident_bytes" in answer else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,79 @@
+"""The command ``recoup curve``: memory and time against depth for a builder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from recoup.errors import RecoupError
+from recoup.memory import Point, curve, format_bytes
+
+__all__ = ["curve_command"]
+
+
+def curve_command(
+    build: str,
+    depths: list[int],
+    memories: list[str],
+    device: str = "cpu",
+    repeats: int = 3,
+    csv: Path | None = None,
+    figure: Path | None = None,
+) -> int:
+    """Measure memory and time of a training step against depth, and print a table.
+
+    Args:
+        build: the builder, as "module:function" or "path/to/file.py:function"; it is called as
+            build(depth=..., memory=...) and returns (module, inputs), or a function that runs a
+            training step.
+        depths: numbers of blocks.
+        memories: memory modes, such as linear, sqrt or constant; a number stands for slots.
+        device: cpu or a CUDA device.
+        repeats: steps under the clock, of which the best counts; 0 for no times.
+        csv: write the points to this file.
+        figure: draw the curve into this file (.png, .svg or .pdf).
+
+    Returns:
+        The exit code: 0, or 2 if something was wrong, of which one line on stderr tells.
+    """
+    num_points = len(set(depths)) * len(set(memories))
+    measured = 0
+
+    def report(point: Point) -> None:
+        nonlocal measured
+        measured += 1
+        time = "" if point.seconds is None else f", {1e3 * point.seconds:.4g} ms"
+        print(
+            f"[{measured}/{num_points}] depth {point.depth}, {point.memory}: "
+            f"{format_bytes(point.peak_bytes)}{time}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    try:
+        _check_outputs(csv, figure)
+        modes = [int(memory) if memory.isdecimal() else memory for memory in memories]
+        result = curve(build, depths, modes, device=device, repeats=repeats, progress=report)
+        print(result)
+        if csv is not None:
+            print(f"points: {result.to_csv(csv)}")
+        if figure is not None:
+            print(f"figure: {result.figure(figure)}")
+    except (ValueError, RecoupError, OSError, ImportError) as error:
+        print(f"recoup curve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check_outputs(csv: Path | None, figure: Path | None) -> None:
+    """Find out before the measurements, not after them, that a file cannot be written."""
+    if figure is not None:
+        from recoup.memory.figures import check_format, require_matplotlib
+
+        check_format(figure.suffix)
+        require_matplotlib()
+    for path in (csv, figure):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder, but must be a file.")
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)

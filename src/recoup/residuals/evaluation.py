@@ -1,0 +1,200 @@
+"""Evaluations that forward, inverse and backward share.
+
+NOTE [ One evaluation ]
+
+Rule 1. The inverse of a coupling runs its networks on the very inputs that forward gave them.
+        So in backward one inverse both finds the input of the coupling and, by running each
+        network as a region of its own, makes that network's residuals.
+Rule 2. What the coupling itself would have saved is made by running its forward once more over
+        the network outputs that the inverse remembered: elementwise work only.
+Rule 3. A network is found again by identity. One that a single forward evaluates twice is
+        ambiguous, since an inverse may ask in another order; then nothing is shared, and
+        backward runs inverse and forward in full.
+Rule 4. The draws of a network come from a seed of its own, in every memory mode, so that they
+        do not depend on which direction asks first.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from recoup.errors import ReplayError
+from recoup.residuals.region import Region
+from recoup.residuals.seeds import is_repeating, seeded
+
+__all__ = ["Evaluations", "evaluate"]
+
+Inputs = tuple[Tensor, ...]
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.answer: Callable[[nn.Module, Inputs], Tensor] | None = None
+
+
+_local = _Local()
+
+
+def evaluate(network: nn.Module, inputs: Inputs) -> Tensor:
+    """Call `network`, or let the region that is running answer (See Rules 1 and 2)."""
+    answer = _local.answer
+    if answer is None:
+        return _run(network, inputs, [])
+    with _answering(None):
+        return answer(network, inputs)
+
+
+def _run(network: nn.Module, inputs: Inputs, seeds: list[int | None]) -> Tensor:
+    if not torch.is_grad_enabled() and not seeds and not is_repeating():
+        return network(*inputs)  # nothing will ever be run again
+    return seeded(lambda: network(*inputs), seeds)  # See Rule 4
+
+
+@contextmanager
+def _answering(answer: Callable[[nn.Module, Inputs], Tensor] | None) -> Iterator[None]:
+    before = _local.answer
+    _local.answer = answer
+    try:
+        yield
+    finally:
+        _local.answer = before
+
+
+class _Evaluation:
+    """One evaluation: where its residuals belong, its seed, and its output while needed."""
+
+    __slots__ = ("output", "region", "requires_grad", "seeds", "version", "wants_grad")
+
+    def __init__(self, inputs: Inputs, region: Region) -> None:
+        self.requires_grad = tuple(value.requires_grad for value in inputs)
+        self.seeds: list[int | None] = []
+        self.region = weakref.ref(region)
+        self.output: Tensor | None = None
+        self.version = 0
+        self.wants_grad = False
+
+
+class Evaluations:
+    """The evaluations of one call of an invertible module.
+
+    Args:
+        name: what errors call the module.
+    """
+
+    __slots__ = ("_by_network", "_cursor", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._by_network: dict[nn.Module, list[_Evaluation]] = {}
+        self._cursor: dict[nn.Module, int] = {}
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether inverse can make the residuals (See Rule 3)."""
+        return all(len(same) == 1 for same in self._by_network.values())
+
+    @contextmanager
+    def recording(self, make_region: Callable[[], Region]) -> Iterator[None]:
+        """Around the first forward; each evaluation gets a region, made by `make_region`."""
+        with _answering(partial(self._record, make_region)):
+            yield
+
+    @contextmanager
+    def inverting(self) -> Iterator[None]:
+        """Around the inverse: shared evaluations are filled and remembered (See Rule 1)."""
+        with _answering(self._fill_and_remember if self.are_shared else self._only_run):
+            yield
+
+    @contextmanager
+    def recalling(self) -> Iterator[None]:
+        """Around the forward after the inverse: remembered outputs (See Rule 2)."""
+        with _answering(self._recall):
+            yield
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Around a second forward in full: every evaluation is run again (See Rule 3)."""
+        self._cursor = {}
+        with _answering(self._fill_in_order):
+            yield
+
+    def forget(self) -> None:
+        """Let go of the remembered outputs."""
+        for same in self._by_network.values():
+            for evaluation in same:
+                evaluation.output = None
+
+    def _record(
+        self, make_region: Callable[[], Region], network: nn.Module, inputs: Inputs
+    ) -> Tensor:
+        region = make_region()
+        evaluation = _Evaluation(inputs, region)
+        self._by_network.setdefault(network, []).append(evaluation)
+        with region.recording():
+            output = _run(network, inputs, evaluation.seeds)
+        evaluation.wants_grad = output.requires_grad
+        return output
+
+    def _only(self, network: nn.Module) -> _Evaluation:
+        found = self._by_network.get(network)
+        if found is None:
+            raise ReplayError(
+                f"{self._name} evaluates {type(network).__name__} in one direction and not in the "
+                "other. Call it through `evaluate` in both `forward` and `inverse`, or in neither."
+            )
+        return found[0]
+
+    def _fill_and_remember(self, network: nn.Module, inputs: Inputs) -> Tensor:
+        evaluation = self._only(network)
+        output = self._fill(evaluation, network, inputs)
+        evaluation.output, evaluation.version = output, output._version
+        return output
+
+    def _fill(self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs) -> Tensor:
+        region = evaluation.region()
+        if region is None or not region.is_wanted:
+            with torch.no_grad():
+                return _run(network, inputs, evaluation.seeds)
+        taped = tuple(
+            value.detach().requires_grad_(flag)
+            for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
+        )
+        with region.filling(taped):
+            return _run(network, taped, evaluation.seeds).detach()
+
+    def _only_run(self, network: nn.Module, inputs: Inputs) -> Tensor:
+        evaluation = self._only(network)
+        if len(self._by_network[network]) > 1 and evaluation.seeds[0] is not None:
+            raise ReplayError(
+                f"{self._name} evaluates one {type(network).__name__} twice in a forward, and it "
+                "draws random numbers: which draw belongs to which evaluation cannot be told in "
+                'the inverse. Use two networks, or memory="sqrt".'
+            )
+        return _run(network, inputs, evaluation.seeds)
+
+    def _recall(self, network: nn.Module, inputs: Inputs) -> Tensor:
+        del inputs
+        evaluation = self._only(network)
+        output = evaluation.output
+        if output is None or output._version != evaluation.version:
+            raise ReplayError(
+                f"The inverse of {self._name} did not evaluate {type(network).__name__}, or "
+                "changed its output in place. Evaluate it once in each direction, and do not "
+                "change the output in place."
+            )
+        return output.detach().requires_grad_(evaluation.wants_grad)
+
+    def _fill_in_order(self, network: nn.Module, inputs: Inputs) -> Tensor:
+        self._only(network)
+        place = self._cursor.get(network, 0)
+        self._cursor[network] = place + 1
+        evaluation = self._by_network[network][place]
+        output = self._fill(evaluation, network, inputs)
+        return output.requires_grad_(evaluation.wants_grad)

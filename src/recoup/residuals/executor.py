@@ -1,0 +1,353 @@
+"""The executor: runs a schedule over a chain, in forward and in backward.
+
+NOTE [ One executor ]
+
+Rule 1. The sweep runs with the model's forward, and the whole graph is built in it, so that
+        parameters, hooks and `autograd.grad` see an ordinary graph. A stage that the sweep
+        tapes keeps its residuals as any module does; one that it advances over becomes a
+        region, whose slots are empty.
+Rule 2. Autograd asks for residuals in descending order of stages. A slot that is empty moves
+        the schedule on, to the action that tapes its stage.
+Rule 3. Asked for a stage whose action lies behind (a second backward over a retained graph),
+        the schedule is run from its start, the graph left as it is. Asked twice for the stage
+        that was filled last, that stage alone is run again.
+Rule 4. The run holds its records; a region holds the run, and a record its region weakly. So
+        nothing here outlives the slots that autograd holds, without the garbage collector.
+Rule 5. What the sweep keeps goes to the pair of hooks beneath; what backward keeps, for a
+        while, does not.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from recoup.errors import ReplayError, ScheduleError
+from recoup.residuals.evaluation import Evaluations
+from recoup.residuals.hooks import Kept, pair_in_force
+from recoup.residuals.region import Region
+from recoup.residuals.rerun import Rerun
+from recoup.schedules import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Reverse,
+    Schedule,
+    Tape,
+    simulate,
+)
+
+__all__ = ["Plan", "Stage", "State"]
+
+State = tuple[Tensor, ...]
+
+
+class Stage(Protocol):
+    """One stage of a chain, as the executor sees it."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Whose parameters, buffers and modes it uses."""
+        ...
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Return the next state, and a value beside the chain (a log-determinant)."""
+        ...
+
+    def inverse(self, state: State) -> State:
+        """Return the state before this stage."""
+        ...
+
+
+class Plan:
+    """A schedule made ready to be executed any number of times."""
+
+    __slots__ = ("actions", "inverted", "last_keep", "num_stages", "sweep_end", "tape_at")
+
+    def __init__(self, schedule: Schedule) -> None:
+        simulate(schedule)  # raises on a schedule that cannot be executed
+        self.num_stages = schedule.num_stages
+        self.actions = schedule.actions
+        self.sweep_end = _end_of_sweep(schedule)
+        backward = range(self.sweep_end, len(self.actions))
+        self.tape_at = {
+            action.index: place
+            for place in backward
+            if isinstance(action := self.actions[place], Tape | Invert)
+        }
+        self.inverted = {a.index for a in self.actions if isinstance(a, Invert)}
+        self.last_keep = max(
+            (
+                place
+                for place, action in enumerate(self.actions[: self.sweep_end])
+                if isinstance(action, Keep) and action.index < self.num_stages
+            ),
+            default=-1,
+        )
+
+    def execute(self, stages: Sequence[Stage], state: State) -> tuple[State, list[Tensor | None]]:
+        """Run the chain forward; its backward will follow the schedule.
+
+        Returns:
+            The last state and, for each stage, the value beside the chain.
+        """
+        if self.num_stages != len(stages):
+            raise ScheduleError(
+                f"The schedule is for {self.num_stages} stages and the chain has {len(stages)}. "
+                f"Make it anew for {len(stages)} stages."
+            )
+        return _Run(stages, self).sweep(state)
+
+
+def _end_of_sweep(schedule: Schedule) -> int:
+    for place, action in enumerate(schedule.actions):
+        reached = action.stop if isinstance(action, Advance) else 0
+        reached = action.index + 1 if isinstance(action, Tape) else reached
+        if reached == schedule.num_stages:
+            after = schedule.actions[place + 1] if place + 1 < len(schedule.actions) else None
+            return place + (2 if after == Keep(schedule.num_stages) else 1)
+    raise ScheduleError(f"The schedule {schedule.name} never reaches its last state.")
+
+
+class _Record:
+    """What the first run of one stage left for the second."""
+
+    __slots__ = ("evaluations", "region", "requires_grad", "rerun", "shapes")
+
+    def __init__(self, stage: Stage, state: State) -> None:
+        self.rerun = Rerun(stage.name, stage.modules)
+        self.region: weakref.ref[Region] | None = None  # See Rule 4
+        self.evaluations: Evaluations | None = None
+        self.requires_grad = tuple(value.requires_grad for value in state)
+        self.shapes = tuple(value.shape for value in state)
+
+    def wanted_region(self) -> Region | None:
+        region = self.region() if self.region is not None else None
+        return region if region is not None and region.is_wanted else None
+
+    def taped(self, state: State) -> State:
+        """Return `state` as the inputs of a second run."""
+        return tuple(
+            value.detach().requires_grad_(flag)
+            for value, flag in zip(state, self.requires_grad, strict=True)
+        )
+
+
+class _Run:
+    """One forward of a chain and the backward that belongs to it."""
+
+    def __init__(self, stages: Sequence[Stage], plan: Plan) -> None:
+        self._stages = stages
+        self._plan = plan
+        self._records: list[_Record | None] = [None] * len(stages)
+        self._swept: dict[int, tuple[Kept, ...]] = {}
+        self._kept: dict[int, State] = {}
+        self._working: tuple[int, State] = (-1, ())
+        self._position = 0
+        self._lock = threading.RLock()
+
+    # -- forward ---------------------------------------------------------------------------
+
+    def sweep(self, state: State) -> tuple[State, list[Tensor | None]]:
+        """Execute the part of the schedule that belongs to forward (See Rule 1)."""
+        plan = self._plan
+        beside: list[Tensor | None] = [None] * len(self._stages)
+        if not plan.inverted and plan.last_keep >= 0:
+            self._swept[0] = self._keep(0, state)
+        for position, action in enumerate(plan.actions[: plan.sweep_end]):
+            match action:
+                case Keep(at):
+                    if at not in self._swept:
+                        self._swept[at] = self._keep(at, state)
+                case Drop(at):
+                    self._drop(at)
+                case Advance(start, stop):
+                    for index in range(start, stop):
+                        state, beside[index] = self._record(index, state)
+                case Tape(index):
+                    is_rerun = position < plan.last_keep
+                    state, beside[index] = self._tape_in_sweep(index, state, is_rerun)
+                case _:
+                    raise ScheduleError(f"{action} cannot stand in the sweep of a schedule.")
+        self._position = plan.sweep_end
+        return state, beside
+
+    def _keep(self, index: int, state: State) -> tuple[Kept, ...]:
+        if index < len(self._stages):
+            name = f"The input of {self._stages[index].name}"
+        else:
+            name = "The output of the chain"
+        pair = pair_in_force()  # See Rule 5
+        return tuple(Kept(value, name, pair) for value in state)
+
+    def _tape_in_sweep(
+        self, index: int, state: State, is_rerun: bool
+    ) -> tuple[State, Tensor | None]:
+        stage = self._stages[index]
+        if not is_rerun:
+            return stage.forward(state)
+        record = self._records[index] = _Record(stage, state)
+        with record.rerun.first():
+            return stage.forward(state)
+
+    def _record(self, index: int, state: State) -> tuple[State, Tensor | None]:
+        stage = self._stages[index]
+        state = tuple(
+            value.view_as(value) if isinstance(value, nn.Parameter) else value for value in state
+        )
+        record = self._records[index] = _Record(stage, state)
+        region = self._make_region(index)
+        record.region = weakref.ref(region)
+        if index not in self._plan.inverted:
+            with record.rerun.first(), region.recording():
+                return stage.forward(state)
+        evaluations = record.evaluations = Evaluations(stage.name)
+        make_region = partial(self._make_region, index)
+        with record.rerun.first(), region.recording(), evaluations.recording(make_region):
+            return stage.forward(state)
+
+    def _make_region(self, index: int) -> Region:
+        return Region(self._stages[index].name, partial(self._demand, index), self._lock)
+
+    # -- backward --------------------------------------------------------------------------
+
+    def _demand(self, index: int) -> None:
+        """Fill the slots of stage `index` (See Rules 2 and 3)."""
+        plan = self._plan
+        target = plan.tape_at[index]
+        with torch.no_grad():
+            if target < self._position:
+                if self._working[0] == index:
+                    self._fill(index, self._working[1])
+                    return
+                self._restart()
+            while self._position <= target:
+                action = plan.actions[self._position]
+                self._position += 1
+                self._execute(action)
+
+    def _restart(self) -> None:
+        """Bring back what the sweep kept, as far as backward has dropped it (See Rule 3)."""
+        self._kept.clear()
+        self._position = self._plan.sweep_end
+        if self._plan.inverted:
+            return  # such a run drops nothing that the sweep kept
+        self._load(0)
+        for action in self._plan.actions[: self._plan.last_keep + 1]:
+            self._execute(action)
+
+    def _execute(self, action: Action) -> None:
+        match action:
+            case Keep(at):
+                self._kept[at] = self._state_at(at)
+            case Drop(at):
+                self._drop(at)
+            case Load(at):
+                self._load(at)
+            case Advance(start, stop):
+                for index in range(start, stop):
+                    self._advance(index)
+            case Tape(index):
+                self._tape(index)
+            case Invert(index):
+                self._invert(index)
+            case Reverse():
+                pass  # autograd does it, and the slots let go of the tape
+
+    def _drop(self, index: int) -> None:
+        self._kept.pop(index, None)
+        # The source of a restart stays: the first state, or all that the sweep of a run that
+        # inverts has kept, since backward keeps nothing on top of it.
+        if index != 0 and not self._plan.inverted:
+            self._swept.pop(index, None)
+
+    def _state_at(self, index: int) -> State:
+        at, state = self._working
+        if at != index:
+            raise ScheduleError(f"The schedule needs state {index} where it has state {at}.")
+        return state
+
+    def _load(self, index: int) -> None:
+        state = self._kept.get(index)
+        if state is None:
+            state = tuple(kept.get().detach() for kept in self._swept[index])
+        self._working = (index, state)
+
+    def _recorded(self, index: int) -> _Record:
+        record = self._records[index]
+        if record is None:
+            raise ScheduleError(f"The schedule runs {self._stages[index].name} a second time.")
+        return record
+
+    def _advance(self, index: int) -> None:
+        state = self._state_at(index)
+        with self._recorded(index).rerun.again():
+            state, _ = self._stages[index].forward(state)
+        self._working = (index + 1, state)
+
+    def _tape(self, index: int) -> None:
+        state = self._state_at(index)
+        self._working = (index + 1, self._fill(index, state))
+
+    def _fill(self, index: int, state: State, *, recall: bool = False) -> State:
+        """Run stage `index` again from its input and fill its slots; return its output."""
+        record = self._recorded(index)
+        inputs = record.taped(state)
+        region = record.wanted_region()
+        evaluations = record.evaluations
+        with ExitStack() as stack:
+            stack.enter_context(record.rerun.again())
+            stack.enter_context(region.filling(inputs) if region else torch.enable_grad())
+            if evaluations is not None:
+                stack.enter_context(evaluations.recalling() if recall else evaluations.filling())
+            output, _ = self._stages[index].forward(inputs)
+        return tuple(value.detach() for value in output)
+
+    def _invert(self, index: int) -> None:
+        record = self._recorded(index)
+        evaluations = record.evaluations
+        if evaluations is None:
+            raise ScheduleError(f"The schedule inverts {self._stages[index].name} unannounced.")
+        try:
+            state = self._inverse(index, record, evaluations)
+            self._working = (index, state)
+            if not evaluations.are_shared:
+                self._fill(index, state)
+            elif record.wanted_region() is not None:
+                self._fill(index, state, recall=True)
+        finally:
+            evaluations.forget()
+
+    def _inverse(self, index: int, record: _Record, evaluations: Evaluations) -> State:
+        stage = self._stages[index]
+        after = self._state_at(index + 1)
+        versions = [value._version for value in after]
+        with record.rerun.again(), evaluations.inverting():
+            before = tuple(value.detach() for value in stage.inverse(after))
+        if [value._version for value in after] != versions:
+            raise ReplayError(
+                f"`inverse` of {stage.name} changed its input in place, which is the output that "
+                "forward gave to the caller. Change a clone."
+            )
+        shapes = tuple(value.shape for value in before)
+        if shapes != record.shapes:
+            raise ReplayError(
+                f"`inverse` of {stage.name} made shapes {[tuple(s) for s in shapes]} where forward "
+                f"was given {[tuple(s) for s in record.shapes]}. An inverse must undo forward."
+            )
+        return before

@@ -1,0 +1,67 @@
+"""The seam: how recoup meets the tensors that autograd saves.
+
+NOTE [ The pair beneath ]
+
+Rule 1. Autograd calls only the innermost pair of saved-tensor hooks. So whatever one of our
+        pairs does not own it hands to the pair beneath, which sees what it would have seen.
+Rule 2. Autograd does not compare versions of a tensor that went through hooks. So a tensor
+        that we keep ourselves is kept with its version, and compared when it is asked for.
+Rule 3. What is kept is detached: a saved output that held on to its own node would be a
+        reference cycle, which only the garbage collector ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.errors import ChangedError
+
+__all__ = ["Kept", "Pair", "pair_in_force", "saving"]
+
+saving = torch.autograd.graph.saved_tensors_hooks
+Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def pair_in_force() -> Pair | None:
+    """Return the innermost pair of saved-tensor hooks of this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class Kept:
+    """A tensor that stays until backward, in the hands of a pair of hooks if there is one.
+
+    Args:
+        tensor: what to keep.
+        name: what an error calls it.
+        pair: the pair beneath ours (See Rule 1).
+    """
+
+    __slots__ = ("_name", "_packed", "_unpack", "_version")
+
+    def __init__(self, tensor: Tensor, name: str, pair: Pair | None) -> None:
+        self._name = name
+        self._version = tensor._version
+        if pair is None:
+            self._packed: Any = tensor.detach()  # See Rule 3
+            self._unpack: Callable[[Any], Tensor] | None = None
+        else:
+            self._packed = pair[0](tensor)
+            self._unpack = pair[1]
+
+    def get(self) -> Tensor:
+        """Return the tensor, or raise if it was changed in place since it was kept."""
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        if self._packed._version != self._version:  # See Rule 2
+            raise ChangedError(
+                f"{self._name} was changed in place between forward and backward (version "
+                f"{self._version} when it was used, {self._packed._version} now), so backward "
+                "would see other values than forward did. Run backward before changing it, or "
+                "change a clone."
+            )
+        return self._packed
+

@@ -1,0 +1,171 @@
+"""A region replays: a call whose residuals are not kept, but made again when asked for.
+
+NOTE [ Regions and slots ]
+
+Rule 1. While a region runs first, whatever autograd would save becomes a `Slot`; a parameter is
+        kept, since it is alive anyway. Autograd holds the slots, the slots hold the region, and
+        the region knows its slots weakly: what nothing can ask for any more is not made again.
+Rule 2. The first slot that is asked for makes the region run again; the second run meets the
+        same saves in the same order and fills the slots. The owner of the region does that,
+        since it alone knows where the inputs come from.
+Rule 3. A slot hands its value out once and forgets it, so that memory falls as backward
+        proceeds as it does in a plain run. Asked again (retain_graph), the region runs again.
+Rule 4. Values are detached: the graph of a second run dies with it.
+Rule 5. Parameters may not be mistaken for inputs, or the saves would be counted differently in
+        the two runs: an input that is a parameter enters the region as a view of itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.errors import ChangedError, ReplayError
+from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving
+
+__all__ = ["Region", "Slot"]
+
+
+class Slot:
+    """What autograd holds in the place of a tensor."""
+
+    __slots__ = ("__weakref__", "address", "dtype", "region", "shape", "value", "version")
+
+    def __init__(self, region: Region, tensor: Tensor) -> None:
+        self.region = region
+        self.value: Tensor | None = None
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.address = tensor.data_ptr()
+        self.version = tensor._version
+
+
+class Region:
+    """One call whose residuals are not kept.
+
+    Args:
+        name: what errors call it.
+        fill: called when a slot is asked for and empty; must run the call again under `filling`.
+        lock: taken while the region is filled; regions with one owner share one.
+    """
+
+    __slots__ = ("__weakref__", "_beneath", "_fill", "_is_recorded", "_lock", "_slots", "name")
+
+    def __init__(self, name: str, fill: Callable[[], None], lock: threading.RLock) -> None:
+        self.name = name
+        self._fill = fill
+        self._lock = lock
+        self._slots: list[weakref.ref[Slot]] = []
+        self._is_recorded = False
+        self._beneath: Pair | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any slot can still be asked for."""
+        return any(ref() is not None for ref in self._slots)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """First run: residuals become slots (See Rule 1)."""
+        self._beneath = pair_in_force()
+        with saving(self._pack, _unpack):
+            yield
+        self._is_recorded = True
+
+    @contextmanager
+    def filling(self, inputs: Iterable[Tensor]) -> Iterator[None]:
+        """Second run: fill the slots (See Rule 2). `inputs` are what the call is given."""
+        pack = _Filling(self._slots, self.name, inputs)
+        with torch.enable_grad(), saving(pack.pack, _itself):
+            yield
+        pack.ended()
+
+    def _pack(self, tensor: Tensor) -> Slot | Kept:
+        if isinstance(tensor, nn.Parameter):
+            return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
+        slot = Slot(self, tensor)
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+
+class _Filling:
+    """The pack hook of a second run."""
+
+    __slots__ = ("_inputs", "_name", "_place", "_slots")
+
+    def __init__(
+        self, slots: list[weakref.ref[Slot]], name: str, inputs: Iterable[Tensor]
+    ) -> None:
+        self._slots = slots
+        self._name = name
+        self._inputs = {tensor.data_ptr() for tensor in inputs}
+        self._place = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        value = tensor.detach()  # See Rule 4
+        if isinstance(tensor, nn.Parameter):
+            return value
+        place = self._place
+        self._place = place + 1
+        # One save too many is counted, and reported when the run has ended.
+        slot = self._slots[place]() if place < len(self._slots) else None
+        if slot is not None:
+            self._check(slot, tensor)
+            slot.value = value
+        return value
+
+    def _check(self, slot: Slot, tensor: Tensor) -> None:
+        if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
+            raise ReplayError(
+                f"Running {self._name} again made a {tensor.dtype} of shape {tuple(tensor.shape)} "
+                f"where the first run made a {slot.dtype} of shape {tuple(slot.shape)}. A region "
+                "must do the same when it runs again: look for outside state that it reads."
+            )
+        if slot.version == tensor._version:
+            return
+        address = tensor.data_ptr()
+        if slot.address == address and address not in self._inputs:
+            raise ChangedError(
+                f"A tensor of shape {tuple(tensor.shape)} that {self._name} reads from outside was "
+                "changed in place between forward and backward. Pass a clone, or change it later."
+            )
+
+    def ended(self) -> None:
+        if self._place != len(self._slots):
+            raise ReplayError(
+                f"Running {self._name} again saved {self._place} values where the first run saved "
+                f"{len(self._slots)}. A region must do the same when it runs again: look for "
+                "outside state that it reads, such as a counter or a cache."
+            )
+
+
+def _unpack(packed: Slot | Kept) -> Tensor:
+    if isinstance(packed, Kept):
+        return packed.get()
+    region = packed.region
+    with region._lock:
+        if packed.value is None:
+            if not region._is_recorded:
+                raise ReplayError(
+                    f"{region.name} asked for its own residuals while it ran: a backward or "
+                    "autograd.grad inside a region whose residuals are not kept. Keep them "
+                    '(memory="linear"), or take the gradient outside.'
+                )
+            region._fill()
+        value, packed.value = packed.value, None  # See Rule 3
+    if value is None:
+        raise ReplayError(
+            f"Running {region.name} again did not make a value of shape {tuple(packed.shape)} that "
+            "the first run saved."
+        )
+    return value
+
+
+def _itself(packed: Tensor) -> Tensor:
+    return packed

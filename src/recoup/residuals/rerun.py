@@ -1,0 +1,46 @@
+"""What makes the second run of a call equal to its first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from recoup.residuals.ambient import Ambient
+from recoup.residuals.guards import Guard
+from recoup.residuals.seeds import Draws
+
+__all__ = ["Rerun"]
+
+
+class Rerun:
+    """The draws, settings, parameters and statistics of a call that may run again.
+
+    Args:
+        name: what errors call it.
+        modules: whose parameters, buffers and modes must not change in between.
+    """
+
+    __slots__ = ("_ambient", "_draws", "_guard", "_name")
+
+    def __init__(self, name: str, modules: tuple[nn.Module, ...]) -> None:
+        self._name = name
+        self._guard = Guard(modules)
+        self._ambient = Ambient()
+        self._draws = Draws()
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the first run."""
+        with self._draws.recording():
+            yield
+        self._guard.first_run_ended(self._name)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around any later run, which then computes what the first one did, and nothing else."""
+        self._guard.check(self._name)
+        with self._draws.replaying(), self._ambient.entered(), self._guard.uncounted():
+            yield
+

@@ -1,0 +1,217 @@
+"""Random draws that a second run repeats: our own from seeds, foreign ones from the state.
+
+NOTE [ A seed is the random state ]
+
+Rule 1. A draw of ours takes one seed from the default generator and is made from that seed. A
+        region writes the seed down (8 bytes) and a second run of the region gets it again.
+Rule 2. A call that may draw, or may not, leaves the default generators as it found them if it
+        did not, and one seed further if it did; so a stream does not depend on who asked.
+Rule 3. A foreign draw moves a default generator outside Rule 1 and Rule 2. A region in which
+        that happened keeps the state it began with; any other keeps none.
+Rule 4. A region run for the second time asks the region around it that is also run again, not
+        the generator; a first run inside a second one writes down what it is given.
+Rule 5. After a second run the default generators are as they were before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Draws", "draw_seed", "is_repeating", "seeded"]
+
+T = TypeVar("T")
+States = tuple[Tensor, ...]
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.draws: list[Draws] = []
+
+
+_stack = _Stack()
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return (
+            torch.default_generator,
+            torch.cuda.default_generators[torch.cuda.current_device()],
+        )
+    return (torch.default_generator,)
+
+
+def _get_states() -> States:
+    return tuple(generator.get_state() for generator in _generators())
+
+
+def _set_states(states: States) -> None:
+    for generator, state in zip(_generators(), states, strict=False):
+        generator.set_state(state)
+
+
+def _same(a: States, b: States) -> bool:
+    # A device that woke up in between counts as unchanged: nothing was known to replay there.
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=False))
+
+
+class Draws:
+    """What a region drew: its seeds in order, and the state it began with if it needs it."""
+
+    __slots__ = ("_cursor", "_expected", "_foreign", "_replaying", "_seeds", "_start")
+
+    def __init__(self) -> None:
+        self._seeds: list[int | None] = []
+        self._start: States | None = None
+        self._expected: States = ()
+        self._foreign = False
+        self._replaying = False
+        self._cursor = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """First run: write down the seeds, and whether anything else was drawn."""
+        start = _get_states()
+        self._expected = start
+        _stack.draws.append(self)
+        try:
+            yield
+        finally:
+            _stack.draws.pop()
+            self._meet(_get_states())
+            self._start = start if self._foreign else None
+            self._expected = ()
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Second run: the same seeds, the same state, and the generators untouched after it."""
+        moves = self._start is not None or any(seed is not None for seed in self._seeds)
+        before = _get_states() if moves else None
+        outer = (self._replaying, self._cursor)
+        self._replaying, self._cursor = True, 0
+        _stack.draws.append(self)
+        try:
+            if self._start is not None:
+                _set_states(self._start)
+            yield
+        finally:
+            _stack.draws.pop()
+            self._replaying, self._cursor = outer
+            if before is not None:
+                _set_states(before)  # See Rule 5
+
+    def _meet(self, states: States) -> None:
+        if not self._foreign and not _same(self._expected, states):
+            self._foreign = True  # See Rule 3
+
+    def _next(self) -> int | None:
+        seed = self._seeds[self._cursor] if self._cursor < len(self._seeds) else None
+        self._cursor += 1
+        return seed
+
+
+def _writers() -> tuple[list[Draws], Draws | None]:
+    """Return the regions that write a draw down, and the one that already knows it."""
+    writers: list[Draws] = []
+    for draws in reversed(_stack.draws):
+        if draws._replaying:
+            return writers, draws  # See Rule 4
+        writers.append(draws)
+    return writers, None
+
+
+def is_repeating() -> bool:
+    """Whether this thread runs a region again, whose draws are known."""
+    return any(draws._replaying for draws in _stack.draws)
+
+
+def _fresh_seed() -> int:
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
+
+
+def draw_seed() -> int:
+    """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same one."""
+    writers, known = _writers()
+    if writers:
+        states = _get_states()
+        for draws in writers:
+            draws._meet(states)
+    seed = _fresh_seed()
+    if known is not None:
+        recorded = known._next()
+        seed = seed if recorded is None else recorded
+    if writers:
+        states = _get_states()
+        for draws in writers:
+            draws._expected = states
+            draws._seeds.append(seed)
+    return seed
+
+
+def seeded(call: Callable[[], T], seeds: list[int | None] | None = None) -> T:
+    """Run `call` with its default-generator draws made from one seed (See Rules 1 and 2).
+
+    Args:
+        call: what to run.
+        seeds: an empty list, to be given the seed of this call (None if it drew nothing), or
+            the list of an earlier call, whose draws are then repeated.
+
+    Returns:
+        What `call` returned.
+    """
+    if seeds:
+        return _repeat(call, seeds[0])
+    writers, known = _writers()
+    before = _get_states()
+    for draws in writers:
+        draws._meet(before)
+    # The place in the list is taken before the call, since calls within it take theirs.
+    places = [len(draws._seeds) for draws in writers]
+    for draws in writers:
+        draws._seeds.append(None)
+    if known is None:
+        result, seed = _first_run(call, before)
+    else:
+        seed = known._next()
+        if seed is not None:
+            _fresh_seed()  # so that a foreign draw after this one finds the stream in its place
+        result = _repeat(call, seed)
+    after = _get_states()
+    for draws, place in zip(writers, places, strict=True):
+        draws._seeds[place] = seed
+        draws._expected = after
+    if seeds is not None:
+        seeds.append(seed)
+    return result
+
+
+def _first_run(call: Callable[[], T], before: States) -> tuple[T, int | None]:
+    seed = _fresh_seed()
+    after = _get_states()
+    drew = True
+    try:
+        for generator in _generators():
+            generator.manual_seed(seed)
+        probe = _get_states()
+        result = call()
+        drew = not _same(probe, _get_states())
+    finally:
+        _set_states(after if drew else before)  # See Rule 2
+    return result, seed if drew else None
+
+
+def _repeat(call: Callable[[], T], seed: int | None) -> T:
+    if seed is None:
+        return call()
+    before = _get_states()
+    try:
+        for generator in _generators():
+            generator.manual_seed(seed)
+        return call()
+    finally:
+        _set_states(before)

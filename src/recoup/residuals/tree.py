@@ -1,0 +1,42 @@
+"""Nested values as the tensors in them and the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["Tree", "flatten"]
+
+_TENSOR = object()  # stands where a tensor was
+
+
+class Tree:
+    """What is left of a nested value when its tensors are taken out."""
+
+    __slots__ = ("_leaves", "_spec")
+
+    def __init__(self, leaves: list[Any], spec: Any) -> None:
+        self._leaves = leaves
+        self._spec = spec
+
+    def unflatten(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Put `tensors` back in their places."""
+        if self._spec is None:
+            return tensors[0]
+        taken = iter(tensors)
+        leaves = [next(taken) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._spec)
+
+
+_BARE = Tree([], None)
+
+
+def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
+    """Return the tensors of a nested value (tuples, lists, dicts, named tuples), and the rest."""
+    if isinstance(value, Tensor):
+        return (value,), _BARE
+    leaves, spec = tree_flatten(value)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return tensors, Tree([_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec)

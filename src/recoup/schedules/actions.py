@@ -1,0 +1,92 @@
+"""What a schedule is made of: actions on the states and the tapes of a chain.
+
+A chain of ``n`` stages has the states ``x_0 ... x_n``; stage ``i`` makes ``x_{i+1}`` from
+``x_i``. Its *tape* is all that its backward needs. At any time there is one *working state*;
+a kept state occupies memory until it is dropped, a tape until its stage is reversed.
+
+NOTE [ The order of actions ]
+
+Rule 1. A schedule begins with the working state ``x_0`` and runs forward until the working
+        state is ``x_n``: that part is the *sweep*, executed while the model computes its output.
+Rule 2. What follows is executed in backward, one `Reverse` a stage, from ``n - 1`` down to 0.
+Rule 3. A stage must have a tape when it is reversed; a stage is taped once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Action", "Advance", "Drop", "Invert", "Keep", "Load", "Reverse", "Schedule", "Tape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the working state, which must be ``x_index``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let go of the kept state ``x_index``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Make the kept state ``x_index`` the working state; it stays kept."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Run stages ``start ... stop - 1`` without a tape, from ``x_start`` to ``x_stop``."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """Run stage ``index`` with a tape, from ``x_index`` to ``x_{index+1}``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Invert:
+    """Invert stage ``index`` from ``x_{index+1}`` to ``x_index``, making its tape on the way."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reverse:
+    """Backward of stage ``index``: its tape goes. The working state is not touched."""
+
+    index: int
+
+
+Action = Keep | Drop | Load | Advance | Tape | Invert | Reverse
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a chain of `num_stages` stages gets back what its backward needs: a list of actions.
+
+    Args:
+        num_stages: number of stages of the chain.
+        actions: the sweep, then backward; see NOTE [ The order of actions ].
+        name: for reports.
+
+    Example:
+        >>> from recoup.schedules import Keep, Reverse, Schedule, Tape
+        >>> Schedule(1, (Tape(0), Reverse(0)), name="by hand").num_stages
+        1
+    """
+
+    num_stages: int
+    actions: tuple[Action, ...]
+    name: str = "schedule"

@@ -1,0 +1,115 @@
+"""No memory for what can be inverted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Reverse,
+    Schedule,
+    Tape,
+)
+from recoup.schedules.bounds import require_positive
+
+__all__ = ["Way", "constant"]
+
+Way = Literal["invert", "recompute", "keep"]
+
+
+def constant(ways: int | Sequence[Way]) -> Schedule:
+    """Get each stage's input back by inverting it, or as is said for that stage.
+
+    Kept: the output of each run of inverted stages, the input of each recomputed stage, the tape
+    of each kept stage; so one state in all if every stage is inverted, whatever the depth.
+    Backward pays one inverse of each inverted stage, which also makes its tape, and one forward
+    run of each recomputed one.
+
+    Args:
+        ways: what to do for each stage, ``"invert"``, ``"recompute"`` or ``"keep"``; or the
+            number of stages, all of them inverted.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: there is no stage, or a way is none of the three.
+
+    Example:
+        >>> from recoup.schedules import constant, simulate
+        >>> simulation = simulate(constant(100))
+        >>> simulation.num_forwards, simulation.num_inverses, simulation.peak_states
+        (100, 100, 1)
+        >>> simulate(constant(["invert", "keep", "recompute"])).num_forwards
+        4
+
+    Source: Gomez et al., "The reversible residual network" (2017).
+    """
+    ways = _checked(ways)
+    kept = _kept(ways)
+    return Schedule(len(ways), (*_sweep(ways, kept), *_backward(ways)), name="constant")
+
+
+def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
+    if isinstance(ways, int):
+        require_positive("ways", ways)
+        return ["invert"] * ways
+    if not ways:
+        raise ValueError("`ways` is empty, but a chain has at least one stage")
+    for index, way in enumerate(ways):
+        if way not in ("invert", "recompute", "keep"):
+            raise ValueError(
+                f"`ways[{index}]` is {way!r}, but it must be 'invert', 'recompute' or 'keep'"
+            )
+    return ways
+
+
+def _kept(ways: Sequence[Way]) -> set[int]:
+    """The states to keep: inputs of recomputed stages, outputs where a run of inverses begins."""
+    kept = {i for i, way in enumerate(ways) if way == "recompute"}
+    kept |= {i + 1 for i, way in enumerate(ways) if way == "invert" and not _inverted(ways, i + 1)}
+    return kept
+
+
+def _inverted(ways: Sequence[Way], index: int) -> bool:
+    return 0 <= index < len(ways) and ways[index] == "invert"
+
+
+def _sweep(ways: Sequence[Way], kept: set[int]) -> list[Action]:
+    actions: list[Action] = []
+    start = 0  # where the stages that are run without a tape, and not yet said so, begin
+    for index in range(len(ways) + 1):
+        taped = index < len(ways) and ways[index] == "keep"
+        if start < index and (index in kept or taped or index == len(ways)):
+            actions.append(Advance(start, index))
+            start = index
+        if index in kept:
+            actions.append(Keep(index))
+        if taped:
+            actions.append(Tape(index))
+            start = index + 1
+    return actions
+
+
+def _backward(ways: Sequence[Way]) -> list[Action]:
+    actions: list[Action] = []
+    for index in reversed(range(len(ways))):
+        match ways[index]:
+            case "invert":
+                if not _inverted(ways, index + 1):
+                    actions += [Load(index + 1), Drop(index + 1)]
+                actions.append(Invert(index))
+            case "recompute":
+                # The inverse of the stage before, if there is one, begins at this state.
+                drop = [] if _inverted(ways, index - 1) else [Drop(index)]
+                actions += [Load(index), *drop, Tape(index)]
+            case "keep":
+                pass
+        actions.append(Reverse(index))
+    return actions

@@ -1,0 +1,60 @@
+"""From what a person writes as `memory=` to a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recoup.schedules.actions import Schedule
+from recoup.schedules.binomial import binomial
+from recoup.schedules.constant import Way, constant
+from recoup.schedules.linear import linear
+from recoup.schedules.logarithmic import log
+from recoup.schedules.sqrt import sqrt
+
+__all__ = ["Memory", "schedule_for"]
+
+Memory = str | int | Schedule
+
+
+def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = None) -> Schedule:
+    """Return the schedule that `memory` means for a chain of `num_stages` stages.
+
+    Args:
+        memory: "linear", "sqrt", "log", "constant", a number of slots, or a schedule.
+        num_stages: number of stages, at least 1.
+        ways: how each stage gets its input back under "constant"; all inverted if None.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: `memory` is none of these, or a schedule for another number of stages.
+
+    Example:
+        >>> from recoup.schedules.memory import schedule_for
+        >>> schedule_for("sqrt", 100).name
+        'sqrt'
+    """
+    if isinstance(memory, Schedule):
+        if memory.num_stages != num_stages:
+            raise ValueError(
+                f"`memory` is a schedule for {memory.num_stages} stages, but the chain has "
+                f"{num_stages}. Make the schedule for {num_stages} stages."
+            )
+        return memory
+    if isinstance(memory, int) and not isinstance(memory, bool):
+        return binomial(num_stages, memory)
+    match memory:
+        case "linear":
+            return linear(num_stages)
+        case "sqrt":
+            return sqrt(num_stages)
+        case "log":
+            return log(num_stages)
+        case "constant":
+            return constant(num_stages if ways is None else ways)
+        case _:
+            raise ValueError(
+                f'`memory` is {memory!r}, but must be "linear", "sqrt", "log", "constant", a '
+                "number of slots, or a Schedule."
+            )

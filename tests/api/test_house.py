@@ -1,0 +1,94 @@
+"""Rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+# The brackets keep this file from finding itself.
+UNFINISHED = re.compile(r"\b(?:TO[D]O|FIX[M]E|XX[X])\b")
+MACHINE_PATH = re.compile(r"(?<![\w.~$})/-])/(?:tmp|root|home|work|mnt|Users)/")
+# Names that say nothing about what is inside.
+NAMELESS = {"common", "helper", "helpers", "misc", "util", "utils"}
+
+
+def tracked_files():
+    """All files that git tracks, or would if they were added."""
+    if not (ROOT / ".git").exists():
+        return [
+            path for folder in ("src", "tests") for path in sorted((ROOT / folder).rglob("*.py"))
+        ]
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = sorted(set(listing.stdout.split("\0")) - {""})
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+FILES = tracked_files()
+
+
+def text_lines():
+    """Each line of each text file, with where it stands."""
+    for path in FILES:
+        content = path.read_bytes()
+        if b"\0" in content:
+            continue
+        for number, line in enumerate(content.decode("utf-8").splitlines(), start=1):
+            yield f"{path.relative_to(ROOT)}:{number}", line
+
+
+def lines_matching(pattern):
+    return [f"{where}: {line.strip()}" for where, line in text_lines() if pattern.search(line)]
+
+
+def asserts_in(source):
+    return [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+
+
+def test_there_is_something_to_check():
+    assert SOURCES
+    assert set(SOURCES) <= set(FILES)
+
+
+def test_every_file_has_a_telling_name():
+    parts = {path: {Path(part).stem for part in path.relative_to(ROOT).parts} for path in FILES}
+    assert [str(path) for path, names in parts.items() if names & NAMELESS] == []
+
+
+def test_no_assert_guards_a_user():
+    found = {str(path): asserts_in(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_nothing_is_left_for_later():
+    assert lines_matching(UNFINISHED) == []
+
+
+def test_no_path_of_a_machine():
+    assert lines_matching(MACHINE_PATH) == []
+
+
+def test_unfinished_work_is_found():
+    assert UNFINISHED.search("# to".upper() + "DO: more")
+
+
+@pytest.mark.parametrize("folder", ["home", "root", "tmp"])
+def test_the_path_of_a_machine_is_found(folder):
+    assert MACHINE_PATH.search("/".join(['open("', folder, 'notes.md")']))
+    assert not MACHINE_PATH.search("/".join(["https://example.org", folder, "notes.md"]))
+
+
+def test_an_assert_is_found():
+    assert asserts_in("def f(x):\n    assert x\n") == [2]

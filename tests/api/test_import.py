@@ -1,0 +1,144 @@
+"""The public surface: its names, their documentation, and that importing changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from types import FunctionType, ModuleType
+
+import pytest
+
+import recoup
+
+PUBLIC = {
+    "Sequential",
+    "__version__",
+    "checkpoint",
+    "curve",
+    "errors",
+    "flows",
+    "invertible",
+    "measure",
+    "schedules",
+}
+
+# The vocabulary of schedules: the example of Schedule shows them together.
+SHOWN_ELSEWHERE = {"Advance", "Drop", "Invert", "Keep", "Load", "Reverse", "Tape"}
+
+# Run by a fresh interpreter. torch is imported first, so that what torch changes is not held
+# against recoup; whatever differs afterwards is ours.
+PROBE = """
+import json, os, sys, warnings
+import torch
+
+def state():
+    return {
+        "environ": dict(os.environ),
+        "filters": [repr(entry) for entry in warnings.filters],
+        "rng": torch.get_rng_state().tolist(),
+        "dtype": str(torch.get_default_dtype()),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "hook": repr(sys.excepthook),
+        "packages": sorted({name.partition(".")[0] for name in sys.modules}),
+    }
+
+before = state()
+import recoup
+print(json.dumps([before, state()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def states():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("what", ["environ", "filters", "rng", "dtype", "threads", "grad", "hook"])
+def test_import_changes_nothing(states, what):
+    before, after = states
+    assert after[what] == before[what]
+
+
+def test_import_brings_no_other_package(states):
+    before, after = states
+    standard = set(sys.stdlib_module_names)
+    assert set(after["packages"]) - set(before["packages"]) - standard == {"recoup"}
+
+
+def test_probe_sees_a_change():
+    sabotage = PROBE.replace("import recoup\n", "os.environ['SEEN'] = '1'; torch.rand(1)\n")
+    run = subprocess.run(
+        [sys.executable, "-c", sabotage], capture_output=True, text=True, check=True
+    )
+    before, after = json.loads(run.stdout)
+    assert {what for what in before if before[what] != after[what]} == {"environ", "rng"}
+
+
+def test_public_names_are_frozen():
+    assert set(recoup.__all__) == PUBLIC
+    assert len(recoup.__all__) == len(PUBLIC), "a name stands twice in `recoup.__all__`"
+
+
+def public_objects():
+    """Every public name, dotted, with its object: those of recoup and of its public modules."""
+    found = {}
+    for name in recoup.__all__:
+        value = getattr(recoup, name)
+        found[f"recoup.{name}"] = value
+        if isinstance(value, ModuleType):
+            found |= {f"recoup.{name}.{inner}": getattr(value, inner) for inner in value.__all__}
+    return found
+
+
+OBJECTS = public_objects()
+CALLABLES = {
+    name: value for name, value in OBJECTS.items() if isinstance(value, (type, FunctionType))
+}
+
+
+def own_docstring(value):
+    """The docstring that was written for `value`, not one inherited or made by `dataclass`."""
+    text = value.__doc__ or ""
+    if isinstance(value, type) and text.startswith(f"{value.__name__}("):
+        return ""
+    return text
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLABLES) | {"recoup.errors", "recoup.schedules"}))
+def test_public_name_is_documented(name):
+    assert own_docstring(OBJECTS[name]).strip(), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", sorted(CALLABLES))
+def test_public_name_has_an_example(name):
+    value = CALLABLES[name]
+    if isinstance(value, type) and issubclass(value, Exception):
+        return
+    if value.__name__ in SHOWN_ELSEWHERE:
+        return
+    text = own_docstring(value)
+    assert "Example:" in text, f"{name} has no example"
+    assert ">>>" in text, f"the example of {name} does not run"
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, value in CALLABLES.items() if isinstance(value, type))
+)
+def test_public_methods_are_documented(name):
+    value = CALLABLES[name]
+    undocumented = [
+        method
+        for method, member in vars(value).items()
+        if not method.startswith("_")
+        and isinstance(member, (FunctionType, property, classmethod, staticmethod))
+        and not inspect.getdoc(getattr(value, method))
+    ]
+    assert undocumented == []

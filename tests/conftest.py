@@ -1,0 +1,53 @@
+"""What every test can rely on: one seed, one default dtype, one choice of device."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+SEED = 20
+
+# The same examples in every run, and no deadline: machines differ, and benchmarks do the timing.
+hypothesis.settings.register_profile("recoup", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("recoup")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device", default="cpu", help="where tests put their tensors: cpu, cuda, cuda:1 ..."
+    )
+
+
+def pytest_configure(config):
+    if torch.device(config.getoption("--device")).type == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("`--device` asks for CUDA, which torch does not find here.")
+    # With `-n`, each worker has a core of its own.
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """The device given with `--device`."""
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Seed every test alike, and refuse one that leaves another default dtype behind."""
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(SEED)
+    yield
+    left_behind = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    assert left_behind == dtype, "the test changed the default dtype: give `dtype=` instead"

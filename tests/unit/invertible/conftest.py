@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recoup.invertible import (
+    ActNorm,
+    AdditiveCoupling,
+    AffineCoupling,
+    Flip,
+    InvertibleConv1x1,
+    InvertibleConv1x1LU,
+    InvertibleModule,
+    Logit,
+    Normalize,
+    Permute,
+    Split,
+    Squeeze,
+)
+
+
+class Case(NamedTuple):
+    layer: InvertibleModule
+    x: Tensor
+
+
+def mlp(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs))
+
+
+def conv(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(inputs, 5, 3, padding=1), nn.Tanh(), nn.Conv2d(5, outputs, 3, padding=1)
+    )
+
+
+def images(*size: int) -> Tensor:
+    return torch.randn(2, *size)
+
+
+BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
+    "actnorm": lambda: (ActNorm(3), images(3, 2, 2)),
+    "actnorm-vectors": lambda: (ActNorm(5), images(5)),
+    "actnorm-odd": lambda: (ActNorm(1), images(1, 3, 1)),
+    "conv1x1": lambda: (InvertibleConv1x1(3), images(3, 2, 2)),
+    "conv1x1-vectors": lambda: (InvertibleConv1x1(4), images(4)),
+    "conv1x1-sequences": lambda: (InvertibleConv1x1(2), images(2, 3)),
+    "conv1x1-volumes": lambda: (InvertibleConv1x1(2), images(2, 1, 2, 3)),
+    "conv1x1-one-channel": lambda: (InvertibleConv1x1(1), images(1, 3, 1)),
+    "conv1x1-lu": lambda: (InvertibleConv1x1LU(3), images(3, 2, 2)),
+    "conv1x1-lu-vectors": lambda: (InvertibleConv1x1LU(4), images(4)),
+    "additive": lambda: (AdditiveCoupling(conv(2, 2)), images(4, 2, 3)),
+    "additive-vectors": lambda: (AdditiveCoupling(mlp(2, 1)), images(3)),
+    "additive-second": lambda: (AdditiveCoupling(mlp(1, 2), condition="second"), images(3)),
+    "additive-two": lambda: (AdditiveCoupling(conv(2, 1), conv(1, 2)), images(3, 2, 2)),
+    "revnet": lambda: (AdditiveCoupling(mlp(1, 2), mlp(2, 1), condition="second"), images(3)),
+    "affine": lambda: (AffineCoupling(conv(2, 4)), images(4, 2, 3)),
+    "affine-vectors": lambda: (AffineCoupling(mlp(2, 2)), images(3)),
+    "affine-second": lambda: (AffineCoupling(mlp(1, 4), condition="second"), images(3)),
+    "squeeze": lambda: (Squeeze(), images(1, 4, 2)),
+    "squeeze-3": lambda: (Squeeze(3), images(2, 3, 3)),
+    "split": lambda: (Split(), images(4, 2, 1)),
+    "split-odd": lambda: (Split(-1), images(1, 2, 3)),
+    "permute": lambda: (Permute([2, 0, 3, 1]), images(4, 2, 1)),
+    "flip": lambda: (Flip(), images(3, 2, 1)),
+    "normalize": lambda: (Normalize([0.5, -1.0], [2.0, -0.3]), images(2, 2, 3)),
+    "normalize-one": lambda: (Normalize(0.5, 0.1), images(2, 2)),
+    "logit": lambda: (Logit(), torch.rand(2, 2, 2, 2)),
+}
+
+
+def build(name: str) -> Case:
+    """Build a layer whose parameters are random and of both signs, in double precision."""
+    torch.manual_seed(7)
+    layer, x = BUILDERS[name]()
+    layer, x = layer.double(), x.double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    if isinstance(layer, ActNorm):
+        layer.started = True
+    return Case(layer, x)
+
+
+@pytest.fixture(params=BUILDERS)
+def case(request: pytest.FixtureRequest) -> Case:
+    return build(request.param)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+
+from recoup.invertible import ActNorm
+
+
+def moments(y):
+    dims = [0, *range(2, y.dim())]
+    return y.mean(dims), y.var(dims, correction=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 3), (8, 3, 5, 7), (1, 3, 4, 4)])
+def test_first_training_batch_has_mean_0_and_variance_1_a_channel(shape):
+    layer = ActNorm(3)
+    scale = torch.tensor([0.01, 1.0, 50.0]).view(1, 3, *[1] * (len(shape) - 2))
+    y, _ = layer(torch.randn(shape) * scale - 7)
+    mean, variance = moments(y)
+    torch.testing.assert_close(mean, torch.zeros(3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(variance, torch.ones(3), atol=1e-3, rtol=0)
+
+
+def test_start_happens_once():
+    layer = ActNorm(2)
+    layer(torch.randn(16, 2))
+    before = copy.deepcopy(layer.state_dict())
+    layer(5 + torch.randn(16, 2))
+    assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
+
+
+def test_resume_does_not_start_again():
+    first = ActNorm(2)
+    first(5 + torch.randn(16, 2))
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = ActNorm(2)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    x = torch.randn(16, 2)
+    assert torch.equal(second(x)[0], first(x)[0])
+
+
+def test_resume_before_the_start_still_starts():
+    layer = ActNorm(2)
+    layer.load_state_dict(ActNorm(2).state_dict())
+    assert not layer.started
+    layer(torch.randn(16, 2))
+    assert layer.started
+
+
+def test_evaluation_before_the_start_is_the_identity_and_does_not_start():
+    layer = ActNorm(2).eval()
+    x = 3 + torch.randn(4, 2)
+    y, log_det = layer(x)
+    assert torch.equal(y, x)
+    assert log_det.tolist() == [0.0] * 4
+    assert not layer.started
+
+
+def test_start_keeps_the_parameter_objects_and_records_no_gradient():
+    layer = ActNorm(2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    y, log_det = layer(torch.randn(16, 2))
+    (y.sum() + log_det.sum()).backward()
+    before = layer.bias.detach().clone()
+    optimizer.step()
+    assert not torch.equal(layer.bias, before)  # the shift trains, though log_det ignores it
+
+
+def saved(layer, x):
+    kept = []
+
+    def pack(tensor):
+        kept.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x.requires_grad_())
+    return kept
+
+
+def test_first_and_later_forwards_keep_the_same():
+    layer = ActNorm(2)
+    first = saved(layer, torch.randn(16, 2))
+    assert first == saved(layer, torch.randn(16, 2))
+    assert len(first) > 0
+
+
+def test_recompute_does_not_start_again():
+    layer = ActNorm(2)
+    x = torch.randn(16, 2, requires_grad=True)
+    y, _ = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    bias = layer.bias.detach().clone()
+    y.sum().backward()
+    assert torch.equal(layer.bias, bias)
+
+
+def test_constant_channel_gives_finite_values():
+    layer = ActNorm(2)
+    x = torch.randn(16, 2)
+    x[:, 1] = 1 / 3
+    y, log_det = layer(x)
+    assert y.isfinite().all()
+    assert layer.log_scale[1] == 0
+    assert y[:, 1].abs().max() < 1e-6
+    assert log_det.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_start_from_values_that_are_not_finite_is_refused(bad):
+    layer = ActNorm(2)
+    x = torch.randn(16, 2)
+    x[3, 1] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        layer(x)
+    assert not layer.started
+    assert layer.bias.tolist() == [0.0, 0.0]
+
+
+def test_empty_batch_does_not_start():
+    layer = ActNorm(2)
+    layer(torch.randn(0, 2))
+    assert not layer.started
+
+
+def test_log_det_grows_with_the_number_of_pixels():
+    layer = ActNorm(1)
+    nn.init.constant_(layer.log_scale, -0.5)  # a negative one must lower it
+    layer.started = True
+    for size in (1, 2, 5):
+        assert layer(torch.randn(2, 1, size, size))[1].tolist() == [-0.5 * size**2] * 2
+
+
+def test_other_channels_are_refused():
+    with pytest.raises(ValueError, match=r"`x` has shape \(2, 4\)"):
+        ActNorm(3)(torch.randn(2, 4))
+
+
+def start_on_a_rank(rank, port_file, out):
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{port_file}", rank=rank, world_size=2
+    )
+    torch.manual_seed(rank)
+    x = 3 * rank + torch.randn(5 + rank, 2)  # ranks with other batches, even of other sizes
+    layer = ActNorm(2)
+    layer(x)
+    torch.save((x, layer.state_dict()), f"{out}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_ranks_start_from_the_batches_of_all(tmp_path):
+    multiprocessing.spawn(start_on_a_rank, (tmp_path / "port", tmp_path), nprocs=2)
+    (x0, state0), (x1, state1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    whole = ActNorm(2)
+    whole(torch.cat([x0, x1]))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state0[name], state1[name])
+        torch.testing.assert_close(state0[name], value)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recoup.invertible import InvertibleConv1x1, InvertibleConv1x1LU
+
+
+@pytest.mark.parametrize("kind", [InvertibleConv1x1, InvertibleConv1x1LU])
+@pytest.mark.parametrize("num_channels", [1, 2, 7])
+def test_starts_as_a_rotation(kind, num_channels):
+    layer = kind(num_channels)
+    weight = layer.weight() if kind is InvertibleConv1x1LU else layer.weight
+    torch.testing.assert_close(weight @ weight.T, torch.eye(num_channels), atol=1e-5, rtol=0)
+    assert torch.linalg.det(weight) > 0
+    _, log_det = layer(torch.randn(2, num_channels, 3, 3))
+    torch.testing.assert_close(log_det, torch.zeros(2), atol=1e-4, rtol=0)
+
+
+def test_start_follows_the_default_generator():
+    torch.manual_seed(3)
+    first = InvertibleConv1x1(4)
+    torch.manual_seed(3)
+    assert torch.equal(first.weight, InvertibleConv1x1(4).weight)
+    assert not torch.equal(first.weight, InvertibleConv1x1(4).weight)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 4, 5), (2, 4, 3, 3)])
+def test_lu_and_plain_agree(shape):
+    plain = InvertibleConv1x1(4, dtype=torch.float64)
+    torch.nn.init.normal_(plain.weight)
+    layer = InvertibleConv1x1LU.from_plain(plain)
+    x = torch.randn(shape, dtype=torch.float64)
+    for direction in ("forward", "inverse"):
+        expected, expected_log_det = getattr(plain, direction)(x)
+        actual, log_det = getattr(layer, direction)(x)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(log_det, expected_log_det, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["plain", "lu"])
+def test_negative_determinants(kind):
+    layer = InvertibleConv1x1(2, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.0, 2.0], [3.0, 0.0]]))
+    if kind == "lu":
+        layer = InvertibleConv1x1LU.from_plain(layer)
+    x = torch.randn(1, 2, 2, 2, dtype=torch.float64)
+    y, log_det = layer(x)
+    assert log_det.item() == pytest.approx(4 * math.log(6))
+    torch.testing.assert_close(layer.inverse(y)[0], x)
+
+
+@pytest.mark.parametrize("kind", [InvertibleConv1x1, InvertibleConv1x1LU])
+def test_log_det_grows_with_the_number_of_pixels(kind):
+    layer = kind(3, dtype=torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    one = layer(torch.randn(1, 3, 1, 1, dtype=torch.float64))[1]
+    nine = layer(torch.randn(1, 3, 3, 3, dtype=torch.float64))[1]
+    torch.testing.assert_close(nine, 9 * one)
+
+
+def test_a_step_keeps_the_fixed_factors_fixed():
+    layer = InvertibleConv1x1LU(4)
+    assert {name for name, _ in layer.named_parameters()} == {"lower", "upper", "log_s"}
+    assert {name for name, _ in layer.named_buffers()} == {"permutation", "sign"}
+    other = InvertibleConv1x1LU(4)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight(), layer.weight())
+
+
+@pytest.mark.parametrize("kind", [InvertibleConv1x1, InvertibleConv1x1LU])
+def test_autocast_does_not_round_the_mixing(kind):
+    layer, x = kind(4), torch.randn(2, 4, 3, 3)
+    expected, expected_log_det = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, log_det = layer(x)
+        back, _ = layer.inverse(y)
+    assert torch.equal(y, expected)
+    assert torch.equal(log_det, expected_log_det)
+    torch.testing.assert_close(back, x, rtol=1e-4, atol=1e-4)
+
+
+def test_unsuitable_inputs_are_refused():
+    with pytest.raises(ValueError, match=r"`x` has shape \(2, 4, 1\)"):
+        InvertibleConv1x1(3)(torch.randn(2, 4, 1))
+    with pytest.raises(ValueError, match="6 dimensions"):
+        InvertibleConv1x1(3)(torch.randn(2, 3, 1, 1, 1, 1))

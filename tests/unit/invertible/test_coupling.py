@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.invertible import AdditiveCoupling, AffineCoupling
+
+
+class Says(nn.Module):
+    """A network that says one number everywhere, in `num_channels` channels, and counts calls."""
+
+    def __init__(self, value: float, num_channels: int) -> None:
+        super().__init__()
+        self.value, self.num_channels = value, num_channels
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x.new_full((x.shape[0], self.num_channels, *x.shape[2:]), self.value)
+
+
+@pytest.mark.parametrize("logit", [0.0, 1e4, -1e4])
+def test_extreme_logits_give_a_finite_loss_gradient_and_inverse(logit):
+    layer = AffineCoupling(Says(logit, 4))
+    x = torch.randn(3, 4, 2, 2, requires_grad=True)
+    y, log_det = layer(x)
+    (y.pow(2).sum() - log_det.sum()).backward()
+    assert y.isfinite().all()
+    assert log_det.abs().max() <= 2 * 2 * 4 + 1e-4  # bound, channels, pixels
+    assert x.grad.isfinite().all()
+    back, _ = layer.inverse(y)
+    torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-2)
+
+
+def test_network_of_zeros_makes_the_identity():
+    x = torch.randn(3, 4)
+    for layer in (AdditiveCoupling(Says(0.0, 2)), AffineCoupling(Says(0.0, 4))):
+        y, log_det = layer(x)
+        assert torch.equal(y, x)
+        assert log_det.tolist() == [0.0] * 3
+
+
+def test_bound_is_the_largest_log_scale():
+    _, log_det = AffineCoupling(Says(1e6, 2), bound=0.5)(torch.randn(1, 2))
+    torch.testing.assert_close(log_det, torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+@pytest.mark.parametrize("condition", ["first", "second"])
+def test_the_conditioning_half_passes_unchanged(kind, condition):
+    copies = 2 if kind is AffineCoupling else 1
+    given, changed = (3, 2) if condition == "first" else (2, 3)  # an odd channel goes first
+    layer = kind(nn.Linear(given, copies * changed), condition=condition)
+    x = torch.randn(4, 5)
+    y, _ = layer(x)
+    same, other = (slice(3), slice(3, 5)) if condition == "first" else (slice(3, 5), slice(3))
+    assert torch.equal(y[:, same], x[:, same])
+    assert not torch.equal(y[:, other], x[:, other])
+
+
+def test_block_of_revnets():
+    f, g = nn.Linear(2, 2), nn.Linear(2, 2)
+    x = torch.randn(3, 4)
+    x1, x2 = x.chunk(2, dim=1)
+    y1 = x1 + f(x2)
+    y2 = x2 + g(y1)
+    y, _ = AdditiveCoupling(f, g, condition="second")(x)
+    assert torch.equal(y, torch.cat([y1, y2], dim=1))
+
+
+def test_each_network_runs_once_in_each_direction():
+    f, g = Says(1.0, 2), Says(2.0, 2)
+    layer = AdditiveCoupling(f, g)
+    y, _ = layer(torch.randn(3, 4))
+    assert (f.calls, g.calls) == (1, 1)
+    layer.inverse(y)
+    assert (f.calls, g.calls) == (2, 2)
+    network = Says(1.0, 4)
+    affine = AffineCoupling(network)
+    affine.inverse(affine(torch.randn(3, 4))[0])
+    assert network.calls == 2
+
+
+def test_networks_are_asked_through_evaluate():
+    asked = []
+
+    class Spy(AdditiveCoupling):
+        def evaluate(self, network, *inputs):
+            asked.append(network)
+            return super().evaluate(network, *inputs)
+
+    f, g = Says(1.0, 2), Says(2.0, 2)
+    layer = Spy(f, g)
+    y, _ = layer(torch.randn(3, 4))
+    layer.inverse(y)
+    assert asked == [f, g, g, f]
+
+
+@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+def test_gradient_of_the_log_det_reaches_the_input(kind):
+    # In an affine coupling log_det depends on the input; a base class must not drop that.
+    copies = 2 if kind is AffineCoupling else 1
+    layer = kind(nn.Linear(2, 2 * copies).double())
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    _, log_det = layer(x)
+    if kind is AdditiveCoupling:
+        assert not log_det.requires_grad
+        return
+    (gradient,) = torch.autograd.grad(log_det.sum(), x)
+    assert (gradient[:, :2] != 0).all()
+    assert (gradient[:, 2:] == 0).all()
+
+
+@pytest.mark.parametrize(("kind", "needed"), [(AdditiveCoupling, 2), (AffineCoupling, 4)])
+def test_wrong_network_output_says_how_many_channels_are_needed(kind, needed):
+    with pytest.raises(ValueError, match=f"Give it {needed} output channels"):
+        kind(Says(0.0, 3))(torch.randn(1, 5))
+
+
+@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+def test_one_channel_is_refused_with_the_way_out(kind):
+    with pytest.raises(ValueError, match="Squeeze"):
+        kind(nn.Identity())(torch.randn(1, 1, 4, 4))
+
+
+def test_unsuitable_arguments_are_refused():
+    with pytest.raises(ValueError, match="`condition` is 'left'"):
+        AdditiveCoupling(nn.Identity(), condition="left")
+    with pytest.raises(ValueError, match="`bound` is 0"):
+        AffineCoupling(nn.Identity(), bound=0)
+
+
+@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+def test_autocast_leaves_the_type_of_the_output(kind):
+    copies = 2 if kind is AffineCoupling else 1
+    layer = kind(nn.Linear(2, 2 * copies))
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, log_det = layer(x)
+        back, _ = layer.inverse(y)
+    assert y.dtype == log_det.dtype == torch.float32
+    torch.testing.assert_close(back, x, rtol=1e-5, atol=1e-5)
+
+
+def kept_bytes(layer, x):
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = (storage, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = layer(x)
+    del outputs
+    return sum(size for _, size in kept.values())
+
+
+def test_what_the_docstrings_say_is_kept():
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    unit = x.untyped_storage().nbytes()
+    assert kept_bytes(AdditiveCoupling(Says(1.0, 2)), x) == 0
+    assert kept_bytes(AffineCoupling(nn.Conv2d(2, 4, 1, bias=False)), x) <= 2 * unit + 64

@@ -1,0 +1,59 @@
+"""Builders whose cost is known, measured in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from torch import nn
+
+UNIT_BYTES = 256 * 1024
+
+
+def held_values(depth, memory):
+    """A step that holds `depth`, its square root, or one unit at a time."""
+    print("a builder may print")
+    num_units = {"linear": depth, "sqrt": round(depth**0.5), "constant": 1}[memory]
+    return lambda: [torch.zeros(UNIT_BYTES // 4) for _ in range(num_units)] and None
+
+
+def chain(depth, memory):
+    """A module and its input: `depth` layers whose outputs are kept."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth))), (
+        torch.zeros(1024, 64),
+    )
+
+
+class Pair(nn.Module):
+    """Two outputs, as an invertible module has them, and one that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, shift):
+        return (x * self.weight + shift, (self.weight.log().sum(), None, "text"))
+
+
+def pair(depth, memory):
+    return Pair(), (torch.full((2, 3), 2.0), 1.0)
+
+
+def frozen(depth, memory):
+    return nn.Linear(2, 2).requires_grad_(False), torch.zeros(1, 2)
+
+
+def module_alone(depth, memory):
+    return nn.Linear(2, 2)
+
+
+def raises(depth, memory):
+    raise RuntimeError(f"no chain of {depth}\nblocks")
+
+
+def killed(depth, memory):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+number = 3

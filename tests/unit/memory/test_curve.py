@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import csv
+import functools
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from recoup.errors import RecoupError
+from recoup.memory import Curve, Point, curve
+from recoup.memory.points import WITHIN_WORKER, build_name
+
+BUILDERS = Path(__file__).with_name("builders.py")
+UNIT_BYTES = 256 * 1024
+MEMORIES = ["linear", "sqrt", "constant"]
+
+
+def build_here(depth, memory):
+    """At the top level, but of a module that has no importable name under pytest."""
+
+
+class Builder:
+    def build(self, depth, memory):
+        """Bound to an object."""
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """One curve of a step whose bytes are known, and the points as they were reported."""
+    reported = []
+    build = f"{BUILDERS}:held_values"
+    result = curve(build, [16, 4, 4], MEMORIES, repeats=1, progress=reported.append)
+    return result, reported
+
+
+def by_hand(**changes):
+    values = {"seconds": 0.004, "cpu_seconds": 0.003, **changes}
+    points = [
+        Point(depth, memory, int(2**20 * depth**exponent), 0, **values)
+        for depth in (4, 16, 64)
+        for memory, exponent in (("linear", 1), ("sqrt", 0.5), (3, 0))
+    ]
+    return Curve("chain:build", "cpu", tuple(points))
+
+
+def test_each_point_is_measured(measured):
+    result, reported = measured
+    num_units = {"linear": lambda n: n, "sqrt": math.isqrt, "constant": lambda n: 1}
+    expected = [(depth, memory) for depth in (4, 16) for memory in MEMORIES]
+    assert [(point.depth, point.memory) for point in result.points] == expected
+    for point in result.points:
+        assert point.peak_bytes == UNIT_BYTES * num_units[point.memory](point.depth)
+        assert point.held_bytes == 0
+        assert point.seconds > 0
+        assert point.cpu_seconds > 0
+    assert tuple(reported) == result.points
+
+
+def test_exponents_of_what_was_measured(measured):
+    exponents = measured[0].exponents()
+    assert exponents == pytest.approx({"linear": 1, "sqrt": 0.5, "constant": 0}, abs=1e-6)
+
+
+def test_exponents_of_more_points_are_a_least_squares_fit():
+    noisy = [Point(n, "log", p, 0) for n, p in ((1, 100), (2, 210), (4, 390), (8, 805))]
+    # The slope by hand: sum((i - 1.5) * log2(p_i)) / sum((i - 1.5)^2), with i = log2(depth).
+    logs = [math.log2(point.peak_bytes) for point in noisy]
+    slope = sum((i - 1.5) * log for i, log in enumerate(logs)) / 5
+    assert Curve("b", "cpu", tuple(noisy)).exponents()["log"] == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(
+    "points", [[Point(4, "m", 10, 0)], [Point(4, "m", 0, 0), Point(8, "m", 10, 0)]]
+)
+def test_no_exponent_without_two_points(points):
+    result = Curve("b", "cpu", tuple(points))
+    assert math.isnan(result.exponents()["m"])
+    assert "grows" not in str(result)
+
+
+def test_table():
+    assert by_hand().table().splitlines()[:4] == [
+        "depth  memory  peak MiB  held MiB  step ms  CPU ms",
+        "    4  linear      4.00      0.00     4.00    3.00",
+        "    4  sqrt        2.00      0.00     4.00    3.00",
+        "    4  3           1.00      0.00     4.00    3.00",
+    ]
+
+
+def test_columns_that_were_not_measured_are_left_out():
+    table = by_hand(seconds=None, cpu_seconds=None, resident_bytes=2**21).table()
+    assert table.splitlines()[0] == "depth  memory  peak MiB  held MiB  resident MiB"
+    assert table.splitlines()[1].endswith("2.00")
+
+
+def test_printed():
+    lines = str(by_hand()).splitlines()
+    assert lines[0] == "chain:build on cpu"
+    assert lines[-1] == "peak grows as depth^1.00 (linear), depth^0.50 (sqrt), depth^0.00 (3)"
+
+
+def test_csv(tmp_path):
+    path = by_hand().to_csv(tmp_path / "new" / "points.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 9
+    assert rows[1] == {
+        "build": "chain:build",
+        "device": "cpu",
+        "depth": "4",
+        "memory": "sqrt",
+        "peak_bytes": str(2**21),
+        "held_bytes": "0",
+        "seconds": "0.004",
+        "cpu_seconds": "0.003",
+        "resident_bytes": "",
+    }
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "points.csv"
+    path.write_text("as it was")
+
+    def full(self, content):
+        self.touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="disk full"):
+        by_hand().to_csv(path)
+    assert path.read_text() == "as it was"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_resident_memory_agrees():
+    result = curve(f"{BUILDERS}:held_values", [64], ["linear"], repeats=0, resident=True)
+    (point,) = result.points
+    assert point.seconds is None
+    assert point.resident_bytes == pytest.approx(64 * UNIT_BYTES, rel=0.05)
+
+
+def test_a_function_is_found_by_its_module(tmp_path, monkeypatch):
+    (tmp_path / "chain_on_the_path.py").write_text(
+        "def build(depth, memory):\n    raise KeyError(memory)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import chain_on_the_path  # pyright: ignore
+
+    with pytest.raises(RecoupError) as caught:
+        curve(chain_on_the_path.build, [4], ["sqrt"])
+    assert str(caught.value) == (
+        "\"chain_on_the_path:build\" failed at depth=4, memory='sqrt' on cpu: KeyError: 'sqrt'"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_a_process_that_is_killed():
+    with pytest.raises(RecoupError, match=r"ended by SIGKILL \(memory of the machine exhausted"):
+        curve(f"{BUILDERS}:killed", [4], ["linear"])
+
+
+def test_no_such_builder():
+    with pytest.raises(ValueError, match='`build` is "nowhere:build": No module named'):
+        curve("nowhere:build", [4], ["linear"])
+
+
+def local_builders():
+    def local(depth, memory):
+        """Seen by this function alone."""
+
+    return [local, lambda depth, memory: None, functools.partial(local, 4), Builder().build]
+
+
+@pytest.mark.parametrize("build", local_builders())
+def test_what_another_process_cannot_import(build):
+    with pytest.raises(ValueError, match=r"`build` is .* cannot import.*at the top level"):
+        curve(build, [4], ["linear"])
+
+
+@pytest.mark.parametrize("build", ["build", "module:", ":build", "module:a.b", "module:a b"])
+def test_what_is_no_name(build):
+    with pytest.raises(ValueError, match='must name a function as "module:function"'):
+        curve(build, [4], ["linear"])
+
+
+def test_a_function_of_a_script_is_named_by_its_file(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.touch()
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", str(script), raising=False)
+    monkeypatch.setattr(main, "build_here", build_here, raising=False)
+    monkeypatch.setattr(build_here, "__module__", "__main__")
+    assert build_name(build_here) == f"{script}:build_here"
+    monkeypatch.delattr(main, "__file__")
+    with pytest.raises(ValueError, match="of an interactive session"):
+        build_name(build_here)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depths": []}, "`depths` is empty"),
+        ({"depths": [4, 0]}, "`depths` holds 0"),
+        ({"memories": []}, r"`memories` is \[\]"),
+        ({"memories": "linear"}, "`memories` is 'linear', but must be a list"),
+        ({"repeats": -1}, "`repeats` is -1"),
+        ({"num_threads": 0}, "`num_threads` is 0"),
+        ({"device": "meta"}, '`device` is "meta"'),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        curve("chain:build", **{"depths": [4], "memories": ["linear"], **arguments})
+
+
+def test_a_worker_does_not_start_workers(monkeypatch):
+    monkeypatch.setenv(WITHIN_WORKER, "1")
+    with pytest.raises(RecoupError, match='under `if __name__ == "__main__":`'):
+        curve("chain:build", [4], ["linear"])

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recoup.memory import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (0, 0),
+        (1536, 1536),
+        ("0", 0),
+        ("17", 17),
+        ("17 B", 17),
+        ("64 KiB", 65536),
+        ("1.5 GiB", 3 * 2**29),
+        ("1.5gib", 3 * 2**29),
+        ("  2GB ", 2_000_000_000),
+        ("1 kb", 1000),
+        ("1MB", 10**6),
+        ("1 MiB", 2**20),
+        ("1 TB", 10**12),
+        ("1 TiB", 2**40),
+        (".5 KiB", 512),
+        ("3. KiB", 3072),
+        ("0.1 GB", 10**8),  # Exact, though 0.1 is no binary fraction.
+        ("1.0001 KiB", 1024),
+    ],
+)
+def test_parse_bytes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "GiB", "-1 KiB", "1 K", "1 XB", "1,5 GiB", "1 2", "inf", "1_0", -1, True, 1.5, None],
+)
+def test_what_is_no_number_of_bytes_is_refused_with_the_way_out(value):
+    with pytest.raises(ValueError, match=r'`value` is .*such as "1.5 GiB"'):
+        parse_bytes(value)
+
+
+@given(st.integers(0, 2**68))
+def test_what_is_formatted_is_parsed_back(num_bytes):
+    assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=5e-4, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (2**20 - 1, "1 MiB"),
+        (-1536, "-1.5 KiB"),
+        (123_456_789, "117.7 MiB"),
+    ],
+)
+def test_format_bytes(num_bytes, text):
+    assert format_bytes(num_bytes) == text

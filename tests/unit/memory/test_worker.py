@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from recoup.memory import worker
+from recoup.memory.points import Request
+
+BUILDERS = Path(__file__).with_name("builders.py")
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """Have this process answer a request, and put back what a worker changes in its own."""
+    num_threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+    def answer(build, depth=2, memory="linear", *, repeats=0, resident=False):
+        name = build if ":" in build else f"{BUILDERS}:{build}"
+        request = Request(name, depth, memory, "cpu", repeats, 1, resident)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(request))))
+        path = tmp_path / "answer.json"
+        code = worker.main(str(path))
+        return code, json.loads(path.read_text())
+
+    yield answer
+    torch.set_num_threads(num_threads)
+
+
+def test_a_step_of_the_builders_own(ask):
+    code, answer = ask("held_values", 3)
+    assert code == 0
+    assert answer["peak_bytes"] == 3 * 256 * 1024
+    assert answer["held_bytes"] == 0
+    assert answer["seconds"] is None
+
+
+def test_a_module_and_its_inputs(ask):
+    _, shallow = ask("chain", 2)
+    _, deep = ask("chain", 6)
+    # Tanh keeps its output, which is the input that Linear keeps; the gradients are there already.
+    assert deep["peak_bytes"] - shallow["peak_bytes"] == 4 * 1024 * 64 * 4
+    assert deep["held_bytes"] == 0
+
+
+def test_times(ask):
+    _, answer = ask("chain", 2, repeats=2)
+    assert answer["seconds"] > 0
+    assert answer["cpu_seconds"] > 0
+
+
+def test_arguments_and_outputs_of_any_kind(ask):
+    code, answer = ask("pair")
+    assert code == 0
+    assert answer["peak_bytes"] > 0
+
+
+def test_every_output_takes_part():
+    module = worker_builders().Pair()
+    worker._training_step(module, (torch.full((2, 3), 2.0), 1.0))()
+    # d/dw of sum(x * w) + sum(log w) at w = 1, x = 2, two rows.
+    torch.testing.assert_close(module.weight.grad, torch.full((3,), 5.0))
+
+
+def worker_builders():
+    return sys.modules[worker._load(f"{BUILDERS}:pair").__module__]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_resident_memory(ask):
+    code, answer = ask("held_values", 64, resident=True)  # 16 MiB
+    assert code == 0
+    # Without the settings of malloc, the process may have that much at hand already.
+    assert 0 <= answer["resident_bytes"] < 24 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ("no_such_package.chain:build", "No module named 'no_such_package'. Run where"),
+        ("torch.no_such_module:build", "No module named 'torch.no_such_module'. Run where"),
+        ("nowhere/chain.py:build", "there is no file "),
+        ("no_such_function", "there is no function no_such_function in "),
+        ("number", "there is no function number in "),
+        ("module_alone", "it returned Linear, but must return a training step"),
+        ("frozen", "no output of its module requires a gradient."),
+    ],
+)
+def test_a_wrong_builder(ask, build, message):
+    code, answer = ask(build)
+    assert code == 1
+    assert answer["argument"].startswith(message)
+
+
+def test_a_builder_that_fails(ask, capsys):
+    code, answer = ask("raises", 7)
+    assert (code, answer) == (1, {"error": "RuntimeError: no chain of 7 blocks"})
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_module_that_needs_a_missing_one(ask, tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, answer = ask("needs_more:build")
+    assert code == 1
+    assert answer == {"error": "ModuleNotFoundError: No module named 'no_such_package'"}
