@@ -53,8 +53,9 @@ def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    state, tree = flatten((args, kwargs))
-    call = _Call(fn, tree)
+    # A call of plain tensors, the common one, is spared the walk through nested values.
+    state, tree = flatten((args, kwargs) if kwargs else args)
+    call = _Call(fn, tree, bool(kwargs))
     state, _ = _plan().execute((call,), state)
     return call.result.unflatten(state)
 
@@ -67,17 +68,19 @@ def _plan() -> Plan:
 class _Call:
     """A call as the one stage of a chain."""
 
-    __slots__ = ("_fn", "_tree", "modules", "name", "result")
+    __slots__ = ("_fn", "_has_kwargs", "_tree", "modules", "name", "result")
 
-    def __init__(self, fn: Callable[..., Any], tree: Tree) -> None:
+    def __init__(self, fn: Callable[..., Any], tree: Tree, has_kwargs: bool) -> None:
         self._fn = fn
         self._tree = tree
+        self._has_kwargs = has_kwargs
         self.modules = _modules_of(fn)
         self.name = f"the checkpointed call of {getattr(fn, '__qualname__', type(fn).__name__)}"
         self.result = tree
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
-        args, kwargs = self._tree.unflatten(state)
+        given = self._tree.unflatten(state)
+        args, kwargs = given if self._has_kwargs else (given, {})
         output, self.result = flatten(self._fn(*args, **kwargs))
         return output, None
 

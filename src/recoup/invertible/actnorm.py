@@ -35,6 +35,8 @@ class ActNorm(InvertibleModule):
             is not finite.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import ActNorm
         >>> layer = ActNorm(3)
         >>> y, log_det = layer(5 + 2 * torch.randn(64, 3, 8, 8))
         >>> bool(y.mean().abs() < 1e-4), log_det.shape

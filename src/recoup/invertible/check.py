@@ -81,6 +81,7 @@ def check_invertible(
         ValueError: When `x` holds no sample, or samples of more than `max_dims` numbers.
 
     Example:
+        >>> import torch
         >>> from recoup.invertible import Flip, check_invertible
         >>> report = check_invertible(Flip(), torch.randn(2, 4))
         >>> bool(report), len(report.findings)
@@ -176,13 +177,16 @@ def _gradients(module: InvertibleModule, x: Tensor, mode: str, tolerance: float)
                 errors[name] = 0.0 if gradient is other else math.inf
             else:
                 errors[name] = _error(other, gradient)
-        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+        wrong = [name for name, error in errors.items() if not error <= tolerance]
         unused = [name for name, gradient in expected.items() if gradient is None]
-        notes = [f"no gradient in any mode: {', '.join(unused)}"] if unused else []
-        if not errors[worst] <= tolerance:
-            missing = " (missing in one mode)" if math.isinf(errors[worst]) else ""
-            notes.insert(0, f"worst: {worst}{missing}")
-        return errors[worst], "; ".join(notes)
+        notes = [
+            f"{what}: {', '.join(names)}"
+            for what, names in (("wrong", wrong), ("no gradient in any mode", unused))
+            if names
+        ]
+        # Any NaN must come out as one: max() alone would keep whatever it saw first.
+        values = list(errors.values())
+        return math.nan if any(map(math.isnan, values)) else max(values), "; ".join(notes)
 
     return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
 

@@ -43,6 +43,8 @@ class InvertibleConv1x1(InvertibleModule):
         ValueError: In forward and inverse, when the input has another shape.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import InvertibleConv1x1
         >>> layer = InvertibleConv1x1(4)
         >>> x = torch.ones(2, 4, 3, 3)
         >>> y, log_det = layer(x)
@@ -99,6 +101,8 @@ class InvertibleConv1x1LU(InvertibleModule):
         ValueError: In forward and inverse, when the input has another shape.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import InvertibleConv1x1, InvertibleConv1x1LU
         >>> plain = InvertibleConv1x1(4)
         >>> layer = InvertibleConv1x1LU.from_plain(plain)
         >>> torch.allclose(layer.weight(), plain.weight, atol=1e-5)

@@ -79,6 +79,8 @@ class AdditiveCoupling(_Coupling):
             network returns another shape than needed.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import AdditiveCoupling
         >>> layer = AdditiveCoupling(torch.nn.Linear(2, 2))
         >>> y, log_det = layer(torch.ones(1, 4))
         >>> torch.allclose(layer.inverse(y)[0], torch.ones(1, 4)), log_det.tolist()
@@ -135,6 +137,8 @@ class AffineCoupling(_Coupling):
             when the network returns another shape than needed.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import AffineCoupling
         >>> layer = AffineCoupling(torch.nn.Linear(2, 4))
         >>> y, log_det = layer(torch.ones(1, 4))
         >>> torch.allclose(layer.inverse(y)[0], torch.ones(1, 4)), log_det.shape

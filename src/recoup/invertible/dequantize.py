@@ -31,6 +31,8 @@ class Dequantize(InvertibleModule):
         ValueError: When `levels` is below 1.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import Dequantize
         >>> layer = Dequantize(17)
         >>> y, log_det = layer(torch.tensor([[0, 16, 3]]))
         >>> layer.inverse(y)[0].tolist()

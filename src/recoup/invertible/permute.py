@@ -27,6 +27,8 @@ class Permute(InvertibleModule):
             channels.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import Permute
         >>> y, log_det = Permute([2, 0, 1])(torch.tensor([[10.0, 20.0, 30.0]]))
         >>> y.tolist()
         [[30.0, 10.0, 20.0]]
@@ -74,6 +76,8 @@ class Flip(InvertibleModule):
         ValueError: When `dim` is the batch.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import Flip
         >>> y, log_det = Flip()(torch.tensor([[1.0, 2.0, 3.0]]))
         >>> y.tolist()
         [[3.0, 2.0, 1.0]]

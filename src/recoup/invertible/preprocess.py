@@ -29,6 +29,8 @@ class Normalize(InvertibleModule):
             lengths above 1, or when the input has other channels.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import Normalize
         >>> y, log_det = Normalize(0.5, 2.0)(torch.ones(1, 3))
         >>> y.tolist()
         [[0.25, 0.25, 0.25]]
@@ -90,6 +92,8 @@ class Logit(InvertibleModule):
         ValueError: When `alpha` is out of range.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import Logit
         >>> y, log_det = Logit()(torch.tensor([[0.0, 0.5, 1.0]]))
         >>> [round(v, 3) for v in y[0].tolist()]
         [-2.944, 0.0, 2.944]

@@ -25,6 +25,8 @@ class Split(InvertibleModule):
         ValueError: When `dim` is the batch, or the input has fewer than 2 values along it.
 
     Example:
+        >>> import torch
+        >>> from recoup.invertible import Split
         >>> (h, z), log_det = Split()(torch.zeros(5, 4, 2, 2))
         >>> h.shape, z.shape
         (torch.Size([5, 2, 2, 2]), torch.Size([5, 2, 2, 2]))

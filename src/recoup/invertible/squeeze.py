@@ -25,6 +25,7 @@ class Squeeze(InvertibleModule):
 
     Example:
         >>> import torch
+        >>> from recoup.invertible import Squeeze
         >>> y, log_det = Squeeze()(torch.arange(16.0).view(1, 1, 4, 4))
         >>> y[0, :, 0, 0].tolist()
         [0.0, 1.0, 4.0, 5.0]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
 __all__ = ["Ambient"]
 
+_DEVICE_TYPES = ("cpu", "cuda")
+_NOTHING = nullcontext()
 
-def _autocast_of(device_type: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+def _is_autocast() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in _DEVICE_TYPES)
 
 
 class Ambient:
@@ -24,16 +26,21 @@ class Ambient:
     __slots__ = ("_autocast",)
 
     def __init__(self) -> None:
-        types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        self._autocast = tuple((kind, *_autocast_of(kind)) for kind in types)
+        self._autocast: list[tuple[str, bool, torch.dtype]] | None = None
+        if _is_autocast():
+            self._autocast = [
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _DEVICE_TYPES
+            ]
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Enter the recorded settings where they differ from those in force."""
-        with ExitStack() as stack:
-            for kind, enabled, dtype in self._autocast:
-                if enabled or _autocast_of(kind)[0]:
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-                    )
-            yield
+    def entered(self) -> AbstractContextManager[object]:
+        """Return a context with the recorded settings."""
+        if self._autocast is None and not _is_autocast():
+            return _NOTHING
+        stack = ExitStack()
+        for kind, enabled, dtype in self._autocast or [(k, False, None) for k in _DEVICE_TYPES]:
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                )
+        return stack

@@ -13,7 +13,7 @@ Rule 3. Any other buffer that a first run changes may change what a second run c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from recoup.errors import ChangedError, ReplayError
 
 __all__ = ["Guard"]
+
+_NOTHING = nullcontext()
 
 
 class Guard:
@@ -95,23 +97,9 @@ class Guard:
                     "again would compute something else. Call train() or eval() after backward."
                 )
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def uncounted(self) -> AbstractContextManager[None]:
         """Hold the running statistics of norms still (See Rule 2)."""
-        if not self._norms:
-            yield
-            return
-        saved = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in self._norms]
-        try:
-            for norm in self._norms:
-                norm.momentum = 0.0
-                norm._buffers["num_batches_tracked"] = None
-            yield
-        finally:
-            # In reverse, since a norm that is met twice was saved twice.
-            for norm, momentum, count in reversed(saved):
-                norm.momentum = momentum
-                norm._buffers["num_batches_tracked"] = count
+        return _held_still(self._norms) if self._norms else _NOTHING
 
     def _name_of(self, entries: dict[str, Any], key: str) -> str:
         for root in self._roots:
@@ -119,3 +107,18 @@ class Guard:
                 if entries is module._parameters or entries is module._buffers:
                     return f"{prefix}.{key}" if prefix else key
         return key
+
+
+@contextmanager
+def _held_still(norms: list[Any]) -> Iterator[None]:
+    saved = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
+    try:
+        for norm in norms:
+            norm.momentum = 0.0
+            norm._buffers["num_batches_tracked"] = None
+        yield
+    finally:
+        # In reverse, since a norm that is met twice was saved twice.
+        for norm, momentum, count in reversed(saved):
+            norm.momentum = momentum
+            norm._buffers["num_batches_tracked"] = count

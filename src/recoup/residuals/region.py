@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -70,46 +69,70 @@ class Region:
         """Whether any slot can still be asked for."""
         return any(ref() is not None for ref in self._slots)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """First run: residuals become slots (See Rule 1)."""
-        self._beneath = pair_in_force()
-        with saving(self._pack, _unpack):
-            yield
-        self._is_recorded = True
+    def recording(self) -> _Recording:
+        """Around the first run: residuals become slots (See Rule 1)."""
+        return _Recording(self)
 
-    @contextmanager
-    def filling(self, inputs: Iterable[Tensor]) -> Iterator[None]:
-        """Second run: fill the slots (See Rule 2). `inputs` are what the call is given."""
-        pack = _Filling(self._slots, self.name, inputs)
-        with torch.enable_grad(), saving(pack.pack, _itself):
-            yield
-        pack.ended()
+    def filling(self, inputs: Iterable[Tensor]) -> _Filling:
+        """Around a second run, given `inputs`: fill the slots (See Rule 2)."""
+        return _Filling(self, inputs)
 
     def _pack(self, tensor: Tensor) -> Slot | Kept:
-        if isinstance(tensor, nn.Parameter):
+        if _is_parameter(tensor):
             return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
         slot = Slot(self, tensor)
         self._slots.append(weakref.ref(slot))
         return slot
 
 
+def _is_parameter(tensor: Tensor) -> bool:
+    # isinstance asks a metaclass, in Python, for each of the plain tensors that come by.
+    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+
+
+class _Recording:
+    __slots__ = ("_hooks", "_region")
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._hooks = saving(region._pack, _unpack)
+
+    def __enter__(self) -> None:
+        self._region._beneath = pair_in_force()
+        self._hooks.__enter__()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._hooks.__exit__()
+        self._region._is_recorded = kind is None
+
+
 class _Filling:
-    """The pack hook of a second run."""
+    __slots__ = ("_grad_mode", "_hooks", "_inputs", "_name", "_place", "_slots")
 
-    __slots__ = ("_inputs", "_name", "_place", "_slots")
-
-    def __init__(
-        self, slots: list[weakref.ref[Slot]], name: str, inputs: Iterable[Tensor]
-    ) -> None:
-        self._slots = slots
-        self._name = name
-        self._inputs = {tensor.data_ptr() for tensor in inputs}
+    def __init__(self, region: Region, inputs: Iterable[Tensor]) -> None:
+        self._slots = region._slots
+        self._name = region.name
+        self._inputs = inputs
         self._place = 0
+        self._hooks: saving | None = None
+        self._grad_mode = torch.enable_grad()
+
+    def __enter__(self) -> None:
+        self._grad_mode.__enter__()
+        self._hooks = saving(self.pack, _itself)
+        self._hooks.__enter__()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None  # it holds a method of ours: a reference cycle
+        self._grad_mode.__exit__(None, None, None)
+        if kind is None:
+            self._check_count()
 
     def pack(self, tensor: Tensor) -> Tensor:
         value = tensor.detach()  # See Rule 4
-        if isinstance(tensor, nn.Parameter):
+        if _is_parameter(tensor):
             return value
         place = self._place
         self._place = place + 1
@@ -130,13 +153,13 @@ class _Filling:
         if slot.version == tensor._version:
             return
         address = tensor.data_ptr()
-        if slot.address == address and address not in self._inputs:
+        if slot.address == address and all(address != x.data_ptr() for x in self._inputs):
             raise ChangedError(
                 f"A tensor of shape {tuple(tensor.shape)} that {self._name} reads from outside was "
                 "changed in place between forward and backward. Pass a clone, or change it later."
             )
 
-    def ended(self) -> None:
+    def _check_count(self) -> None:
         if self._place != len(self._slots):
             raise ReplayError(
                 f"Running {self._name} again saved {self._place} values where the first run saved "

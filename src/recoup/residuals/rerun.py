@@ -43,4 +43,3 @@ class Rerun:
         self._guard.check(self._name)
         with self._draws.replaying(), self._ambient.entered(), self._guard.uncounted():
             yield
-

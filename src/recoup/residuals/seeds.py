@@ -16,8 +16,7 @@ Rule 5. After a second run the default generators are as they were before it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -38,7 +37,7 @@ _stack = _Stack()
 
 
 def _generators() -> tuple[torch.Generator, ...]:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return (
             torch.default_generator,
             torch.cuda.default_generators[torch.cuda.current_device()],
@@ -73,37 +72,13 @@ class Draws:
         self._replaying = False
         self._cursor = 0
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """First run: write down the seeds, and whether anything else was drawn."""
-        start = _get_states()
-        self._expected = start
-        _stack.draws.append(self)
-        try:
-            yield
-        finally:
-            _stack.draws.pop()
-            self._meet(_get_states())
-            self._start = start if self._foreign else None
-            self._expected = ()
+    def recording(self) -> _Recording:
+        """Around the first run: write down the seeds, and whether anything else was drawn."""
+        return _Recording(self)
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Second run: the same seeds, the same state, and the generators untouched after it."""
-        moves = self._start is not None or any(seed is not None for seed in self._seeds)
-        before = _get_states() if moves else None
-        outer = (self._replaying, self._cursor)
-        self._replaying, self._cursor = True, 0
-        _stack.draws.append(self)
-        try:
-            if self._start is not None:
-                _set_states(self._start)
-            yield
-        finally:
-            _stack.draws.pop()
-            self._replaying, self._cursor = outer
-            if before is not None:
-                _set_states(before)  # See Rule 5
+    def replaying(self) -> _Replaying:
+        """Around a later run: the same seeds and state, and the generators untouched after it."""
+        return _Replaying(self)
 
     def _meet(self, states: States) -> None:
         if not self._foreign and not _same(self._expected, states):
@@ -113,6 +88,50 @@ class Draws:
         seed = self._seeds[self._cursor] if self._cursor < len(self._seeds) else None
         self._cursor += 1
         return seed
+
+
+class _Recording:
+    __slots__ = ("_draws", "_start")
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+        self._start: States = ()
+
+    def __enter__(self) -> None:
+        self._start = self._draws._expected = _get_states()
+        _stack.draws.append(self._draws)
+
+    def __exit__(self, *_: object) -> None:
+        draws = _stack.draws.pop()
+        draws._meet(_get_states())
+        draws._start = self._start if draws._foreign else None
+        draws._expected = ()
+
+
+class _Replaying:
+    __slots__ = ("_before", "_draws", "_outer")
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+        self._before: States | None = None
+        self._outer = (False, 0)
+
+    def __enter__(self) -> None:
+        draws = self._draws
+        start = draws._start
+        if start is not None or any(seed is not None for seed in draws._seeds):
+            self._before = _get_states()
+        self._outer = (draws._replaying, draws._cursor)
+        draws._replaying, draws._cursor = True, 0
+        _stack.draws.append(draws)
+        if start is not None:
+            _set_states(start)
+
+    def __exit__(self, *_: object) -> None:
+        draws = _stack.draws.pop()
+        draws._replaying, draws._cursor = self._outer
+        if self._before is not None:
+            _set_states(self._before)  # See Rule 5
 
 
 def _writers() -> tuple[list[Draws], Draws | None]:

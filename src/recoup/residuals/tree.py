@@ -25,18 +25,24 @@ class Tree:
         """Put `tensors` back in their places."""
         if self._spec is None:
             return tensors[0]
+        if self._spec is tuple:
+            return tensors
         taken = iter(tensors)
         leaves = [next(taken) if leaf is _TENSOR else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
 
+# The walk of torch's pytree costs tens of microseconds; most values do not need it.
 _BARE = Tree([], None)
+_TUPLE = Tree([], tuple)
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
     """Return the tensors of a nested value (tuples, lists, dicts, named tuples), and the rest."""
     if isinstance(value, Tensor):
         return (value,), _BARE
+    if type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+        return value, _TUPLE
     leaves, spec = tree_flatten(value)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     return tensors, Tree([_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec)

@@ -14,8 +14,9 @@ from recoup.schedules.simulate import simulate
 
 __all__ = ["Cost", "optimal"]
 
-# Bytes are counted in this many levels; with fewer bytes than that in all, every byte counts.
+# Bytes are counted in this many levels at least, and in as many as the work of a search allows.
 _NUM_LEVELS = 256
+_WORK = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,9 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
 
     Kept: what fits in `budget`. If all sizes are small multiples of one size (at most 256 of them
     hold everything), the schedule is the best persistent one exactly; otherwise sizes are
-    rounded to a 256th of what `linear` holds, or of a fourth, a sixteenth ... of that where the
-    budget is small, and a little of the budget may be left unused. The search takes time cubic in
-    the number of *different* segments: about a second for 100 stages that all differ.
+    rounded to a 256th of what `linear` holds, or of an eighth of that where the budget is small,
+    and some of the budget may be left unused. The time of the search grows with the third power
+    of the number of stages that differ: a few seconds for 100.
 
     Args:
         costs: what each stage costs, first stage first.
@@ -105,8 +106,9 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
             f"{len(costs)} stages needs at least {least} bytes"
         )
     candidates = [smallest]
-    for unit in _units(chain, least, budget):
-        candidates += _first_fit(chain, unit, budget)
+    num_levels = _num_levels(chain)
+    for unit in _units(chain, num_levels, least, budget):
+        candidates += _first_fit(chain, num_levels, unit, budget)
     return min(candidates, key=chain.time)
 
 
@@ -221,25 +223,34 @@ def _peaks(
         yield max(passing, state + later[0], earlier[0]), seconds, split - start
 
 
-def _units(chain: _Chain, least: int, budget: int) -> Iterator[int]:
+def _num_levels(chain: _Chain) -> int:
+    """More levels where segments are alike, since each kind of segment is solved once."""
+    lengths: dict[int, int] = {}
+    for start, row in enumerate(chain.kinds()):
+        for stop in range(start + 1, chain.num_stages + 1):
+            lengths[row[stop]] = stop - start
+    return min(max(_NUM_LEVELS, _WORK // sum(lengths.values())), 8192)
+
+
+def _units(chain: _Chain, num_levels: int, least: int, budget: int) -> Iterator[int]:
     """Units to count bytes in, finest first.
 
     A larger budget gets all the units of a smaller one, so it cannot find less.
     """
     divisor = gcd(*chain.states, *chain.tapes)
     ranges = [chain.linear_bytes(0, chain.num_stages)]
-    while ranges[-1] > max(_NUM_LEVELS * divisor, 4 * least):
-        ranges.append(ranges[-1] // 4)
+    while ranges[-1] > max(num_levels * divisor, 8 * least):
+        ranges.append(ranges[-1] // 8)
     for size in reversed(ranges):
-        yield divisor * ceil(size / (_NUM_LEVELS * divisor))
+        yield divisor * ceil(size / (num_levels * divisor))
         if size >= budget:
             return
 
 
-def _first_fit(chain: _Chain, unit: int, budget: int) -> Iterator[Schedule]:
+def _first_fit(chain: _Chain, num_levels: int, unit: int, budget: int) -> Iterator[Schedule]:
     """The fastest schedule that counting in units finds and that fits in truth, if there is one."""
     rounded = chain.rounded(unit)
-    table = _Table(rounded, min(rounded.linear_bytes(0, chain.num_stages), _NUM_LEVELS * 5 // 4))
+    table = _Table(rounded, min(rounded.linear_bytes(0, chain.num_stages), num_levels * 5 // 4))
     row = table.row(0, chain.num_stages)
     # Each of the tapes and states held at the peak was rounded down by half a unit at most.
     highest = min(table.num_levels, budget // unit + chain.num_stages // 2 + 1)
@@ -259,15 +270,20 @@ class _Table:
         self.num_levels = num_levels
         self._kinds = chain.kinds()
         self._rows: dict[int, list[float]] = {}
+        self._least: dict[int, int] = {}  # the first level at which a kind is feasible
         for length in range(1, chain.num_stages + 1):
             for start in range(chain.num_stages - length + 1):
                 kind = self._kinds[start][start + length]
                 if kind not in self._rows:
-                    self._rows[kind] = self._solve(start, start + length)
+                    row = self._rows[kind] = self._solve(start, start + length)
+                    self._least[kind] = row.count(inf)
 
     def row(self, start: int, stop: int) -> list[float]:
         """Seconds of a segment by level, infinite where it does not fit; never increasing."""
         return self._rows[self._kinds[start][stop]]
+
+    def _first(self, start: int, stop: int) -> int:
+        return self._least[self._kinds[start][stop]]
 
     def choose(self, start: int, stop: int, level: int) -> int:
         """How a fastest schedule of a segment begins, as `_schedule` wants it."""
@@ -298,16 +314,19 @@ class _Table:
         if tape < enough:
             rest = self.row(start + 1, stop)
             row[tape:enough] = [chain.seconds[start] + rest[i] for i in range(enough - tape)]
-        low, high = state, enough
+        passing, high = state, enough
         for split in range(start + 1, stop):
             advance = chain.run(start, split)
-            low = max(low, state + chain.states[split])
+            passing = max(passing, state + chain.states[split])
             # Keeping the input costs this advance at least, on top of one run of each stage;
             # levels that already do as well, which are the highest, need not be tried.
-            while high > low and row[high - 1] <= run + advance:
+            while high > passing and row[high - 1] <= run + advance:
                 high -= 1
-            if high <= low:
+            if high <= passing:
                 break
+            low = max(passing, state + self._first(split, stop), self._first(start, split))
+            if high <= low:
+                continue
             later = self.row(split, stop)[low - state : high - state]
             earlier = self.row(start, split)[low:high]
             row[low:high] = [

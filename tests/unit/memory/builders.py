@@ -12,9 +12,9 @@ UNIT_BYTES = 256 * 1024
 
 
 def held_values(depth, memory):
-    """A step that holds `depth`, its square root, or one unit at a time."""
-    print("a builder may print")
-    num_units = {"linear": depth, "sqrt": round(depth**0.5), "constant": 1}[memory]
+    """A step that holds `depth`, or its square root, of units."""
+    print("a builder may print")  # noqa: T201
+    num_units = {"linear": depth, "sqrt": round(depth**0.5)}[memory]
     return lambda: [torch.zeros(UNIT_BYTES // 4) for _ in range(num_units)] and None
 
 

@@ -1,0 +1,100 @@
+"""The distribution of a flow's latents, on the device and in the type of the flow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from recoup.residuals.seeds import seeded
+
+__all__ = ["Base"]
+
+
+class Base(nn.Module):
+    """A `torch.distributions.Distribution` that moves with the module it is part of.
+
+    A distribution holds plain tensors, which ``flow.to("cuda")`` would leave behind. Its
+    parameters become buffers here (outside the state dict: they are configuration), and it is
+    built anew from them at each use. One that cannot be built from its own parameters (a mixture,
+    `Independent`) is used as it is, on the device where it was made.
+
+    Args:
+        distribution: The distribution of single numbers, or of the part of one sample's latent
+            that its batch and event shape cover from the right.
+
+    Raises:
+        ValueError: When a parameter of the distribution requires a gradient.
+
+    Example:
+        >>> import torch
+        >>> from recoup.flows.base import Base
+        >>> from torch.distributions import Uniform
+        >>> Base(Uniform(0.0, 2.0)).double().log_prob(torch.ones(1, 4, dtype=torch.float64))
+        tensor([-2.7726], dtype=torch.float64)
+    """
+
+    like: Tensor
+
+    def __init__(self, distribution: Distribution) -> None:
+        super().__init__()
+        self._kind: Any = type(distribution)
+        self._fixed = distribution
+        self._names = tuple(
+            name
+            for name in distribution.arg_constraints
+            if isinstance(distribution.__dict__.get(name), Tensor)
+        )
+        for name in self._names:
+            value: Tensor = getattr(distribution, name)
+            if value.requires_grad:
+                raise ValueError(
+                    f"`{name}` of the base {type(distribution).__name__} requires a gradient, but "
+                    f"a base is not trained. End the chain with an ActNorm, which learns a shift "
+                    f"and a scale of the latents."
+                )
+            self.register_buffer(name, value, persistent=False)
+        try:
+            self.distribution()
+        except TypeError:  # needs more than its parameters
+            self._names = ()
+        self.register_buffer("like", torch.empty(0), persistent=False)  # where the flow is
+
+    def distribution(self) -> Distribution:
+        """Build the distribution from its parameters, where they are now."""
+        if not self._names:
+            return self._fixed
+        # Validation would wait for the device at each use, and raise where minus infinity is due.
+        return self._kind(
+            **{name: getattr(self, name) for name in self._names}, validate_args=False
+        )
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Return the log-density ``(N,)`` of latents ``(N, ...)``, summed over one sample."""
+        log_prob = self.distribution().log_prob(z)
+        return log_prob.flatten(1).sum(1) if log_prob.dim() > 1 else log_prob
+
+    def sample(
+        self, shape: Sequence[int], temperature: float, generator: torch.Generator | None
+    ) -> Tensor:
+        """Draw latents of `shape` ``(N, ...)``, with `temperature` times the spread."""
+        base = self.distribution()
+        loc: Tensor | None = getattr(base, "loc", None)
+        if temperature < 0 or (temperature != 1 and loc is None):
+            raise ValueError(
+                f"`temperature` is {temperature}, but must be at least 0, and 1 for a base without "
+                f"a `loc`, as {type(base).__name__} is. Use 1, or a location-scale base."
+            )
+        own = len(base.batch_shape) + len(base.event_shape)
+        size = torch.Size(shape[: len(shape) - own])
+        if generator is None:
+            z = base.sample(size)
+        else:  # distributions take no generator, so the default ones are lent a seed of its
+            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+            z = seeded(lambda: base.sample(size), [int(seed)])
+        if temperature == 1 or loc is None:
+            return z
+        return loc + temperature * (z - loc)

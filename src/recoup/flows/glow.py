@@ -1,0 +1,133 @@
+"""Glow: actnorm, 1x1 convolution and coupling, at several scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch.distributions import Distribution
+
+from recoup.flows.flow import Flow
+from recoup.flows.networks import ConvNetwork
+from recoup.invertible import (
+    ActNorm,
+    AdditiveCoupling,
+    AffineCoupling,
+    Chain,
+    InvertibleConv1x1,
+    InvertibleConv1x1LU,
+    InvertibleModule,
+    Logit,
+    Normalize,
+    Split,
+    Squeeze,
+)
+from recoup.schedules.memory import Memory
+
+__all__ = ["Glow"]
+
+
+class Glow(Flow):
+    """The flow of Glow, for images.
+
+    Each of the `num_levels` scales squeezes 2x2 pixels into channels, runs `num_steps` times
+    ActNorm, an invertible 1x1 convolution and a coupling, and, but for the last, sends half of
+    the channels to the latents.
+
+    With ``memory="constant"`` backward holds one step at a time, whatever the depth, and runs
+    each network once more; the peak of "linear" grows with ``num_levels * num_steps``.
+
+    Args:
+        shape: Shape ``(C, H, W)`` of one image; H and W multiples of ``2**num_levels``.
+        levels: Number of grey levels of the data, 17 or 256 for instance; None for continuous
+            data, which are then taken as they are.
+        num_levels: Number of scales.
+        num_steps: Number of steps a scale.
+        width: Channels inside the networks of the couplings.
+        coupling: "affine" or "additive".
+        conv1x1: "plain" or "lu", the form in which the 1x1 convolutions are learned.
+        alpha: With `levels`, the margin of the `Logit` that comes first; None to only shift the
+            data to the middle, ``[-0.5, 0.5]``.
+        dropout: Probability of dropout inside the networks.
+        memory: What backward remembers, see `recoup.invertible.Chain`.
+        base: Distribution of the latents, standard normal by default.
+
+    Raises:
+        ValueError: When an argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from recoup.flows import Glow
+        >>> flow = Glow((1, 8, 8), levels=17, num_steps=2, width=8, memory="constant")
+        >>> flow.bits_per_dim(torch.zeros(3, 1, 8, 8)).shape
+        torch.Size([3])
+        >>> flow.sample(2, temperature=0.7).shape
+        torch.Size([2, 1, 8, 8])
+
+    Kingma and Dhariwal, "Glow", https://arxiv.org/abs/1807.03039.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        levels: int | None,
+        num_levels: int = 2,
+        num_steps: int = 4,
+        width: int = 64,
+        coupling: Literal["affine", "additive"] = "affine",
+        conv1x1: Literal["plain", "lu"] = "plain",
+        alpha: float | None = 0.05,
+        dropout: float = 0.0,
+        memory: Memory = "linear",
+        base: Distribution | None = None,
+    ) -> None:
+        _check(shape, num_levels, num_steps, coupling, conv1x1)
+        stages: list[InvertibleModule] = []
+        if levels is not None:
+            stages += [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
+        num_channels = shape[0]
+        for level in range(num_levels):
+            stages += [Squeeze()]
+            num_channels *= 4
+            for _ in range(num_steps):
+                stages += [
+                    ActNorm(num_channels),
+                    InvertibleConv1x1(num_channels)
+                    if conv1x1 == "plain"
+                    else InvertibleConv1x1LU(num_channels),
+                    _coupling(coupling, num_channels, width, dropout),
+                ]
+            if level < num_levels - 1:
+                stages += [Split()]
+                num_channels //= 2
+        super().__init__(Chain(*stages, memory=memory), shape=shape, levels=levels, base=base)
+
+
+def _coupling(kind: str, num_channels: int, width: int, dropout: float) -> InvertibleModule:
+    half = num_channels // 2
+    if kind == "affine":
+        return AffineCoupling(ConvNetwork(half, 2 * half, width=width, dropout=dropout))
+    return AdditiveCoupling(ConvNetwork(half, half, width=width, dropout=dropout))
+
+
+def _check(
+    shape: Sequence[int], num_levels: int, num_steps: int, coupling: str, conv1x1: str
+) -> None:
+    for name, value in (("num_levels", num_levels), ("num_steps", num_steps)):
+        if value < 1:
+            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+    for name, value, choices in (
+        ("coupling", coupling, ("affine", "additive")),
+        ("conv1x1", conv1x1, ("plain", "lu")),
+    ):
+        if value not in choices:
+            raise ValueError(
+                f'`{name}` is {value!r}, but must be "{choices[0]}" or "{choices[1]}".'
+            )
+    factor = 2**num_levels
+    if len(shape) != 3 or min(shape) < 1 or shape[1] % factor or shape[2] % factor:
+        raise ValueError(
+            f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
+            f"with H and W multiples of {factor}. Pad or crop the images, or use fewer levels."
+        )

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.invertible import (
+    ActNorm,
+    AdditiveCoupling,
+    AffineCoupling,
+    Chain,
+    Dequantize,
+    InvertibleConv1x1,
+    InvertibleModule,
+    Logit,
+    Split,
+    Squeeze,
+    check_invertible,
+)
+
+
+class Scale(InvertibleModule):
+    """Multiplication by a learned number, right in everything; subclasses break one thing."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([-1.5, 0.5, 2.0]))
+
+    def scale(self):
+        return self.w
+
+    def log_det(self, x):
+        return self.w.abs().log().sum().expand(len(x))
+
+    def forward(self, x):
+        return x * self.scale(), self.log_det(x)
+
+    def inverse(self, y):
+        return y / self.w, -self.log_det(y)
+
+
+class WrongInverse(Scale):
+    def inverse(self, y):
+        return y / self.w + 1e-3, -self.log_det(y)
+
+
+class NoInverse(Scale):
+    def inverse(self, y):
+        raise NotImplementedError("not written yet")
+
+
+class WrongSignOfInverseLogDet(Scale):
+    def inverse(self, y):
+        return y / self.w, self.log_det(y)
+
+
+class AbsoluteLogDet(Scale):
+    """The log-determinant as a sum of absolute values: wrong for every |w| below 1."""
+
+    def log_det(self, x):
+        return self.w.abs().log().abs().sum().expand(len(x))
+
+
+class WrongInTraining(Scale):
+    """The reconstruction is wrong only where the gradients of training are made."""
+
+    def inverse(self, y):
+        x = y / self.w
+        return (x + 1 if self.training else x), -self.log_det(y)
+
+
+class Drops(Scale):
+    def forward(self, x):
+        return (x * self.w)[:, :2], self.log_det(x)
+
+
+def failed(report):
+    return [finding.name for finding in report.findings if not finding.passed]
+
+
+X = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_right_module_passes(case):
+    report = check_invertible(case.layer, case.x)
+    assert report, str(report)
+    assert len(report.findings) == 6
+
+
+def test_the_undamaged_stand_in_passes():
+    assert check_invertible(Scale(), X)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (WrongInverse, ["forward, then inverse", "inverse, then forward", "constant"]),
+        (NoInverse, ["forward, then inverse", "inverse, then forward", "log-det of", "constant"]),
+        (WrongSignOfInverseLogDet, ["log-det of forward and inverse"]),
+        (AbsoluteLogDet, ["log-det and autograd's Jacobian"]),
+        (WrongInTraining, ["constant"]),
+    ],
+)
+def test_each_damage_is_found_and_nothing_else(kind, names):
+    report = check_invertible(kind(), X)
+    assert not report
+    found = failed(report)
+    assert len(found) == len(names), str(report)
+    assert all(name in actual for name, actual in zip(names, found, strict=True)), str(report)
+    assert "FAILED" in str(report)
+
+
+def test_wrong_gradients_are_named():
+    report = check_invertible(WrongInTraining(), X)
+    assert "wrong: a stage before (log_scale), w" in str(report)
+
+
+def test_an_error_is_reported_with_its_words():
+    assert "NotImplementedError: not written yet" in str(check_invertible(NoInverse(), X))
+
+
+def test_lost_dimensions_are_reported():
+    assert "3 numbers a sample become 2" in str(check_invertible(Drops(), X))
+
+
+def test_missing_gradients_are_reported():
+    module = Scale()
+    module.spare = nn.Parameter(torch.zeros(1))
+    report = check_invertible(module, X)
+    assert report  # unused everywhere is legal, but said
+    assert "no gradient in any mode: spare" in str(report)
+
+
+def network(inputs, outputs):
+    return nn.Sequential(
+        nn.Conv2d(inputs, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(4, outputs, 1),
+    )
+
+
+def multiscale():
+    return Chain(
+        Dequantize(5),
+        Logit(),
+        Squeeze(),
+        ActNorm(8),
+        InvertibleConv1x1(8),
+        AdditiveCoupling(network(4, 4)),
+        Split(),
+        ActNorm(4),
+        AffineCoupling(network(2, 4)),
+        memory="constant",
+    )
+
+
+def test_a_multiscale_chain_of_random_layers_passes():
+    report = check_invertible(multiscale(), torch.randint(5, (3, 2, 4, 4), dtype=torch.uint8))
+    assert report, str(report)
+
+
+def test_nothing_is_disturbed():
+    chain = multiscale()
+    chain[5].network.eval()
+    chain[3].bias.grad = torch.ones(8)
+    before = copy.deepcopy(chain)
+    modes = [module.training for module in chain.modules()]
+    x = torch.randint(5, (3, 2, 4, 4)).float()
+    versions = [value._version for value in (x, *chain.parameters(), *chain.buffers())]
+    state = torch.random.get_rng_state()
+    check_invertible(chain, x)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [value._version for value in (x, *chain.parameters(), *chain.buffers())] == versions
+    assert [module.training for module in chain.modules()] == modes
+    assert not chain[3].started
+    assert chain.memory == "constant"
+    assert chain[3].bias.grad.tolist() == [1.0] * 8
+    assert [p.grad is None for p in chain.parameters()] == [
+        p.grad is None for p in before.parameters()
+    ]
+    after = chain.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.state_dict().items())
+
+
+def test_unsuitable_inputs_are_refused():
+    with pytest.raises(ValueError, match="`max_dims` 5"):
+        check_invertible(Scale(), torch.randn(2, 6), max_dims=5)
+    for shape in [(0, 3), (3,)]:
+        with pytest.raises(ValueError, match=r"a batch \(N, ...\) is needed"):
+            check_invertible(Scale(), torch.randn(shape))
+
+
+def test_tolerance_is_the_bar():
+    assert check_invertible(WrongInverse(), X, tolerance=0.1)
