@@ -7,7 +7,7 @@ gradients whichever is chosen.
 
 from __future__ import annotations
 
-from recoup import errors, flows, invertible, memory, schedules
+from recoup import errors, flows, invertible, schedules
 from recoup.checkpoint import Sequential, checkpoint
 from recoup.memory import curve, measure
 
@@ -22,6 +22,5 @@ __all__ = [
     "flows",
     "invertible",
     "measure",
-    "memory",
     "schedules",
 ]

@@ -192,7 +192,7 @@ def _rotation(num_channels: int) -> Tensor:
     rotation = factors[0] * factors[1].diagonal().sign()
     if float(_linalg.det(rotation)) < 0:
         rotation[:, 0] *= -1
-    return rotation
+    return rotation.contiguous()  # QR's is transposed, and some optimizers flatten with a view
 
 
 def _mix(x: Tensor, weight: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -50,6 +50,7 @@ from recoup.schedules import (
 __all__ = ["Plan", "Stage", "State"]
 
 State = tuple[Tensor, ...]
+_NOTHING = nullcontext()
 
 
 class Stage(Protocol):
@@ -139,6 +140,12 @@ class _Record:
     def wanted_region(self) -> Region | None:
         region = self.region() if self.region is not None else None
         return region if region is not None and region.is_wanted else None
+
+    def answering(self, recall: bool) -> AbstractContextManager[None]:
+        """Return what a second forward runs under for the sake of shared evaluations."""
+        if self.evaluations is None:
+            return _NOTHING
+        return self.evaluations.recalling() if recall else self.evaluations.filling()
 
     def taped(self, state: State) -> State:
         """Return `state` as the inputs of a second run."""
@@ -309,12 +316,9 @@ class _Run:
         record = self._recorded(index)
         inputs = record.taped(state)
         region = record.wanted_region()
-        evaluations = record.evaluations
-        with ExitStack() as stack:
-            stack.enter_context(record.rerun.again())
-            stack.enter_context(region.filling(inputs) if region else torch.enable_grad())
-            if evaluations is not None:
-                stack.enter_context(evaluations.recalling() if recall else evaluations.filling())
+        taping = torch.enable_grad() if region is None else region.filling(inputs)
+        answering = record.answering(recall)
+        with record.rerun.again(), taping, answering:
             output, _ = self._stages[index].forward(inputs)
         return tuple(value.detach() for value in output)
 

@@ -64,7 +64,7 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
 
     Kept: what fits in `budget`. If all sizes are small multiples of one size (at most 256 of them
     hold everything), the schedule is the best persistent one exactly; otherwise sizes are
-    rounded to a 256th of what `linear` holds, or of an eighth of that where the budget is small,
+    rounded to a 256th of what `linear` holds, or of a fourth or sixteenth of that where the budget is small,
     and some of the budget may be left unused. The time of the search grows with the third power
     of the number of stages that differ: a few seconds for 100.
 
@@ -240,7 +240,7 @@ def _units(chain: _Chain, num_levels: int, least: int, budget: int) -> Iterator[
     divisor = gcd(*chain.states, *chain.tapes)
     ranges = [chain.linear_bytes(0, chain.num_stages)]
     while ranges[-1] > max(num_levels * divisor, 8 * least):
-        ranges.append(ranges[-1] // 8)
+        ranges.append(ranges[-1] // 4)
     for size in reversed(ranges):
         yield divisor * ceil(size / (num_levels * divisor))
         if size >= budget:
@@ -250,7 +250,7 @@ def _units(chain: _Chain, num_levels: int, least: int, budget: int) -> Iterator[
 def _first_fit(chain: _Chain, num_levels: int, unit: int, budget: int) -> Iterator[Schedule]:
     """The fastest schedule that counting in units finds and that fits in truth, if there is one."""
     rounded = chain.rounded(unit)
-    table = _Table(rounded, min(rounded.linear_bytes(0, chain.num_stages), num_levels * 5 // 4))
+    table = _Table(rounded, min(rounded.linear_bytes(0, chain.num_stages), num_levels * 9 // 8))
     row = table.row(0, chain.num_stages)
     # Each of the tapes and states held at the peak was rounded down by half a unit at most.
     highest = min(table.num_levels, budget // unit + chain.num_stages // 2 + 1)

@@ -15,6 +15,7 @@ def test_starts_as_a_rotation(kind, num_channels):
     weight = layer.weight() if kind is InvertibleConv1x1LU else layer.weight
     torch.testing.assert_close(weight @ weight.T, torch.eye(num_channels), atol=1e-5, rtol=0)
     assert torch.linalg.det(weight) > 0
+    assert all(parameter.is_contiguous() for parameter in layer.parameters())
     _, log_det = layer(torch.randn(2, num_channels, 3, 3))
     torch.testing.assert_close(log_det, torch.zeros(2), atol=1e-4, rtol=0)
 

@@ -1,0 +1,205 @@
+"""Additive couplings over small conv nets, in every library that trains them in constant memory."""
+
+import copy
+import statistics
+import time
+import warnings
+
+import recoup
+import torch
+from recoup.invertible import AdditiveCoupling, Chain
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+SHAPE = (8, 16, 32, 32)
+
+
+def network(dropout: float) -> nn.Sequential:
+    channels = SHAPE[1] // 2
+    layers = [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
+    if dropout:
+        layers.append(nn.Dropout(dropout))
+    return nn.Sequential(*layers, nn.Conv2d(channels, channels, 3, padding=1))
+
+
+def networks(depth: int, dropout: float) -> list[tuple[nn.Module, nn.Module]]:
+    torch.manual_seed(0)
+    return [(network(dropout), network(dropout)) for _ in range(depth)]
+
+
+class Plain(nn.Module):
+    """The coupling of all these libraries, as one writes it without any."""
+
+    def __init__(self, f: nn.Module, g: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        self.g = g
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x1, x2 = x.chunk(2, dim=1)
+        y1 = x1 + self.f(x2)
+        return torch.cat((y1, x2 + self.g(y1)), dim=1)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        for module in self:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
+
+class CheckpointedInSegments(nn.Sequential):
+    def forward(self, x):
+        segments = max(1, round(len(self) ** 0.5))
+        return checkpoint_sequential(self, segments, x, use_reentrant=False)
+
+
+def plain(pairs):
+    return nn.Sequential(*[Plain(f, g) for f, g in pairs])
+
+
+def torch_checkpoint(pairs):
+    return Checkpointed(*[Plain(f, g) for f, g in pairs])
+
+
+def torch_checkpoint_sequential(pairs):
+    return CheckpointedInSegments(*[Plain(f, g) for f, g in pairs])
+
+
+class _First(nn.Module):
+    """The value of a chain without its log-determinant."""
+
+    def __init__(self, chain: nn.Module) -> None:
+        super().__init__()
+        self.chain = chain
+
+    def forward(self, x):
+        return self.chain(x)[0]
+
+
+def ours(memory):
+    def build(pairs):
+        blocks = [AdditiveCoupling(f, g, condition="second") for f, g in pairs]
+        return _First(Chain(*blocks, memory=memory))
+
+    return build
+
+
+def memcnn(pairs):
+    import memcnn as library
+
+    blocks = [
+        library.InvertibleModuleWrapper(library.AdditiveCoupling(f, g), keep_input=False)
+        for f, g in pairs
+    ]
+    # It empties the storage of its input, so that the caller's has to be copied.
+    return nn.Sequential(_Copy(), *blocks)
+
+
+class _Copy(nn.Module):
+    def forward(self, x):
+        return x.clone()
+
+
+def revtorch(pairs):
+    import revtorch as library
+
+    return library.ReversibleSequence(
+        nn.ModuleList([library.ReversibleBlock(f, g, split_along_dim=1) for f, g in pairs])
+    )
+
+
+def revlib(pairs):
+    import revlib as library
+
+    return library.ReversibleSequential(*[net for pair in pairs for net in pair], split_dim=1)
+
+
+BUILDERS = {
+    "plain": plain,
+    "recoup linear": ours("linear"),
+    "recoup sqrt": ours("sqrt"),
+    "recoup log": ours("log"),
+    "recoup constant": ours("constant"),
+    "torch checkpoint, each block": torch_checkpoint,
+    "torch checkpoint_sequential, sqrt": torch_checkpoint_sequential,
+    "memcnn": memcnn,
+    "revtorch": revtorch,
+    "revlib": revlib,
+}
+
+
+def step_of(name: str, depth: int, dropout: float, device: str):
+    """Return one training step, with gradients allocated and everything warm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the peers use deprecated names of torch
+        model = BUILDERS[name](copy.deepcopy(networks(depth, dropout))).to(device)
+    torch.manual_seed(1)
+    x = torch.randn(SHAPE, device=device, requires_grad=True)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    step()
+    for tensor in (x, *model.parameters()):
+        tensor.grad.zero_()
+    return step
+
+
+def memory(device: str) -> list[dict]:
+    rows = []
+    for dropout in (0.0, 0.1):
+        for name in BUILDERS:
+            if dropout and name == "memcnn":
+                continue  # its gradients are wrong with dropout, in silence
+            peaks, held = {}, {}
+            for depth in (8, 16, 64):
+                found = recoup.measure(
+                    step_of(name, depth, dropout, device), device=device, repeats=0
+                )
+                peaks[depth] = found.peak_bytes
+                held[depth] = found.held_bytes
+            rows.append(
+                {
+                    "name": name,
+                    "dropout": dropout,
+                    "peak_bytes": peaks,
+                    "held_bytes": held,
+                    "peak_64_over_8": peaks[64] / peaks[8],
+                }
+            )
+    return rows
+
+
+def seconds(device: str, depth: int = 16, rounds: int = 25) -> list[dict]:
+    """One thread, processor time, all libraries in turn in every round."""
+    steps = {name: step_of(name, depth, 0.0, device) for name in BUILDERS}
+    times: dict[str, list[float]] = {name: [] for name in BUILDERS}
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    for _ in range(rounds):
+        for name, step in steps.items():
+            _wait(device)
+            start = clock()
+            step()
+            _wait(device)
+            times[name].append(clock() - start)
+    reference = times["plain"]
+    return [
+        {
+            "name": name,
+            "depth": depth,
+            "rounds": rounds,
+            "min_seconds": min(values),
+            "median_seconds": statistics.median(values),
+            "min_over_plain": min(values) / min(reference),
+            "median_over_plain": statistics.median(
+                value / plain for value, plain in zip(values, reference, strict=True)
+            ),
+        }
+        for name, values in times.items()
+    ]
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()

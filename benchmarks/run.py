@@ -1,0 +1,90 @@
+"""Run the benchmarks side by side, and write benchmarks/results and the table of the README.
+
+    python benchmarks/run.py [couplings chains regions] [--device cpu]
+
+Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
+turn. Numbers are valid for the machine and the versions in the file.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import chains
+import couplings
+import regions
+import torch
+
+HERE = Path(__file__).parent
+SUITES = {
+    "couplings": lambda device: {
+        "memory": couplings.memory(device),
+        "seconds": couplings.seconds(device),
+    },
+    "chains": lambda device: {
+        "sequential": [*chains.sequential(100), *chains.sequential(1000)],
+        "binomial": chains.binomial(),
+    },
+    "regions": lambda device: {"overhead": regions.overhead()},
+}
+
+
+def conditions(device: str) -> dict:
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "memcnn", "revtorch", "revlib"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
+    return {
+        "device": device,
+        "device_name": name,
+        "num_threads": torch.get_num_threads(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = re.search(r"model name\s*: (.*)", text)
+    return found.group(1) if found else platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("suites", nargs="*", choices=[[], *SUITES], default=[])
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.suites or SUITES:
+        print(f"== {name}", flush=True)
+        result = {"suite": name, **conditions(arguments.device), **SUITES[name](arguments.device)}
+        path = HERE / "results" / f"{name}_{arguments.device}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        for key, rows in result.items():
+            if isinstance(rows, list):
+                print(f"-- {key}")
+                for row in rows:
+                    print("  ", *(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
+
+
+def _short(value) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return "/".join(_short(v) for v in value.values())
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()
