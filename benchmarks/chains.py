@@ -1,10 +1,11 @@
 """Schedules on a chain of layers with one value each, executed and counted."""
 
-import recoup
 import torch
-from recoup import schedules
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
+
+import recoup
+from recoup import schedules
 
 NUM_VALUES = 4096  # a layer keeps one tensor of this size, which is the unit
 

@@ -2,9 +2,10 @@
 
 import time
 
-import recoup
 import torch
 from torch.utils.checkpoint import checkpoint
+
+import recoup
 
 
 def body(x):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import chains
 import couplings
+import readme
 import regions
 import torch
 
@@ -76,6 +77,7 @@ def main() -> None:
                 print(f"-- {key}")
                 for row in rows:
                     print("  ", *(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
+    readme.write()
 
 
 def _short(value) -> str:

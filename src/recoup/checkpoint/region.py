@@ -79,10 +79,10 @@ class _Call:
         self.result = tree
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
-        given = self._tree.unflatten(state)
-        args, kwargs = given if self._has_kwargs else (given, {})
-        output, self.result = flatten(self._fn(*args, **kwargs))
-        return output, None
+        given: Any = self._tree.unflatten(state)
+        output = self._fn(*given[0], **given[1]) if self._has_kwargs else self._fn(*given)
+        state, self.result = flatten(output)
+        return state, None
 
     def inverse(self, state: State) -> State:
         raise NotImplementedError

@@ -74,7 +74,7 @@ class Sequential(nn.Sequential):
             raise ValueError(
                 f'`otherwise` is {otherwise!r}, but must be "recompute", "keep" or None.'
             )
-        self.otherwise = otherwise
+        self.otherwise: Literal["recompute", "keep"] | None = otherwise
         self._plan: tuple[object, Plan] | None = None
         self.memory = memory
 

@@ -108,7 +108,7 @@ class Flow(nn.Module):
             )
         if self.dequantize is None:
             return self.chain(x)
-        y, noise_log_det = self.dequantize(x)
+        y, noise_log_det = self.dequantize(x.to(self.base.like.dtype))
         latents, log_det = self.chain(y)
         return latents, log_det + noise_log_det
 

@@ -22,7 +22,7 @@ class InvertibleModule(nn.Module):
     returns_log_det: ClassVar[bool] = True
 
     def forward(self, x: Tensor) -> tuple[Any, Tensor]:
-        """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` ``(N,)``."""
+        """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``(N,)``."""
         raise NotImplementedError(f"{type(self).__name__} does not define `forward`.")
 
     def inverse(self, y: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,10 @@ class _Coupling(InvertibleModule):
                 f"`x` has shape {tuple(x.shape)}, but a coupling needs (N, C, ...) with C of at "
                 f"least 2. For images of one channel, put `Squeeze()` before the coupling."
             )
-        # Views: neither half is copied. An odd channel goes to the first half.
+        # Views, and of one split: backward then joins two gradients, where two slices would pad
+        # each with zeros and add. An odd channel goes to the first half.
         middle = (x.shape[1] + 1) // 2
-        first, second = x[:, :middle], x[:, middle:]
+        first, second = cast("tuple[Tensor, Tensor]", x.split((middle, x.shape[1] - middle), dim=1))
         return (first, second) if self.condition == "first" else (second, first)
 
     def _join(self, given: Tensor, changed: Tensor) -> Tensor:

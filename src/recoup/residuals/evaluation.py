@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 
@@ -58,7 +58,7 @@ def _run(network: nn.Module, inputs: Inputs, seeds: list[int | None]) -> Tensor:
 
 
 @contextmanager
-def _answering(answer: Callable[[nn.Module, Inputs], Tensor] | None) -> Iterator[None]:
+def _answering(answer: Callable[[nn.Module, Inputs], Tensor] | None) -> Generator[None]:
     before = _local.answer
     _local.answer = answer
     try:
@@ -101,25 +101,25 @@ class Evaluations:
         return all(len(same) == 1 for same in self._by_network.values())
 
     @contextmanager
-    def recording(self, make_region: Callable[[], Region]) -> Iterator[None]:
+    def recording(self, make_region: Callable[[], Region]) -> Generator[None]:
         """Around the first forward; each evaluation gets a region, made by `make_region`."""
         with _answering(partial(self._record, make_region)):
             yield
 
     @contextmanager
-    def inverting(self) -> Iterator[None]:
+    def inverting(self) -> Generator[None]:
         """Around the inverse: shared evaluations are filled and remembered (See Rule 1)."""
         with _answering(self._fill_and_remember if self.are_shared else self._only_run):
             yield
 
     @contextmanager
-    def recalling(self) -> Iterator[None]:
+    def recalling(self) -> Generator[None]:
         """Around the forward after the inverse: remembered outputs (See Rule 2)."""
         with _answering(self._recall):
             yield
 
     @contextmanager
-    def filling(self) -> Iterator[None]:
+    def filling(self) -> Generator[None]:
         """Around a second forward in full: every evaluation is run again (See Rule 3)."""
         self._cursor = {}
         with _answering(self._fill_in_order):

@@ -12,9 +12,9 @@ Rule 3. Any other buffer that a first run changes may change what a second run c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -103,14 +103,14 @@ class Guard:
 
     def _name_of(self, entries: dict[str, Any], key: str) -> str:
         for root in self._roots:
-            for prefix, module in root.named_modules():
+            for prefix, module in cast("Iterable[tuple[str, nn.Module]]", root.named_modules()):
                 if entries is module._parameters or entries is module._buffers:
                     return f"{prefix}.{key}" if prefix else key
         return key
 
 
 @contextmanager
-def _held_still(norms: list[Any]) -> Iterator[None]:
+def _held_still(norms: list[Any]) -> Generator[None]:
     saved = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
     try:
         for norm in norms:

@@ -28,7 +28,8 @@ Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 def pair_in_force() -> Pair | None:
     """Return the innermost pair of saved-tensor hooks of this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
+    return autograd._top_saved_tensors_default_hooks(False)
 
 
 class Kept:
@@ -64,4 +65,3 @@ class Kept:
                 "change a clone."
             )
         return self._packed
-

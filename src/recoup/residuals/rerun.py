@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from torch import nn
@@ -31,14 +31,14 @@ class Rerun:
         self._draws = Draws()
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self) -> Generator[None]:
         """Around the first run."""
         with self._draws.recording():
             yield
         self._guard.first_run_ended(self._name)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> Generator[None]:
         """Around any later run, which then computes what the first one did, and nothing else."""
         self._guard.check(self._name)
         with self._draws.replaying(), self._ambient.entered(), self._guard.uncounted():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -41,8 +41,10 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
     """Return the tensors of a nested value (tuples, lists, dicts, named tuples), and the rest."""
     if isinstance(value, Tensor):
         return (value,), _BARE
-    if type(value) is tuple and all(isinstance(item, Tensor) for item in value):
-        return value, _TUPLE
+    if type(value) is tuple:
+        items = cast("tuple[Any, ...]", value)
+        if all(isinstance(item, Tensor) for item in items):
+            return items, _TUPLE
     leaves, spec = tree_flatten(value)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     return tensors, Tree([_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec)

@@ -15,6 +15,7 @@ Rule 3. A stage must have a tape when it is reversed; a stage is taped once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import wrap
 
 __all__ = ["Action", "Advance", "Drop", "Invert", "Keep", "Load", "Reverse", "Schedule", "Tape"]
 
@@ -25,6 +26,9 @@ class Keep:
 
     index: int
 
+    def __str__(self) -> str:
+        return f"keep x_{self.index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Drop:
@@ -32,12 +36,18 @@ class Drop:
 
     index: int
 
+    def __str__(self) -> str:
+        return f"drop x_{self.index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """Make the kept state ``x_index`` the working state; it stays kept."""
 
     index: int
+
+    def __str__(self) -> str:
+        return f"load x_{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +57,19 @@ class Advance:
     start: int
     stop: int
 
+    def __str__(self) -> str:
+        last = self.stop - 1
+        return f"run {self.start}" if self.start == last else f"run {self.start} to {last}"
+
 
 @dataclass(frozen=True, slots=True)
 class Tape:
     """Run stage ``index`` with a tape, from ``x_index`` to ``x_{index+1}``."""
 
     index: int
+
+    def __str__(self) -> str:
+        return f"tape {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +78,18 @@ class Invert:
 
     index: int
 
+    def __str__(self) -> str:
+        return f"invert {self.index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Reverse:
     """Backward of stage ``index``: its tape goes. The working state is not touched."""
 
     index: int
+
+    def __str__(self) -> str:
+        return f"reverse {self.index}"
 
 
 Action = Keep | Drop | Load | Advance | Tape | Invert | Reverse
@@ -83,10 +106,40 @@ class Schedule:
 
     Example:
         >>> from recoup.schedules import Keep, Reverse, Schedule, Tape
-        >>> Schedule(1, (Tape(0), Reverse(0)), name="by hand").num_stages
-        1
+        >>> schedule = Schedule(2, (Tape(0), Tape(1), Reverse(1), Reverse(0)), name="by hand")
+        >>> print(schedule)
+        by hand, 2 stages
+        sweep: tape 0, tape 1
+        backward: reverse 1, reverse 0
     """
 
     num_stages: int
     actions: tuple[Action, ...]
     name: str = "schedule"
+
+    def __str__(self) -> str:
+        stages = "stage" if self.num_stages == 1 else "stages"
+        lines = [f"{self.name}, {self.num_stages} {stages}"]
+        begins = self._backward_begins()
+        for title, part in (("sweep", self.actions[:begins]), ("backward", self.actions[begins:])):
+            words = f"{title}: " + ", ".join(map(str, part))
+            # A line may break at its spaces only where an action ends.
+            words = words.replace(" ", "\0").replace(",\0", ", ").replace(":\0", ": ")
+            wrapped = wrap(words, width=100, subsequent_indent=" " * (len(title) + 2))
+            lines += [line.replace("\0", " ") for line in wrapped]
+        return "\n".join(lines)
+
+    def _backward_begins(self) -> int:
+        """Position of the first action of backward; see NOTE [ The order of actions ]."""
+        swept = False
+        for position, action in enumerate(self.actions):
+            if swept and not isinstance(action, Keep | Drop):
+                return position
+            match action:
+                case Tape(index):
+                    swept = index + 1 == self.num_stages
+                case Advance(_, stop):
+                    swept = stop == self.num_stages
+                case _:
+                    pass
+        return len(self.actions)

@@ -134,7 +134,7 @@ def best_split(n: int, slots: int) -> int:
 
     Example:
         >>> best_split(10, 1), best_split(10, 3), best_split(10, 9)
-        (9, 6, 1)
+        (9, 4, 1)
     """
     if n < 2:
         raise ValueError(f"`n` is {n}, but only a chain of at least 2 stages can be split")
@@ -144,6 +144,10 @@ def best_split(n: int, slots: int) -> int:
     # The part behind the split has one slot less; neither part may need more than it can have
     # (beta) while the other has room to spare, or a stage is run once more for nothing.
     return min(beta(slots, sweeps - 1), n - beta(slots - 1, sweeps - 1))
+
+
+# Of the game of `least_advances`: kept states, working state, number of stages not reversed.
+_Position = tuple[frozenset[int], int, int]
 
 
 def least_advances(n: int, slots: int) -> int:
@@ -169,7 +173,7 @@ def least_advances(n: int, slots: int) -> int:
     """
     require_positive("n", n)
     require_positive("slots", slots)
-    start = (frozenset({0}), 0, n)
+    start: _Position = (frozenset({0}), 0, n)
     cost = {start: 0}
     queue = [(0, 0, start)]
     pushed = 0
@@ -185,9 +189,6 @@ def least_advances(n: int, slots: int) -> int:
                 pushed += 1
                 heapq.heappush(queue, (advances + step, pushed, following))
     raise AssertionError("unreachable: with x_0 kept every chain can be reversed")
-
-
-_Position = tuple[frozenset[int], int, int]
 
 
 def _moves(

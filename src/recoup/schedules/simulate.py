@@ -116,7 +116,9 @@ def _sizes(name: str, sizes: int | Sequence[int], length: int) -> Sequence[int]:
 class _Walk:
     """The memory of a chain while a schedule is executed."""
 
-    def __init__(self, num_stages: int, state_bytes: Sequence[int], tape_bytes: Sequence[int]):
+    def __init__(
+        self, num_stages: int, state_bytes: Sequence[int], tape_bytes: Sequence[int]
+    ) -> None:
         self.num_stages = num_stages
         self.state_bytes = state_bytes
         self.tape_bytes = tape_bytes

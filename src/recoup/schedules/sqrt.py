@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import isqrt
 
 from recoup.schedules.actions import (
@@ -51,8 +51,7 @@ def sqrt(n: int) -> Schedule:
     segments are Chen et al., "Training deep nets with sublinear memory cost" (2016).
     """
     require_positive("n", n)
-    bounds = (0, *accumulate(_segments(n)))
-    *earlier, last = zip(bounds, bounds[1:], strict=False)
+    *earlier, last = pairwise((0, *accumulate(_segments(n))))
     actions: list[Action] = []
     for start, stop in earlier:
         actions += [Keep(start), Advance(start, stop)]

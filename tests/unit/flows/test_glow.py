@@ -103,6 +103,31 @@ def test_the_first_step_is_the_same_in_every_mode():
             )
 
 
+def test_autocast_leaves_latents_in_full_precision_and_gradients_alike():
+    flow, x = stir(glow()), digits()
+    flow(x)  # the start
+    gradients = {}
+    for memory in ("linear", "constant"):
+        flow.memory = memory
+        flow.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            latents, _ = flow(x)
+            loss = flow.bits_per_dim(x).mean()
+        assert all(z.dtype == torch.float32 for z in (*latents, loss))
+        loss.backward()
+        gradients[memory] = torch.cat([p.grad.flatten() for p in flow.parameters()])
+    difference = (gradients["constant"] - gradients["linear"]).norm()
+    assert difference < 0.02 * gradients["linear"].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64])
+def test_data_of_any_type_in_a_double_precision_flow(dtype):
+    flow = glow().double()
+    bits = flow.bits_per_dim(digits().to(dtype))
+    assert bits.dtype == torch.float64
+
+
 @pytest.mark.parametrize("memory", ["linear", "constant"])
 def test_every_parameter_moves_before_and_after_the_first_and_last_squeeze(memory):
     flow = glow(memory=memory)

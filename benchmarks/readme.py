@@ -1,0 +1,84 @@
+"""Write the table of the README from benchmarks/results."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+NAMES = (
+    "plain",
+    "torch checkpoint, each block",
+    "torch checkpoint_sequential, sqrt",
+    "memcnn",
+    "revtorch",
+    "revlib",
+    "recoup sqrt",
+    "recoup constant",
+)
+
+
+def write() -> None:
+    """Put the table between the marks; leave the README alone where a result is missing."""
+    results = ROOT / "benchmarks" / "results"
+    paths = [results / f"{name}_cpu.json" for name in ("couplings", "chains", "regions")]
+    if not all(path.exists() for path in paths):
+        return
+    couplings, chains, regions = (json.loads(path.read_text()) for path in paths)
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    table = _table(couplings, chains, regions)
+    readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+
+
+def _table(couplings: dict, chains: dict, regions: dict) -> str:
+    seconds = {row["name"]: row for row in couplings["seconds"]}
+    memory = {(row["name"], row["dropout"]): row["peak_bytes"] for row in couplings["memory"]}
+    lines = [
+        "| conv couplings, 8x16x32x32 | peak MiB, 8 blocks | 64 blocks | with dropout, 64 | time |",
+        "|---|---|---|---|---|",
+    ]
+    for name in NAMES:
+        peaks, dropped = memory[name, 0.0], memory.get((name, 0.1))
+        cells = [
+            f"**{name}**" if name.startswith("recoup") else name,
+            _mebibytes(peaks["8"]),
+            _mebibytes(peaks["64"]),
+            _mebibytes(dropped["64"]) if dropped else "wrong gradient",
+            f"{seconds[name]['min_over_plain']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    sequential = {(row["name"], row["layers"]): row for row in chains["sequential"]}
+    sqrt, slots = sequential["recoup sqrt", 100], sequential["recoup 44 slots", 1000]
+    region = {row["name"]: row.get("microseconds_beyond") for row in regions["overhead"]}
+    versions = couplings["versions"]
+    peer = _peer(sequential)
+    sentence = (
+        f"`sqrt` over 100 layers peaks at {sqrt['peak_units']:.0f} units with "
+        f"{sqrt['num_forwards']} forwards (torch's `checkpoint_sequential`: "
+        f"{peer['peak_units']:.0f} and {peer['num_forwards']}); 44 slots over 1000 layers take "
+        f"{slots['num_forwards']} forwards, the optimum. A region costs "
+        f"{region['recoup.checkpoint']:.0f} us beyond the second run (torch: "
+        f"{region['torch checkpoint']:.0f})."
+    )
+    conditions = (
+        "<sub>Peaks by the allocator's events; time is processor time of one thread at 16 blocks "
+        f"over plain, least of {seconds['plain']['rounds']} interleaved rounds. "
+        f"{couplings['device_name']}, {couplings['date']}, torch {versions['torch']}, memcnn "
+        f"{versions['memcnn']}, revtorch {versions['revtorch']}, revlib {versions['revlib']}; "
+        "`make bench`.</sub>"
+    )
+    lines += ["", sentence, "", conditions]
+    return "\n".join(lines)
+
+
+def _peer(sequential: dict) -> dict:
+    return next(
+        row
+        for (name, layers), row in sequential.items()
+        if layers == 100 and "checkpoint_sequential" in name
+    )
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"
