@@ -31,7 +31,7 @@ class Sequential(nn.Sequential):
     ``"linear"``    every residual                              nothing
     ``"sqrt"``      about ``sqrt(2 n)`` states and tapes        less than one forward
     ``"log"``       about ``log4(n)`` states and tapes          at most about log4(n) forwards
-    a number        that many states and tapes, and two         the least that is possible
+    a number        that many states, a tape before each        the fewest forwards possible
     ``"constant"``  the output                                  one inverse of each module
     ==============  ==========================================  ================================
 

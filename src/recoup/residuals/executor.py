@@ -19,9 +19,10 @@ Rule 5. What the sweep keeps goes to the pair of hooks beneath; what backward ke
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -112,7 +113,22 @@ class Plan:
                 f"The schedule is for {self.num_stages} stages and the chain has {len(stages)}. "
                 f"Make it anew for {len(stages)} stages."
             )
-        return _Run(stages, self).sweep(state)
+        # Hooks on saved tensors do not go into a compiled graph, so the compiler breaks here. Only
+        # where it is at work: asking for it takes longer than importing everything else.
+        if "torch._dynamo" in sys.modules:
+            if not _uncompiled:
+                _uncompiled.append(torch.compiler.disable(_sweep))
+            return _uncompiled[0](self, stages, state)
+        return _sweep(self, stages, state)
+
+
+def _sweep(
+    plan: Plan, stages: Sequence[Stage], state: State
+) -> tuple[State, list[Tensor | None]]:
+    return _Run(stages, plan).sweep(state)
+
+
+_uncompiled: list[Callable[..., tuple[State, list[Tensor | None]]]] = []
 
 
 def _end_of_sweep(schedule: Schedule) -> int:

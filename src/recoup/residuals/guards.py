@@ -44,14 +44,14 @@ class Guard:
         # nn.Module.modules() builds names and a set of the seen; this is a tenth of its time.
         # A module that is met twice is compared twice.
         self._modes.append((module, module.training))
-        is_norm = isinstance(module, _NormBase)
-        if is_norm and module.training and module.track_running_stats:
+        counts = isinstance(module, _NormBase) and module.training and module.track_running_stats
+        if counts:
             self._norms.append(module)
         entries = module._parameters
         for key, value in entries.items():
             if value is not None:
                 self._parameters.append((entries, key, value, value._version))
-        if not is_norm:
+        if not counts:
             entries = module._buffers
             for key, value in entries.items():
                 if value is not None:

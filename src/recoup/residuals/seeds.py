@@ -37,11 +37,9 @@ _stack = _Stack()
 
 
 def _generators() -> tuple[torch.Generator, ...]:
+    # All devices, since a region may draw on another than the current one.
     if torch.cuda.is_initialized():
-        return (
-            torch.default_generator,
-            torch.cuda.default_generators[torch.cuda.current_device()],
-        )
+        return (torch.default_generator, *torch.cuda.default_generators)
     return (torch.default_generator,)
 
 

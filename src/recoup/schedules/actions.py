@@ -133,8 +133,8 @@ class Schedule:
         """Position of the first action of backward; see NOTE [ The order of actions ]."""
         swept = False
         for position, action in enumerate(self.actions):
-            if swept and not isinstance(action, Keep | Drop):
-                return position
+            if swept:
+                return position + (action == Keep(self.num_stages))
             match action:
                 case Tape(index):
                     swept = index + 1 == self.num_stages

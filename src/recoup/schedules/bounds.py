@@ -174,8 +174,8 @@ def least_advances(n: int, slots: int) -> int:
     require_positive("n", n)
     require_positive("slots", slots)
     start: _Position = (frozenset({0}), 0, n)
-    cost = {start: 0}
-    queue = [(0, 0, start)]
+    cost: dict[_Position, int] = {start: 0}
+    queue: list[tuple[int, int, _Position]] = [(0, 0, start)]
     pushed = 0
     while queue:
         advances, _, position = heapq.heappop(queue)

@@ -59,8 +59,7 @@ def constant(ways: int | Sequence[Way]) -> Schedule:
 def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
     if isinstance(ways, int):
         require_positive("ways", ways)
-        inverted: Way = "invert"
-        return [inverted] * ways
+        return ["invert" for _ in range(ways)]
     if not ways:
         raise ValueError("`ways` is empty, but a chain has at least one stage")
     for index, way in enumerate(ways):

@@ -62,10 +62,9 @@ def simulate(
       that is held (then it is in that tape's bytes).
 
     Not counted: what a stage allocates and frees while it runs, its input beside its output for
-    that moment, gradients, parameters. The working state is let go of where backward begins, with
-    the first action other than `Keep` and `Drop` after the sweep has reached the chain's output:
-    in between the output is the caller's. A schedule that needs the output in backward has to
-    keep it.
+    that moment, gradients, parameters. The working state is let go of where backward begins: the
+    chain's output is the caller's. A schedule that needs it in backward has to keep it at once,
+    with the last action of the sweep.
 
     Args:
         schedule: the schedule.
@@ -147,7 +146,7 @@ class _Walk:
 
     def step(self, action: Action) -> str | None:
         """Do one action; if it is impossible, do nothing and say why."""
-        if self.swept and not self.in_backward and not isinstance(action, Keep | Drop):
+        if self.swept and not self.in_backward and action != Keep(self.num_stages):
             self.in_backward = True
             self._work(None)
         reason = self._refusal(action)

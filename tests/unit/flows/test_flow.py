@@ -22,6 +22,7 @@ from recoup.invertible import (
     ActNorm,
     AffineCoupling,
     Chain,
+    Dequantize,
     Flip,
     InvertibleConv1x1,
     Split,
@@ -208,7 +209,7 @@ def test_a_generator_gives_new_samples_at_each_call():
 
 
 def test_looking_for_latent_shapes_disturbs_nothing():
-    flow = multiscale_flow(levels=5).train()
+    flow = Flow(Chain(Dequantize(5), ActNorm(1), Squeeze(), Flip()), shape=(1, 4, 4))
     flow.chain[3].eval()  # a part that its user froze
     modes = [part.training for part in flow.modules()]
     state = torch.random.get_rng_state()
@@ -323,6 +324,14 @@ def test_state_dict_round_trip_through_a_file():
 def test_deepcopy_computes_the_same():
     flow, x = small_flow(), torch.randn(4, 2, dtype=torch.float64)
     assert torch.equal(copy.deepcopy(flow).log_prob(x), flow.log_prob(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_levels_of_any_type_are_taken_in_the_precision_of_the_flow(dtype, precision):
+    flow = Flow(Chain(InvertibleConv1x1(3)), shape=(3, 2, 2), levels=4).to(precision)
+    bits = flow.bits_per_dim(torch.randint(4, (2, 3, 2, 2)).to(dtype))
+    assert bits.dtype == precision
 
 
 def test_other_shapes_are_refused():

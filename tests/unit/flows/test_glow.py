@@ -121,13 +121,6 @@ def test_autocast_leaves_latents_in_full_precision_and_gradients_alike():
     assert difference < 0.02 * gradients["linear"].norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.float64])
-def test_data_of_any_type_in_a_double_precision_flow(dtype):
-    flow = glow().double()
-    bits = flow.bits_per_dim(digits().to(dtype))
-    assert bits.dtype == torch.float64
-
-
 @pytest.mark.parametrize("memory", ["linear", "constant"])
 def test_every_parameter_moves_before_and_after_the_first_and_last_squeeze(memory):
     flow = glow(memory=memory)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -71,6 +72,12 @@ class WrongInTraining(Scale):
         return (x + 1 if self.training else x), -self.log_det(y)
 
 
+class NanInTraining(Scale):
+    def inverse(self, y):
+        x = y / self.w
+        return (x * math.nan if self.training else x), -self.log_det(y)
+
+
 class Drops(Scale):
     def forward(self, x):
         return (x * self.w)[:, :2], self.log_det(x)
@@ -101,6 +108,7 @@ def test_the_undamaged_stand_in_passes():
         (WrongSignOfInverseLogDet, ["log-det of forward and inverse"]),
         (AbsoluteLogDet, ["log-det and autograd's Jacobian"]),
         (WrongInTraining, ["constant"]),
+        (NanInTraining, ["constant"]),
     ],
 )
 def test_each_damage_is_found_and_nothing_else(kind, names):
@@ -112,8 +120,9 @@ def test_each_damage_is_found_and_nothing_else(kind, names):
     assert "FAILED" in str(report)
 
 
-def test_wrong_gradients_are_named():
-    report = check_invertible(WrongInTraining(), X)
+@pytest.mark.parametrize("kind", [WrongInTraining, NanInTraining])
+def test_wrong_gradients_are_named(kind):
+    report = check_invertible(kind(), X)
     assert "wrong: a stage before (log_scale), w" in str(report)
 
 

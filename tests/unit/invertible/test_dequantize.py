@@ -22,18 +22,18 @@ def test_every_level_is_found_again(dtype, levels):
     assert inverse_log_det.item() == -log_det.item()
 
 
-def test_the_ends_of_the_noise_do_not_round_to_another_level(monkeypatch):
-    for end in ("lowest", "highest"):
+@pytest.mark.parametrize("end", ["lowest", "highest"])
+@pytest.mark.parametrize("levels", [3, 17, 100, 255, 256, 1000])
+def test_the_ends_of_the_noise_do_not_round_to_another_level(monkeypatch, levels, end):
+    def randint(high, size, *, generator, device):
+        return torch.full(size, 0 if end == "lowest" else high - 1)
 
-        def randint(high, size, *, generator, device, end=end):
-            return torch.full(size, 0 if end == "lowest" else high - 1)
-
-        x = torch.arange(256.0).view(1, -1)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "randint", randint)
-            patch.setattr("recoup.invertible.dequantize.draw_seed", lambda: 0)
-            y, _ = Dequantize(256)(x)
-        assert torch.equal(Dequantize(256).inverse(y)[0], x)
+    x = torch.arange(float(levels)).view(1, -1)
+    with monkeypatch.context() as patch:
+        patch.setattr("recoup.invertible.dequantize.draw_seed", lambda: 0)
+        patch.setattr(torch, "randint", randint)
+        y, _ = Dequantize(levels)(x)
+    assert torch.equal(Dequantize(levels).inverse(y)[0], x)
 
 
 def test_noise_is_uniform_within_the_level():

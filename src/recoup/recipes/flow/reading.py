@@ -1,0 +1,202 @@
+"""Reading pictures from the disk into one tensor, or saying which file is wrong and why."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+__all__ = ["Pictures", "read_pictures"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# The names that archives in use give to their arrays, the first that is there counts.
+_TRAIN_KEYS = ("train_images", "x_train", "images")
+_VALIDATION_KEYS = ("val_images", "x_val")
+_TEST_KEYS = ("test_images", "x_test")
+
+_GREY_MODES = {"1", "L", "LA"}
+_DEEP_MODES = {"I", "F", "I;16", "I;16B", "I;16L"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Pictures of one shape, ``(N, C, H, W)`` uint8, with values 0 to ``levels - 1``."""
+
+    name: str
+    levels: int
+    train: Tensor
+    validation: Tensor | None = None
+    test: Tensor | None = None
+
+
+def read_pictures(path: Path | None, size: int | None = None) -> Pictures:
+    """Read all pictures of a folder or an ``.npz``, or scikit-learn's digits if `path` is None.
+
+    Args:
+        path: The folder, searched with its subfolders, or the file.
+        size: Side of a square to which each is cropped and resized; None to leave them as they are.
+
+    Raises:
+        ValueError: A file cannot be read or does not fit; the message names it.
+    """
+    if path is None:
+        return _resized(_digits(), size)
+    if path.is_dir():
+        return Pictures(str(path), 256, _folder(path, size))
+    if path.suffix.lower() == ".npz" and path.is_file():
+        return _resized(_archive(path), size)
+    raise ValueError(
+        f"`--data` is {path}, which is {'neither a folder nor an .npz file' if path.exists() else 'not there'}"
+        ". Give a folder of pictures or an .npz file, or leave `--data` out for the built-in digits."
+    )
+
+
+def _digits() -> Pictures:
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    return Pictures("the digits", 17, torch.from_numpy(digits.images.astype(np.uint8))[:, None])
+
+
+def _folder(path: Path, size: int | None) -> Tensor:
+    endings = {
+        ending
+        for ending, file_format in Image.registered_extensions().items()
+        if file_format in Image.OPEN
+    }
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in endings and not file.name.startswith(".")
+    )
+    if not files:
+        raise ValueError(
+            f"`--data` is {path}, a folder without pictures. Give one that holds .png, .jpg or "
+            "other picture files, in it or in folders below it."
+        )
+    arrays = [_picture(file, size) for file in files]
+    first = arrays[0].shape[:2]
+    for file, array in zip(files, arrays, strict=True):
+        if array.shape[:2] != first:
+            raise ValueError(
+                f"{file} is {_sides(array.shape)} pixels, but {files[0]} is {_sides(first)}. Make "
+                f"them one size; `--data.size {min(*first, *array.shape[:2])}` crops and resizes all."
+            )
+    num_channels = max(array.shape[2] for array in arrays)  # one in colour makes all RGB
+    stacked = np.stack([array.repeat(num_channels // array.shape[2], axis=2) for array in arrays])
+    return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous()
+
+
+def _picture(file: Path, size: int | None) -> Array:
+    """Read one file as ``(H, W, C)``, with C 1 if it is grey and 3 if it is not."""
+    try:
+        with Image.open(file) as opened:
+            if opened.mode not in _DEEP_MODES:
+                image = ImageOps.exif_transpose(opened)
+                image = image.convert("L" if image.mode in _GREY_MODES else "RGB")
+                image = image if size is None else _square(image, size)
+                return np.asarray(image).reshape(image.height, image.width, -1)
+    except Exception as error:  # noqa: BLE001  # Decoders raise whatever they like.
+        raise ValueError(
+            f"{file} cannot be read as a picture ({' '.join(str(error).split())}). "
+            "Remove or replace it."
+        ) from error
+    raise ValueError(f"{file} has more than 8 bits a value. Convert it to 8 bits first.")
+
+
+def _square(image: Image.Image, size: int) -> Image.Image:
+    return ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
+
+
+def _archive(path: Path) -> Pictures:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays: dict[str, Array] = {key: archive[key] for key in archive.files}
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} cannot be read as an .npz file ({' '.join(str(error).split())}). "
+            "Write it with numpy.savez_compressed(path, images=...)."
+        ) from error
+    levels = int(arrays.pop("levels", np.asarray(256)))
+    train = _first(arrays, _TRAIN_KEYS)
+    if train is None and len(arrays) == 1:
+        train = next(iter(arrays))
+    if train is None:
+        raise ValueError(
+            f"{path} holds {', '.join(arrays) or 'nothing'}, but none of "
+            f"{', '.join(_TRAIN_KEYS)}. Name the array of pictures `images`."
+        )
+    parts: dict[str, Tensor] = {"train": _pictures(path, train, arrays[train], levels)}
+    for part, keys in (("validation", _VALIDATION_KEYS), ("test", _TEST_KEYS)):
+        key = _first(arrays, keys)
+        if key is not None:
+            parts[part] = _pictures(path, key, arrays[key], levels)
+            if parts[part].shape[1:] != parts["train"].shape[1:]:
+                raise ValueError(
+                    f"`{key}` of {path} has pictures of shape {tuple(parts[part].shape[1:])}, but "
+                    f"`{train}` of {tuple(parts['train'].shape[1:])}. Make them one shape."
+                )
+    return Pictures(str(path), levels, **parts)
+
+
+def _first(arrays: dict[str, Array], keys: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if key in arrays), None)
+
+
+def _pictures(path: Path, key: str, array: Array, levels: int) -> Tensor:
+    """Bring an array to ``(N, C, H, W)``."""
+    if array.dtype != np.uint8:
+        raise ValueError(
+            f"`{key}` of {path} is of type {array.dtype}, but must be uint8: whole grey levels."
+        )
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4 and array.shape[3] in (1, 3):
+        array = array.transpose(0, 3, 1, 2)
+    if array.ndim != 4 or array.shape[1] not in (1, 3) or not array.size:
+        raise ValueError(
+            f"`{key}` of {path} has shape {array.shape}, but must be (N, H, W), (N, H, W, C) or "
+            "(N, C, H, W) with C 1 or 3."
+        )
+    if array.max() >= levels:
+        raise ValueError(
+            f"`{key}` of {path} holds {array.max()}, but its `levels` says that values are below "
+            f"{levels}."
+        )
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _resized(pictures: Pictures, size: int | None) -> Pictures:
+    if size is None:
+        return pictures
+    if pictures.levels != 256:
+        raise ValueError(
+            f"`size` is {size}, but {pictures.name} has {pictures.levels} grey levels, which "
+            "resizing would blur into others. Leave `--data.size` out."
+        )
+    parts = {
+        part: _resized_tensor(images, size)
+        for part in ("train", "validation", "test")
+        if (images := getattr(pictures, part)) is not None
+    }
+    return Pictures(pictures.name, pictures.levels, **parts)
+
+
+def _resized_tensor(images: Tensor, size: int) -> Tensor:
+    rows = [
+        np.asarray(_square(Image.fromarray(row.squeeze(2) if row.shape[2] == 1 else row), size))
+        for row in images.permute(0, 2, 3, 1).numpy()
+    ]
+    stacked = np.stack(rows).reshape(len(rows), size, size, images.shape[1])
+    return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous()
+
+
+def _sides(shape: tuple[int, ...]) -> str:
+    return f"{shape[1]} x {shape[0]}"

@@ -1,0 +1,115 @@
+"""The plain run as the oracle: run a step, and compare everything that it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def hooks_in_force():
+    """The innermost pair of saved-tensor hooks: None where nobody has left any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a nested value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def loss_of_all(output: Any) -> Tensor:
+    """A loss that uses every floating-point value of `output`, each in its own way."""
+    parts = [t for t in tensors(output) if t.is_floating_point()]
+    return sum(((place + 1.5) * part.double().sin()).sum() for place, part in enumerate(parts))
+
+
+@dataclass
+class Step:
+    """What one step of a model left behind."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    stream: Tensor
+
+
+def run_step(
+    model: nn.Module,
+    x: Any,
+    *,
+    memory: Any = None,
+    loss: Callable[[Any], Tensor] = loss_of_all,
+    seed: int = 11,
+) -> Step:
+    """Run a step of a copy of `model` in one memory mode.
+
+    Args:
+        model: a module; with `memory`, one that has such a property.
+        x: its input; the gradients of its floating-point tensors are taken where they ask for it.
+        memory: the mode; the model's own if None.
+        loss: from the output to a number.
+        seed: of the default generator.
+    """
+    model = copy.deepcopy(model)
+    if memory is not None:
+        model.memory = memory
+    inputs = [t for t in tensors(x) if t.requires_grad]
+    for value in inputs:
+        value.grad = None
+    torch.manual_seed(seed)
+    output = model(x)
+    loss(output).backward()
+    gradients = {f"input {place}": value.grad for place, value in enumerate(inputs)}
+    gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Step(
+        [value.detach().clone() for value in tensors(output)],
+        {name: None if g is None else g.clone() for name, g in gradients.items()},
+        {name: value.clone() for name, value in model.named_buffers()},
+        torch.get_rng_state(),
+    )
+
+
+def assert_same_tensor(
+    name: str, got: Tensor | None, want: Tensor | None, rtol: float = 0.0, least: float = 1e-300
+):
+    """Compare two tensors: bit by bit, or relative to the largest entry where `rtol` is given.
+
+    `least` is the smallest scale that the difference is held against: a bias before a norm has a
+    gradient of rounding errors alone.
+    """
+    if want is None or got is None:
+        assert got is None and want is None, f"{name}: {got} for {want}"
+        return
+    assert got.shape == want.shape, f"{name}: shape {got.shape} for {want.shape}"
+    assert got.dtype == want.dtype, f"{name}: {got.dtype} for {want.dtype}"
+    if rtol == 0.0 or not want.is_floating_point():
+        assert torch.equal(got, want), f"{name}: differs by {(got - want).abs().max()}"
+        return
+    if want.numel():
+        error = (got - want).abs().max() / want.abs().max().clamp_min(least)
+        assert error <= rtol, f"{name}: differs by {error} of its largest entry"
+
+
+def assert_same_tensors(got: dict, want: dict, rtol: float = 0.0):
+    """Compare tensors by name."""
+    assert list(got) == list(want)
+    present = [value for value in want.values() if value is not None and value.numel()]
+    least = 1e-3 * max((float(value.abs().max()) for value in present), default=1.0)
+    for name, value in want.items():
+        assert_same_tensor(name, got[name], value, rtol, least)
+
+
+def assert_same_step(got: Step, want: Step, rtol: float = 0.0):
+    """Compare all that two steps left behind (`rtol` is for the gradients alone)."""
+    assert len(got.outputs) == len(want.outputs)
+    for place, (a, b) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        assert_same_tensor(f"output {place}", a, b)
+    assert any(value is not None for value in want.gradients.values())
+    assert_same_tensors(got.gradients, want.gradients, rtol)
+    assert_same_tensors(got.buffers, want.buffers)
+    assert torch.equal(got.stream, want.stream), "the random stream differs"

@@ -1,0 +1,338 @@
+"""Chains that are hard on whoever runs a module a second time, in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.invertible import (
+    ActNorm,
+    AdditiveCoupling,
+    AffineCoupling,
+    Flip,
+    InvertibleConv1x1,
+    InvertibleConv1x1LU,
+    InvertibleModule,
+    Permute,
+    Split,
+    Squeeze,
+)
+
+
+def leaf(*size: int) -> Tensor:
+    return torch.randn(*size, dtype=torch.float64).requires_grad_()
+
+
+# -- chains of any modules -------------------------------------------------------------------------
+
+
+class ToTuple(nn.Module):
+    """From a tensor to a nest of tensors, an integer and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x).tanh()
+        return {"pair": (y, [x * 2, None]), "index": torch.arange(3), "number": 7}
+
+
+class ThroughDict(nn.Module):
+    """From a nest to another one, in which two places hold one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, state: Any) -> Any:
+        y, (x, nothing) = state["pair"]
+        assert nothing is None and state["number"] == 7
+        z = (self.linear(y) * x).sigmoid()
+        return {"pair": (z, [z, None]), "index": state["index"] + 1, "number": 7}
+
+
+class FromDict(nn.Module):
+    """From a nest back to a tensor."""
+
+    def forward(self, state: Any) -> Tensor:
+        y, (x, _) = state["pair"]
+        return (y * x).sin()[:, state["index"]]
+
+
+class Recurrent(nn.Module):
+    """A GRU on ``(sequence, hidden)`` that returns both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, state: Any) -> Any:
+        sequence, hidden = state if isinstance(state, tuple) else (state, None)
+        return self.gru(sequence, hidden)
+
+
+class WithUnused(nn.Module):
+    """A frozen parameter and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.linear.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+class DrawsItself(nn.Module):
+    """Python code that draws from the default generator, next to a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rand(x.shape[1], dtype=x.dtype)
+        return self.dropout(self.linear(x)).tanh() + torch.randn_like(x)
+
+
+class SavesTwice(torch.autograd.Function):
+    """A Function that asks for what it saved twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0]
+        return grad * ctx.saved_tensors[1] + 0 * x
+
+
+class AsksTwice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return SavesTwice.apply((x / 2).tanh())
+
+
+def dense(dropout: float = 0.0, width: int = 6) -> nn.Module:
+    parts = [nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, width)]
+    return nn.Sequential(*parts)
+
+
+def conv_norm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.3)
+    )
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+
+
+def shared() -> list[nn.Module]:
+    block, norm = dense(0.2), nn.BatchNorm1d(6)
+    return [block, norm, nn.Tanh(), block, norm, nn.Sigmoid(), block]
+
+
+def inplace() -> list[nn.Module]:
+    """In-place activations within a stage, which plain autograd allows."""
+    return [nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))] * 2 + [
+        nn.Sequential(nn.BatchNorm1d(6), nn.ELU(inplace=True), nn.Dropout(0.2, inplace=True))
+        for _ in range(4)
+    ]
+
+
+CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
+    "mlp": lambda: ([dense() for _ in range(7)], leaf(4, 6)),
+    "convolutions and norms": lambda: ([conv_norm() for _ in range(6)], leaf(3, 3, 4, 4)),
+    "norms of all kinds": lambda: (
+        [nn.BatchNorm1d(6, momentum=None), nn.BatchNorm1d(6, affine=False), nn.LayerNorm(6),
+         nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 6)],
+        leaf(4, 6),
+    ),
+    "dropout": lambda: ([dense(0.5) for _ in range(7)], leaf(4, 6)),
+    "dropout alone": lambda: ([nn.Dropout(0.5) for _ in range(6)], leaf(4, 6)),
+    "draws itself": lambda: ([DrawsItself() for _ in range(6)], leaf(4, 6)),
+    "nested values": lambda: (
+        [dense(), ToTuple(), ThroughDict(), ThroughDict(), ThroughDict(), FromDict()],
+        leaf(4, 6),
+    ),
+    "transformer": lambda: ([transformer() for _ in range(4)], leaf(2, 3, 8)),
+    "recurrent": lambda: ([Recurrent() for _ in range(5)], leaf(2, 3, 4)),
+    "shared across depth": lambda: (shared(), leaf(4, 6)),
+    "frozen and unused": lambda: ([WithUnused() for _ in range(5)], leaf(4, 6)),
+    "input without gradient": lambda: ([dense(0.2) for _ in range(5)], leaf(4, 6).detach()),
+    "whole numbers in": lambda: (
+        [nn.Embedding(9, 6), *(dense(0.2) for _ in range(5))], torch.tensor([1, 8, 1])
+    ),
+    "input is a view": lambda: ([dense() for _ in range(4)], leaf(4, 12)),
+    "in place within": lambda: (inplace(), leaf(4, 6)),
+    "saved twice": lambda: ([AsksTwice() for _ in range(6)], leaf(4, 6)),
+    "identities": lambda: ([nn.Identity(), dense(), nn.Identity(), nn.Flatten()], leaf(4, 6)),
+    "one": lambda: ([dense(0.2)], leaf(4, 6)),
+    "two": lambda: ([dense(0.2), dense(0.2)], leaf(4, 6)),
+    "a hundred": lambda: (
+        [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(100)], leaf(4, 6)
+    ),
+}  # fmt: skip
+
+
+def chain_of(name: str) -> tuple[list[nn.Module], Any]:
+    torch.manual_seed(3)
+    modules, x = CHAINS[name]()
+    for module in modules:
+        module.double()
+    return modules, x
+
+
+# -- chains of invertible modules ------------------------------------------------------------------
+
+
+def net(inputs: int, outputs: int, dropout: float = 0.0, *, norm: bool = False) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(inputs, 7),
+        nn.BatchNorm1d(7) if norm else nn.Identity(),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(7, outputs),
+    )
+
+
+def conv_net(inputs: int, outputs: int, dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(inputs, 5, 3, padding=1),
+        nn.BatchNorm2d(5),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Conv2d(5, outputs, 3, padding=1),
+    )
+
+
+class Direct(InvertibleModule):
+    """A user's module that calls its networks without `evaluate`."""
+
+    def __init__(self, dropout: float = 0.0, *, both: bool = False) -> None:
+        super().__init__()
+        self.f = net(3, 6, dropout)
+        self.g = net(3, 3, dropout) if both else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = x.chunk(2, dim=1)
+        shift, scale = self.f(a).chunk(2, dim=1)
+        b = b * scale.tanh().exp() + shift
+        if self.g is not None:
+            a = a + self.g(b)
+        return torch.cat([b, a], dim=1), scale.tanh().sum(1)
+
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        b, a = y.chunk(2, dim=1)
+        if self.g is not None:
+            a = a - self.g(b)
+        shift, scale = self.f(a).chunk(2, dim=1)
+        b = (b - shift) * (-scale.tanh()).exp()
+        return torch.cat([a, b], dim=1), -scale.tanh().sum(1)
+
+
+class BuiltInPlace(InvertibleModule):
+    """Builds its output in place; versions and addresses of forward and inverse differ."""
+
+    def __init__(self, num_changes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3) + 0.5)
+        self.num_changes = num_changes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        y[:, 3:] *= self.weight
+        for _ in range(self.num_changes):
+            y.add_(0.1)
+        return y, self.weight.log().sum().expand(len(x))
+
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = (y - 0.1 * self.num_changes).chunk(2, dim=1)
+        return torch.cat([a, b / self.weight], dim=1), -self.weight.log().sum().expand(len(y))
+
+
+def couplings(dropout: float) -> list[InvertibleModule]:
+    return [
+        AdditiveCoupling(net(3, 3, dropout)),
+        AffineCoupling(net(3, 6, dropout), condition="second"),
+        AdditiveCoupling(net(3, 3, dropout), net(3, 3, dropout)),
+        Flip(),
+        AdditiveCoupling(net(3, 3, dropout), net(3, 3, dropout), condition="second"),
+        AffineCoupling(net(3, 6, dropout)),
+    ]
+
+
+def with_norms() -> list[InvertibleModule]:
+    modules: list[InvertibleModule] = []
+    for _ in range(3):
+        modules.append(AffineCoupling(net(3, 6, 0.3, norm=True)))
+        modules.append(AdditiveCoupling(net(3, 3, norm=True), net(3, 3, norm=True)))
+    return modules
+
+
+def glow(*, split: bool) -> list[InvertibleModule]:
+    modules: list[InvertibleModule] = [Squeeze()]
+    channels = 8
+    for level in range(2):
+        for _ in range(2):
+            mixing = InvertibleConv1x1 if level else InvertibleConv1x1LU
+            modules += [ActNorm(channels), mixing(channels)]
+            modules += [AffineCoupling(conv_net(channels // 2, channels, 0.2))]
+        if split:
+            modules.append(Split())
+            channels //= 2
+    return modules
+
+
+def shared_couplings() -> list[InvertibleModule]:
+    network = net(3, 3, 0.4, norm=True)
+    coupling = AdditiveCoupling(net(3, 3, 0.4))
+    return [AdditiveCoupling(network), coupling, Flip(), AdditiveCoupling(network), coupling]
+
+
+def twice_in_one() -> list[InvertibleModule]:
+    network = net(3, 3, norm=True)
+    return [AdditiveCoupling(network, network) for _ in range(3)]
+
+
+INVERTIBLE: dict[str, Callable[[], tuple[list[InvertibleModule], Tensor]]] = {
+    "couplings": lambda: (couplings(0.0), leaf(4, 6)),
+    "dropout": lambda: (couplings(0.5), leaf(4, 6)),
+    "norms": lambda: (with_norms(), leaf(4, 6)),
+    "input without gradient": lambda: (couplings(0.3), leaf(4, 6).detach()),
+    "glow": lambda: (glow(split=False), leaf(3, 2, 4, 4)),
+    "multi-scale": lambda: (glow(split=True), leaf(3, 2, 4, 4)),
+    "split first and last": lambda: ([Split(), *couplings_of(2), Split()], leaf(4, 8)),
+    "shared across depth": lambda: (shared_couplings(), leaf(4, 6)),
+    "shared within a coupling": lambda: (twice_in_one(), leaf(4, 6)),
+    "networks without parameters": lambda: (
+        [AdditiveCoupling(nn.Sigmoid(), nn.Identity()) for _ in range(4)], leaf(4, 6)
+    ),
+    "direct": lambda: ([Direct(both=True) for _ in range(4)], leaf(4, 6)),
+    "direct with dropout": lambda: ([Direct(0.5) for _ in range(4)], leaf(4, 6)),
+    "built in place": lambda: ([BuiltInPlace(i % 3) for i in range(30)], leaf(300, 6)),
+    "no parameters": lambda: ([Flip(), Permute([2, 0, 1, 5, 4, 3]), Flip()], leaf(4, 6)),
+    "one": lambda: ([AffineCoupling(net(3, 6, 0.2))], leaf(4, 6)),
+    "two": lambda: ([ActNorm(6), AffineCoupling(net(3, 6, 0.2))], leaf(4, 6)),
+}  # fmt: skip
+
+
+def couplings_of(half: int) -> list[InvertibleModule]:
+    return [AdditiveCoupling(net(half, half, 0.3)), AffineCoupling(net(half, 2 * half, 0.3))]
+
+
+def invertible_chain_of(name: str) -> tuple[list[InvertibleModule], Tensor]:
+    torch.manual_seed(3)
+    modules, x = INVERTIBLE[name]()
+    for module in modules:
+        module.double()
+    return modules, x
