@@ -1,0 +1,66 @@
+"""Reading a checkpoint, and telling whether it fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+__all__ = ["check_same_network", "read_checkpoint"]
+
+
+def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
+    """Read a checkpoint of a recipe, to CPU.
+
+    Args:
+        path: The file.
+        option: The option that named it, for the message.
+
+    Raises:
+        ValueError: When there is no such file, or it is something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(
+            f"`{option}` is {path}, which is not there. Give a .ckpt file, such as "
+            "runs/flow/fit-1/checkpoints/best.ckpt."
+        )
+    try:
+        checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001  # Unpickling raises whatever it likes.
+        raise ValueError(
+            f"`{option}` is {path}, which cannot be read as a checkpoint. It may be another kind "
+            "of file, or have been cut short."
+        ) from error
+    if not isinstance(checkpoint, dict) or not {"state_dict", "hyper_parameters"} <= set(
+        checkpoint
+    ):
+        raise ValueError(
+            f"`{option}` is {path}, which is not a checkpoint of a training run. Give a .ckpt file "
+            "that `fit` wrote."
+        )
+    return checkpoint
+
+
+def check_same_network(checkpoint: dict[str, Any], model: LightningModule, path: str) -> None:
+    """Raise a ValueError that says where the network of a checkpoint differs from `model`'s."""
+    found, wanted = (_shapes(state) for state in (checkpoint["state_dict"], model.state_dict()))
+    if found == wanted:
+        return
+    theirs, ours = checkpoint["hyper_parameters"], dict(model.hparams)
+    differences = [
+        f"{name} {theirs[name]} instead of {ours[name]}"
+        for name in ours
+        if name in theirs and theirs[name] != ours[name] and name not in ("memory", "seed")
+    ]
+    raise ValueError(
+        f"{path} is a checkpoint of another architecture"
+        f"{': it has ' + ', '.join(differences) if differences else ''}. Use the settings that it "
+        "was trained with, or start a new run."
+    )
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in state.items()}

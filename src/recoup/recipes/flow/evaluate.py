@@ -1,0 +1,60 @@
+"""Say how well a trained flow codes pictures it has not seen: ``recoup flow evaluate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+
+from recoup.recipes.flow.report import table
+from recoup.recipes.flow.trained import load_data, load_flow
+from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.training import quiet_lightning
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    checkpoint: str, data: str | None = None, batch_size: int = 256, accelerator: str = "auto"
+) -> int:
+    """Print the bits per dimension of test pictures, and their parts.
+
+    Without `data`, or with those that the flow was trained on, the pictures are those that
+    training kept for the end. Of other data, the test part of an .npz that has one, else all.
+
+    Args:
+        checkpoint: The .ckpt file of a trained flow.
+        data: A folder of pictures or an .npz file.
+        batch_size: Number of pictures in a batch.
+        accelerator: Where to run: auto, cpu or gpu.
+
+    Returns:
+        The exit code.
+    """
+    with mistakes_reported(), quiet_lightning():
+        model = load_flow(checkpoint)
+        seen = load_data(checkpoint, batch_size=batch_size) if data is None else None
+        images = seen or load_data(checkpoint, data, batch_size)
+        what = images.use_for_test(everything=data is not None and not _is_same(checkpoint, data))
+        if not len(images.parts["test"]):
+            raise ValueError(
+                f"{images.name} has no pictures kept for the end. Give others by `--data`."
+            )
+        trainer = Trainer(
+            accelerator=accelerator,
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    with quiet_lightning(), torch.no_grad():
+        metrics = trainer.test(model, images, verbose=False)[0]
+    print(f"{len(images.parts['test'])} pictures: {what} of {images.name}")
+    rows = [
+        [name.removeprefix("test_").replace("_per_", "/").replace("_", "-"), f"{value:.4f}"]
+        for name, value in sorted(metrics.items())
+    ]
+    print(table(["bits a value", "test"], rows))
+    return 0

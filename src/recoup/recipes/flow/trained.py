@@ -1,0 +1,65 @@
+"""A trained flow, and the data it was trained on, from its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recoup.recipes.checkpoints import check_same_network, read_checkpoint
+from recoup.recipes.flow.data import Images
+from recoup.recipes.flow.model import FlowTraining
+
+__all__ = ["load_data", "load_flow"]
+
+
+def load_flow(path: str | Path) -> FlowTraining:
+    """Return the flow of a checkpoint, ready for evaluation on CPU.
+
+    Raises:
+        ValueError: When the file is not a checkpoint of this recipe.
+    """
+    checkpoint = read_checkpoint(path, "--checkpoint")
+    try:
+        model = FlowTraining(**_settings(checkpoint, "hyper_parameters"))
+    except TypeError as error:
+        raise ValueError(
+            f"`--checkpoint` is {path}, which is not a checkpoint of a flow. Give one that "
+            "`recoup flow fit` wrote."
+        ) from error
+    check_same_network(checkpoint, model, str(path))
+    model.load_state_dict(checkpoint["state_dict"])
+    return model.eval()
+
+
+def load_data(path: str | Path, data: str | None = None, batch_size: int | None = None) -> Images:
+    """Return the data that the flow of a checkpoint was trained on, or others in the same form.
+
+    Args:
+        path: The checkpoint.
+        data: A folder or an .npz file; None for what the flow was trained on.
+        batch_size: Number of pictures in a batch; None for that of training.
+
+    Raises:
+        ValueError: When the data cannot be read, or do not fit the flow.
+    """
+    checkpoint = read_checkpoint(path, "--checkpoint")
+    settings = _settings(checkpoint, "datamodule_hyper_parameters")
+    if data is not None:
+        settings["path"] = data
+    if batch_size is not None:
+        settings["batch_size"] = batch_size
+    images = Images(**settings)
+    flow = _settings(checkpoint, "hyper_parameters")
+    if images.shape != tuple(flow["shape"]) or images.levels != flow["levels"]:
+        raise ValueError(
+            f"The pictures of {images.name} are {' x '.join(map(str, images.shape))} with "
+            f"{images.levels} grey levels, but {path} is of a flow for "
+            f"{' x '.join(map(str, flow['shape']))} with {flow['levels']}. Give pictures in that form."
+        )
+    return images
+
+
+def _settings(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
+    # Lightning's command line adds names of its own, which begin with an underscore.
+    found: dict[str, Any] = checkpoint.get(key, {})
+    return {name: value for name, value in found.items() if not name.startswith("_")}

@@ -1,0 +1,162 @@
+"""What a run says while it goes on: a bar and a line an epoch on the screen, a row in a file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from rich import progress as bars
+from rich.console import Console
+
+__all__ = ["MetricsFile", "Progress", "progress_bar", "write_whole"]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that nobody ever finds half of it; missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class MetricsFile(Callback):
+    """Keeps ``metrics.csv`` in the folder of the run: a row for each epoch, with all its metrics.
+
+    A resumed run keeps the rows of the epochs that it does not repeat.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, str]] = []
+        self._start = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the rows of the epochs before this run."""
+        self._start = time.perf_counter()
+        path = self._path(trainer)
+        if trainer.ckpt_path is not None and path.exists():
+            with path.open(newline="") as file:
+                self._rows = [
+                    row for row in csv.DictReader(file) if int(row["epoch"]) < trainer.current_epoch
+                ]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the row of the epoch."""
+        if not trainer.is_global_zero:
+            return
+        metrics = {name: f"{float(v):.6f}" for name, v in sorted(trainer.callback_metrics.items())}
+        row = {"epoch": str(trainer.current_epoch), "step": str(trainer.global_step)}
+        seconds = {"seconds": f"{time.perf_counter() - self._start:.2f}"}
+        self._rows.append({**row, **metrics, **seconds})
+        text = io.StringIO()
+        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        write_whole(self._path(trainer), text.getvalue().encode())
+
+    def _path(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir, "metrics.csv")
+
+
+class Progress(Callback):
+    """A bar over all steps of the run, and a line for each epoch that has been validated.
+
+    Args:
+        monitor: The metric of the validation that comes first, ``val_`` and its name.
+        title: What stands before the bar.
+        lines: Whether there is a line for each epoch.
+    """
+
+    def __init__(self, monitor: str, *, title: str = "training", lines: bool = True) -> None:
+        self._monitor = monitor
+        self._title = title
+        self._lines = lines
+        self._bar: bars.Progress | None = None
+        self._task = bars.TaskID(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the bar."""
+        if not trainer.is_global_zero:
+            return
+        self._bar = progress_bar()
+        total = trainer.estimated_stepping_batches
+        self._task = self._bar.add_task(
+            self._title,
+            total=None if total == float("inf") else total,
+            completed=trainer.global_step,
+            note="",
+        )
+        self._bar.start()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what the epoch brought."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if self._bar is None or self._monitor not in metrics:
+            return
+        name = self._monitor.removeprefix("val_")
+        self._bar.update(self._task, note=f"{_words(name)} {metrics[self._monitor]:.3f}")
+        if self._lines:
+            others = [other for other in metrics if other.startswith("val_")]
+            parts = [
+                f"{_words(other.removeprefix('val_'))} {metrics[other]:.3f}"
+                for other in [self._monitor, *sorted(set(others) - {self._monitor})]
+            ]
+            train = metrics.get(f"train_{name}")
+            parts += [] if train is None else [f"training {train:.3f}"]
+            line = f"epoch {trainer.current_epoch + 1:>3}: {', '.join(parts)}"
+            self._bar.console.print(line, highlight=False, soft_wrap=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the bar away."""
+        self._stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Take the bar away, so that the error can be read."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _words(name: str) -> str:
+    """A metric as one reads it: bits_per_dim is written bits/dim."""
+    return name.replace("_per_", "/").replace("_", "-")
+
+
+def progress_bar() -> bars.Progress:
+    """Return a bar with a title, a count, the time left and a note; it writes to stderr."""
+    return bars.Progress(
+        bars.TextColumn("{task.description:>10}"),
+        bars.BarColumn(bar_width=32),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("left"),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,261 @@
+"""The command ``fit`` of every recipe: Lightning's command line, with short names and resume."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from recoup.recipes.checkpoints import check_same_network, read_checkpoint
+from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.progress import MetricsFile, Progress
+
+__all__ = ["SHORT_NAMES", "TrainingCLI", "quiet_lightning"]
+
+# Spellings that are translated before anything is parsed: each setting has one name in
+# configuration files, and the full names of Lightning's command line all work.
+SHORT_NAMES = {
+    "--data": "--data.path",
+    "--memory": "--model.memory",
+    "--epochs": "--trainer.max_epochs",
+    "--batch-size": "--data.batch_size",
+    "--out": "--trainer.default_root_dir",
+    "--seed": "--seed_everything",
+}
+
+
+class TrainingCLI(LightningCLI):
+    """Prepares a training run from its command line; `fit` runs it.
+
+    Nothing is written before `fit`: arguments, data, network and checkpoint are checked first.
+
+    Args:
+        model_class: The Lightning module of the recipe.
+        data_class: Its data module.
+        recipe: Name of the recipe, for messages and for where runs go: ``runs/<recipe>/fit-1``.
+        configs: Folder of the configuration files that come with the recipe; ``--config`` finds
+            them by their bare names.
+        links: Pairs of names: a property of the data, and the setting of the model that it gives.
+        monitor: The metric whose lowest value marks the best checkpoint.
+        args: The arguments, without the name of the command.
+
+    Raises:
+        Mistake: When something is wrong that the user can mend.
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule],
+        data_class: type[LightningDataModule],
+        *,
+        recipe: str,
+        configs: Path,
+        links: Sequence[tuple[str, str]],
+        monitor: str,
+        args: Sequence[str],
+    ) -> None:
+        self.recipe = recipe
+        self.resume: str | None = None
+        self._configs = configs
+        self._links = links
+        self._monitor = monitor
+        with quiet_lightning(), mistakes_reported():
+            super().__init__(
+                model_class,
+                data_class,
+                save_config_callback=_RunRecord,
+                save_config_kwargs={"save_to_log_dir": False},
+                trainer_defaults={
+                    "max_epochs": 30,
+                    "gradient_clip_val": 10.0,
+                    "logger": False,
+                    "enable_progress_bar": False,
+                    "enable_model_summary": False,
+                    "num_sanity_val_steps": 0,
+                },
+                seed_everything_default=0,
+                parser_kwargs={
+                    "prog": f"recoup {recipe} fit",
+                    "description": (model_class.__doc__ or "").strip().splitlines()[0],
+                    "exit_on_error": False,
+                },
+                args=self._long_names(args),
+                run=False,
+                auto_configure_optimizers=False,
+            )
+            if self.resume is not None:
+                checkpoint = read_checkpoint(self.resume, "--resume")
+                check_same_network(checkpoint, self.model, self.resume)
+                self._check_epochs(checkpoint)
+            else:
+                self._check_out()
+
+    @property
+    def out(self) -> Path:
+        """The folder of the run."""
+        return Path(self.trainer.default_root_dir)
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """The checkpoint with the best validation."""
+        callback = self.trainer.checkpoint_callback
+        return Path(str(getattr(callback, "best_model_path", "")))
+
+    def fit(self, *callbacks: Callback) -> None:
+        """Train; what the run leaves behind is in `out`.
+
+        Args:
+            callbacks: Callbacks for this run beside those of the configuration.
+        """
+        self.trainer.callbacks.extend(callbacks)
+        with quiet_lightning():
+            self.trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what Lightning's command line does not have."""
+        parser.add_argument(
+            "--resume",
+            type=str | None,
+            default=None,
+            metavar="CKPT",
+            help="Go on from this checkpoint, with its settings, in its folder.",
+        )
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.monitor": self._monitor,
+                "checkpoint.filename": "best",
+                "checkpoint.save_last": True,
+                "checkpoint.enable_version_counter": False,
+            }
+        )
+        parser.add_lightning_class_args(EarlyStopping, "early_stopping")
+        parser.set_defaults(
+            {"early_stopping.monitor": self._monitor, "early_stopping.patience": 20}
+        )
+        parser.link_arguments("seed_everything", "data.seed")
+        parser.link_arguments("seed_everything", "model.seed")
+        for source, target in self._links:
+            parser.link_arguments(source, target, apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse; on resume, beginning with the settings that the checkpoint was trained with."""
+        self.config: Any = parser.parse_args(args)
+        self.resume = self.config.pop("resume")
+        if self.resume is None:
+            return
+        settings = read_checkpoint(self.resume, "--resume").get(_SETTINGS)
+        if settings is not None:
+            settings.get("trainer", {})["default_root_dir"] = str(_folder_of(self.resume))
+            self.config = parser.parse_args(["--config", yaml.safe_dump(settings), *args])
+            self.config.pop("resume")
+
+    def before_instantiate_classes(self) -> None:
+        """Decide where the run goes."""
+        trainer = self.config.trainer
+        if trainer.default_root_dir is None:
+            trainer.default_root_dir = str(free_folder(Path("runs", self.recipe), "fit"))
+        if self.config.checkpoint.dirpath is None:
+            self.config.checkpoint.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer, with what reports on the run."""
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.append(MetricsFile())
+        trainer.callbacks.append(Progress(self._monitor))
+        return trainer
+
+    def _long_names(self, args: Sequence[str]) -> list[str]:
+        """Write short names out, and find configurations that come with the recipe."""
+        long: list[str] = []
+        for arg in args:
+            name, equals, value = arg.partition("=")
+            long += [SHORT_NAMES.get(name, name), value] if equals else [SHORT_NAMES.get(arg, arg)]
+        for index in range(1, len(long)):
+            shipped = self._configs / f"{long[index]}.yaml"
+            if long[index - 1] == "--config" and not Path(long[index]).exists() and shipped.is_file():
+                long[index] = str(shipped)
+        return long
+
+    def _check_out(self) -> None:
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"`--out` is {self.out}, which is a file. Give a folder.")
+        last = self.out / "checkpoints" / "last.ckpt"
+        if last.exists() or (self.out / _CONFIG_FILE).exists():
+            raise ValueError(
+                f"`--out` is {self.out}, which holds a run already. Go on with it by "
+                f"`--resume {last}`, or give another folder."
+            )
+
+    def _check_epochs(self, checkpoint: dict[str, Any]) -> None:
+        done, most = int(checkpoint.get("epoch", -1)) + 1, self.trainer.max_epochs
+        if most is not None and 0 <= most <= done:
+            raise ValueError(
+                f"`--resume` is {self.resume}, which has {done} epochs behind it, and `--epochs` is "
+                f"{most}. Give more than {done}."
+            )
+
+
+_CONFIG_FILE = "config.yaml"
+_SETTINGS = "recoup_settings"
+
+
+class _RunRecord(SaveConfigCallback):
+    """Writes the settings of a run into its folder, and into its checkpoints."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file."""
+        path = Path(trainer.default_root_dir, _CONFIG_FILE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._text())
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write the settings into the checkpoint, so that it can be gone on with wherever it is."""
+        checkpoint[_SETTINGS] = yaml.safe_load(self._text())
+
+    def _text(self) -> str:
+        return self.parser.dump(self.config, skip_none=False)
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """Return the first of ``name-1``, ``name-2``, ... in `parent` that is not there."""
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
+
+
+def _folder_of(checkpoint: str) -> Path:
+    """The folder of the run that a checkpoint is part of."""
+    folder = Path(checkpoint).parent
+    return folder.parent if folder.name == "checkpoints" else folder
+
+
+@contextmanager
+def quiet_lightning() -> Generator[None]:
+    """Leave out what Lightning says about itself; warnings about the run still come through."""
+    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            # Batches come from memory: workers would make them slower.
+            warnings.filterwarnings("ignore", message=".*does not have many workers")
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
+            # lightning 2.6 asks torch's tree specifications in a way that torch 2.13 deprecates.
+            warnings.filterwarnings("ignore", message=".isinstance.treespec, LeafSpec")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
