@@ -83,7 +83,7 @@ def assert_same_tensor(
     gradient of rounding errors alone.
     """
     if want is None or got is None:
-        assert got is None and want is None, f"{name}: {got} for {want}"
+        assert got is want, f"{name}: {got} for {want}"
         return
     assert got.shape == want.shape, f"{name}: shape {got.shape} for {want.shape}"
     assert got.dtype == want.dtype, f"{name}: {got.dtype} for {want.dtype}"

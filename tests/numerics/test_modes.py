@@ -161,12 +161,11 @@ def test_one_latent_of_three(memory, place):
 def test_a_chain_of_chains(inner, outer):
     first, x = invertible_chain_of("dropout")
     second, _ = invertible_chain_of("norms")
-    model = Chain(Chain(*first, memory=inner), Chain(*second, memory=inner))
-    want = run_step(Chain(*first, *second), x, memory="linear")
-    got = run_step(model, x, memory=outer)
-    assert len(got.gradients) == len(want.gradients)
-    got.gradients = dict(zip(want.gradients, got.gradients.values(), strict=True))
-    got.buffers = dict(zip(want.buffers, got.buffers.values(), strict=True))
+    plain = Chain(Chain(*first), Chain(*second))
+    want = run_step(plain, x)
+    got = run_step(
+        Chain(Chain(*first, memory=inner), Chain(*second, memory=inner)), x, memory=outer
+    )
     assert_same_step(got, want, rtol=1e-10)
 
 
@@ -257,7 +256,8 @@ def test_fifty_steps_of_an_invertible_chain(memory):
         return torch.randn(x.shape, dtype=x.dtype)
 
     losses, parameters = trajectory(model, make_x, "linear")
-    assert losses.isfinite().all() and losses[-1] != losses[0]
+    assert losses.isfinite().all()
+    assert losses[-1] != losses[0]
     other_losses, other_parameters = trajectory(model, make_x, memory)
     rtol = 1e-8 if memory == "constant" else 0.0
     assert_same_tensor("losses", other_losses, losses, rtol)

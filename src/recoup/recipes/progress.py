@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from rich import progress as bars
 from rich.console import Console
 
-__all__ = ["MetricsFile", "Progress", "progress_bar", "write_whole"]
+__all__ = ["LossRecord", "MetricsFile", "Progress", "progress_bar", "write_whole"]
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -38,7 +38,7 @@ class MetricsFile(Callback):
         self._rows: list[dict[str, str]] = []
         self._start = 0.0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the rows of the epochs before this run."""
         self._start = time.perf_counter()
         path = self._path(trainer)
@@ -65,6 +65,24 @@ class MetricsFile(Callback):
 
     def _path(self, trainer: Trainer) -> Path:
         return Path(trainer.default_root_dir, "metrics.csv")
+
+
+class LossRecord(Callback):
+    """Keeps the loss of each step in `losses`."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Take the loss down."""
+        self.losses.append(float(outputs["loss"]))
 
 
 class Progress(Callback):

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -29,6 +31,7 @@ SHORT_NAMES = {
     "--batch-size": "--data.batch_size",
     "--out": "--trainer.default_root_dir",
     "--seed": "--seed_everything",
+    "--threads": "--num_threads",
 }
 
 
@@ -116,8 +119,13 @@ class TrainingCLI(LightningCLI):
             callbacks: Callbacks for this run beside those of the configuration.
         """
         self.trainer.callbacks.extend(callbacks)
-        with quiet_lightning():
-            self.trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
+        num_threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(self.config.num_threads or num_threads)
+            with quiet_lightning():
+                self.trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
+        finally:
+            torch.set_num_threads(num_threads)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add what Lightning's command line does not have."""
@@ -127,6 +135,12 @@ class TrainingCLI(LightningCLI):
             default=None,
             metavar="CKPT",
             help="Go on from this checkpoint, with its settings, in its folder.",
+        )
+        parser.add_argument(
+            "--num_threads",
+            type=PositiveInt | None,
+            default=None,
+            help="Threads on CPU. One is fastest where networks are small or the machine is shared.",
         )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
@@ -181,7 +195,11 @@ class TrainingCLI(LightningCLI):
             long += [SHORT_NAMES.get(name, name), value] if equals else [SHORT_NAMES.get(arg, arg)]
         for index in range(1, len(long)):
             shipped = self._configs / f"{long[index]}.yaml"
-            if long[index - 1] == "--config" and not Path(long[index]).exists() and shipped.is_file():
+            if (
+                long[index - 1] == "--config"
+                and not Path(long[index]).exists()
+                and shipped.is_file()
+            ):
                 long[index] = str(shipped)
         return long
 

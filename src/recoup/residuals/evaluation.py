@@ -29,7 +29,7 @@ from recoup.errors import ReplayError
 from recoup.residuals.region import Region
 from recoup.residuals.seeds import is_repeating, seeded
 
-__all__ = ["Evaluations", "evaluate"]
+__all__ = ["Evaluations", "evaluate", "is_answered"]
 
 Inputs = tuple[Tensor, ...]
 
@@ -51,6 +51,11 @@ def evaluate(network: nn.Module, inputs: Inputs) -> Tensor:
         return _run(network, inputs, [])
     with _answering(None):
         return answer(network, inputs)
+
+
+def is_answered() -> bool:
+    """Whether a region that is inverted owns whatever this thread evaluates."""
+    return _local.answer is not None
 
 
 def _run(network: nn.Module, inputs: Inputs, seeds: list[int | None]) -> Tensor:
@@ -109,9 +114,9 @@ class Evaluations:
             yield
 
     @contextmanager
-    def inverting(self) -> Generator[None]:
-        """Around the inverse: shared evaluations are filled and remembered (See Rule 1)."""
-        with _answering(self._fill_and_remember if self.are_shared else self._only_run):
+    def inverting(self, fills: bool) -> Generator[None]:
+        """Around the inverse, which fills and remembers evaluations (Rule 1), or only runs."""
+        with _answering(self._fill_and_remember if fills else self._only_run):
             yield
 
     @contextmanager

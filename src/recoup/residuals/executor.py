@@ -8,13 +8,18 @@ Rule 1. The sweep runs with the model's forward, and the whole graph is built in
         region, whose slots are empty.
 Rule 2. Autograd asks for residuals in descending order of stages. A slot that is empty moves
         the schedule on, to the action that tapes its stage.
-Rule 3. Asked for a stage whose action lies behind (a second backward over a retained graph),
-        the schedule is run from its start, the graph left as it is. Asked twice for the stage
-        that was filled last, that stage alone is run again.
+Rule 3. Asked for a stage whose action lies behind (a second backward over a retained graph, or
+        one after an exception), the schedule is run from its start, the graph left as it is.
+        Asked again for a stage that is not reversed yet, that stage alone is run again.
 Rule 4. The run holds its records; a region holds the run, and a record its region weakly. So
         nothing here outlives the slots that autograd holds, without the garbage collector.
 Rule 5. What the sweep keeps goes to the pair of hooks beneath; what backward keeps, for a
         while, does not.
+Rule 6. What is above the stage that is asked for is not taped on the way: a loss of an early
+        latent alone would otherwise pile up tapes that nobody takes.
+Rule 7. A stage may change what it is given in place, as an in-place activation does. Its second
+        runs get a copy; what the sweep keeps of such a state is a copy, if the module says that
+        it is in place, or else an error in forward.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError, ScheduleError
-from recoup.residuals.evaluation import Evaluations
+from recoup.residuals.evaluation import Evaluations, is_answered
+from recoup.residuals.guards import is_in_place
 from recoup.residuals.hooks import Kept, pair_in_force
 from recoup.residuals.region import Region
 from recoup.residuals.rerun import Rerun
@@ -113,6 +119,8 @@ class Plan:
                 f"The schedule is for {self.num_stages} stages and the chain has {len(stages)}. "
                 f"Make it anew for {len(stages)} stages."
             )
+        if is_answered():
+            return _run_plainly(stages, state)  # the region around it owns every residual
         # Hooks on saved tensors do not go into a compiled graph, so the compiler breaks here. Only
         # where it is at work: asking for it takes longer than importing everything else.
         if "torch._dynamo" in sys.modules:
@@ -122,10 +130,16 @@ class Plan:
         return _sweep(self, stages, state)
 
 
-def _sweep(
-    plan: Plan, stages: Sequence[Stage], state: State
-) -> tuple[State, list[Tensor | None]]:
+def _sweep(plan: Plan, stages: Sequence[Stage], state: State) -> tuple[State, list[Tensor | None]]:
     return _Run(stages, plan).sweep(state)
+
+
+def _run_plainly(stages: Sequence[Stage], state: State) -> tuple[State, list[Tensor | None]]:
+    beside: list[Tensor | None] = []
+    for stage in stages:
+        state, value = stage.forward(state)
+        beside.append(value)
+    return state, beside
 
 
 _uncompiled: list[Callable[..., tuple[State, list[Tensor | None]]]] = []
@@ -144,9 +158,10 @@ def _end_of_sweep(schedule: Schedule) -> int:
 class _Record:
     """What the first run of one stage left for the second."""
 
-    __slots__ = ("evaluations", "region", "requires_grad", "rerun", "shapes")
+    __slots__ = ("changes_input", "evaluations", "region", "requires_grad", "rerun", "shapes")
 
     def __init__(self, stage: Stage, state: State) -> None:
+        self.changes_input = False
         self.rerun = Rerun(stage.name, stage.modules)
         self.region: weakref.ref[Region] | None = None  # See Rule 4
         self.evaluations: Evaluations | None = None
@@ -163,12 +178,20 @@ class _Record:
             return _NOTHING
         return self.evaluations.recalling() if recall else self.evaluations.filling()
 
+    def given(self, state: State) -> State:
+        """Return `state` as the inputs of a second run without a tape (See Rule 7)."""
+        return tuple(value.clone() for value in state) if self.changes_input else state
+
     def taped(self, state: State) -> State:
-        """Return `state` as the inputs of a second run."""
-        return tuple(
+        """Return `state` as the inputs of a second run with one."""
+        inputs = tuple(
             value.detach().requires_grad_(flag)
             for value, flag in zip(state, self.requires_grad, strict=True)
         )
+        if not self.changes_input:
+            return inputs
+        with torch.enable_grad():  # autograd allows no change of a leaf
+            return tuple(value.clone() for value in inputs)
 
 
 class _Run:
@@ -180,6 +203,7 @@ class _Run:
         self._records: list[_Record | None] = [None] * len(stages)
         self._swept: dict[int, tuple[Kept, ...]] = {}
         self._kept: dict[int, State] = {}
+        self._inputs: dict[int, State] = {}
         self._working: tuple[int, State] = (-1, ())
         self._position = 0
         self._lock = threading.RLock()
@@ -211,12 +235,13 @@ class _Run:
         return state, beside
 
     def _keep(self, index: int, state: State) -> tuple[Kept, ...]:
-        if index < len(self._stages):
-            name = f"The input of {self._stages[index].name}"
-        else:
-            name = "The output of the chain"
         pair = pair_in_force()  # See Rule 5
-        return tuple(Kept(value, name, pair) for value in state)
+        if index == len(self._stages):
+            return tuple(Kept(value, "The output of the chain", pair) for value in state)
+        stage = self._stages[index]
+        if any(is_in_place(module) for module in stage.modules):
+            state = tuple(value.detach().clone() for value in state)  # See Rule 7
+        return tuple(Kept(value, f"The input of {stage.name}", pair) for value in state)
 
     def _tape_in_sweep(
         self, index: int, state: State, is_rerun: bool
@@ -226,7 +251,7 @@ class _Run:
             return stage.forward(state)
         record = self._records[index] = _Record(stage, state)
         with record.rerun.first():
-            return stage.forward(state)
+            return self._first(index, record, state)
 
     def _record(self, index: int, state: State) -> tuple[State, Tensor | None]:
         stage = self._stages[index]
@@ -238,11 +263,28 @@ class _Run:
         record.region = weakref.ref(region)
         if index not in self._plan.inverted:
             with record.rerun.first(), region.recording():
-                return stage.forward(state)
+                return self._first(index, record, state)
         evaluations = record.evaluations = Evaluations(stage.name)
         make_region = partial(self._make_region, index)
         with record.rerun.first(), region.recording(), evaluations.recording(make_region):
-            return stage.forward(state)
+            result = self._first(index, record, state)
+        record.rerun.check_invertible()
+        return result
+
+    def _first(self, index: int, record: _Record, state: State) -> tuple[State, Tensor | None]:
+        """Run stage `index` for the first time, and see whether it changes what it is given."""
+        versions = [value._version for value in state]
+        result = self._stages[index].forward(state)
+        if [value._version for value in state] != versions:
+            record.changes_input = True
+            stage = self._stages[index]
+            is_copy = any(is_in_place(module) for module in stage.modules)
+            if index in self._swept and not is_copy:
+                raise ReplayError(
+                    f"{stage.name} changes its input in place, and the schedule keeps that input. "
+                    "Make it change a clone (for an activation, inplace=False)."
+                )
+        return result
 
     def _make_region(self, index: int) -> Region:
         return Region(self._stages[index].name, partial(self._demand, index), self._lock)
@@ -251,30 +293,39 @@ class _Run:
 
     def _demand(self, index: int) -> None:
         """Fill the slots of stage `index` (See Rules 2 and 3)."""
-        plan = self._plan
-        target = plan.tape_at[index]
-        with torch.no_grad():
-            if target < self._position:
-                if self._working[0] == index:
-                    self._fill(index, self._working[1])
+        target = self._plan.tape_at[index]
+        try:
+            with torch.no_grad():
+                if index in self._inputs and target < self._position:
+                    self._fill(index, self._inputs[index])
                     return
-                self._restart()
-            while self._position <= target:
-                action = plan.actions[self._position]
-                self._position += 1
-                self._execute(action)
+                if target < self._position:
+                    self._restart()
+                while self._position <= target:
+                    action = self._plan.actions[self._position]
+                    self._position += 1
+                    self._execute(action, index)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """Let go of all that backward has made, so that the next demand begins anew."""
+        self._position = len(self._plan.actions)
+        self._working = (-1, ())
+        self._kept.clear()
+        self._inputs.clear()
 
     def _restart(self) -> None:
         """Bring back what the sweep kept, as far as backward has dropped it (See Rule 3)."""
-        self._kept.clear()
+        self._forget()
+        if not self._plan.inverted:  # a run that inverts drops nothing that the sweep kept
+            self._load(0)
+            for action in self._plan.actions[: self._plan.last_keep + 1]:
+                self._execute(action, -1)
         self._position = self._plan.sweep_end
-        if self._plan.inverted:
-            return  # such a run drops nothing that the sweep kept
-        self._load(0)
-        for action in self._plan.actions[: self._plan.last_keep + 1]:
-            self._execute(action)
 
-    def _execute(self, action: Action) -> None:
+    def _execute(self, action: Action, demanded: int) -> None:
         match action:
             case Keep(at):
                 self._kept[at] = self._state_at(at)
@@ -285,12 +336,14 @@ class _Run:
             case Advance(start, stop):
                 for index in range(start, stop):
                     self._advance(index)
-            case Tape(index):
+            case Tape(index) if index <= demanded:
                 self._tape(index)
+            case Tape(index):
+                self._advance(index)  # See Rule 6
             case Invert(index):
-                self._invert(index)
-            case Reverse():
-                pass  # autograd does it, and the slots let go of the tape
+                self._invert(index, is_taped=index <= demanded)
+            case Reverse(index):
+                self._inputs.pop(index, None)  # autograd reverses; its slots are empty by now
 
     def _drop(self, index: int) -> None:
         self._kept.pop(index, None)
@@ -318,13 +371,14 @@ class _Run:
         return record
 
     def _advance(self, index: int) -> None:
-        state = self._state_at(index)
-        with self._recorded(index).rerun.again():
+        record = self._recorded(index)
+        state = record.given(self._state_at(index))
+        with record.rerun.again():
             state, _ = self._stages[index].forward(state)
-        self._working = (index + 1, state)
+        self._working = (index + 1, tuple(value.detach() for value in state))
 
     def _tape(self, index: int) -> None:
-        state = self._state_at(index)
+        state = self._inputs[index] = self._state_at(index)
         self._working = (index + 1, self._fill(index, state))
 
     def _fill(self, index: int, state: State, *, recall: bool = False) -> State:
@@ -338,36 +392,39 @@ class _Run:
             output, _ = self._stages[index].forward(inputs)
         return tuple(value.detach() for value in output)
 
-    def _invert(self, index: int) -> None:
+    def _invert(self, index: int, *, is_taped: bool) -> None:
         record = self._recorded(index)
         evaluations = record.evaluations
         if evaluations is None:
             raise ScheduleError(f"The schedule inverts {self._stages[index].name} unannounced.")
+        after = self._state_at(index + 1)
+        fills = is_taped and evaluations.are_shared
         try:
-            state = self._inverse(index, record, evaluations)
+            with record.rerun.again(), evaluations.inverting(fills):
+                state = _inverse(self._stages[index], record, after)
             self._working = (index, state)
-            if not evaluations.are_shared:
-                self._fill(index, state)
-            elif record.wanted_region() is not None:
-                self._fill(index, state, recall=True)
+            del after
+            if is_taped:
+                self._inputs[index] = state
+                if not fills or record.wanted_region() is not None:
+                    self._fill(index, state, recall=fills)
         finally:
             evaluations.forget()
 
-    def _inverse(self, index: int, record: _Record, evaluations: Evaluations) -> State:
-        stage = self._stages[index]
-        after = self._state_at(index + 1)
-        versions = [value._version for value in after]
-        with record.rerun.again(), evaluations.inverting():
-            before = tuple(value.detach() for value in stage.inverse(after))
-        if [value._version for value in after] != versions:
-            raise ReplayError(
-                f"`inverse` of {stage.name} changed its input in place, which is the output that "
-                "forward gave to the caller. Change a clone."
-            )
-        shapes = tuple(value.shape for value in before)
-        if shapes != record.shapes:
-            raise ReplayError(
-                f"`inverse` of {stage.name} made shapes {[tuple(s) for s in shapes]} where forward "
-                f"was given {[tuple(s) for s in record.shapes]}. An inverse must undo forward."
-            )
-        return before
+
+def _inverse(stage: Stage, record: _Record, after: State) -> State:
+    """Invert `stage`, and check what can be checked of what it returns."""
+    versions = [value._version for value in after]
+    before = tuple(value.detach() for value in stage.inverse(after))
+    if [value._version for value in after] != versions:
+        raise ReplayError(
+            f"`inverse` of {stage.name} changed its input in place, which is the output that "
+            "forward gave to the caller. Change a clone."
+        )
+    shapes = tuple(value.shape for value in before)
+    if shapes != record.shapes:
+        raise ReplayError(
+            f"`inverse` of {stage.name} made shapes {[tuple(s) for s in shapes]} where forward "
+            f"was given {[tuple(s) for s in record.shapes]}. An inverse must undo forward."
+        )
+    return before

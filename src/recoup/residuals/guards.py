@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from recoup.errors import ChangedError, ReplayError
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "is_in_place"]
 
 _NOTHING = nullcontext()
 
@@ -107,6 +107,13 @@ class Guard:
                 if entries is module._parameters or entries is module._buffers:
                     return f"{prefix}.{key}" if prefix else key
         return key
+
+
+def is_in_place(module: nn.Module) -> bool:
+    """Whether `module` says that the first thing it does changes its input in place."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[0]
+    return bool(getattr(module, "inplace", False))
 
 
 @contextmanager

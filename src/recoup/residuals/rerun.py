@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from recoup.errors import ReplayError
 from recoup.residuals.ambient import Ambient
 from recoup.residuals.guards import Guard
 from recoup.residuals.seeds import Draws
@@ -36,6 +37,15 @@ class Rerun:
         with self._draws.recording():
             yield
         self._guard.first_run_ended(self._name)
+
+    def check_invertible(self) -> None:
+        """Raise if the first run drew in a way that an inverse cannot undo in reverse order."""
+        if self._draws.has_foreign:
+            raise ReplayError(
+                f"{self._name} draws random numbers, and an inverse would draw them in another "
+                "order. Call the network that draws through `self.evaluate(network, x)`, in "
+                '`forward` and in `inverse`, or choose memory="sqrt".'
+            )
 
     @contextmanager
     def again(self) -> Generator[None]:

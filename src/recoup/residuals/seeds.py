@@ -70,6 +70,11 @@ class Draws:
         self._replaying = False
         self._cursor = 0
 
+    @property
+    def has_foreign(self) -> bool:
+        """Whether a default generator moved other than by draws of ours (See Rule 3)."""
+        return self._foreign
+
     def recording(self) -> _Recording:
         """Around the first run: write down the seeds, and whether anything else was drawn."""
         return _Recording(self)

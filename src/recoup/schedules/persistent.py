@@ -125,12 +125,12 @@ def _peaks(
         return
     rest = best[kinds[start + 1][stop]]
     yield max(first, tape + rest[0]), chain.seconds[start] + rest[1], 0
-    passing = state
+    # The states that are passed on the way to a split need no room of their own: each is in the
+    # tape that its stage gets later, when the segment's input is held as well.
     for split in range(start + 1, stop):
         later, earlier = best[kinds[split][stop]], best[kinds[start][split]]
-        passing = max(passing, state + chain.states[split])
         seconds = chain.run(start, split) + later[1] + earlier[1]
-        yield max(passing, state + later[0], earlier[0]), seconds, split - start
+        yield max(state + later[0], earlier[0]), seconds, split - start
 
 
 class Table:
@@ -157,21 +157,16 @@ class Table:
         return self._least[self._kinds[start][stop]]
 
     def choose(self, start: int, stop: int, level: int) -> int:
-        """How a fastest schedule of a segment begins, as `persistent` wants it."""
+        """How a fastest schedule of a segment begins that is feasible with this level."""
         chain = self.chain
-        if stop == start + 1 or level >= chain.linear_bytes(start, stop):
+        if level >= chain.linear_bytes(start, stop):
             return 0
-        state, tape = chain.states[start], chain.tapes[start]
-        options = [(inf, 0)]
-        if tape <= level:
-            rest = self.row(start + 1, stop)[level - tape]
-            options.append((chain.seconds[start] + rest, 0))
-        passing = state
+        # A feasible level has room for the tape of each stage, and so for its input.
+        rest = self.row(start + 1, stop)[level - chain.tapes[start]]
+        options = [(chain.seconds[start] + rest, 0)]
         for split in range(start + 1, stop):
-            passing = max(passing, state + chain.states[split])
-            if passing > level:
-                break
-            later, earlier = self.row(split, stop)[level - state], self.row(start, split)[level]
+            later = self.row(split, stop)[level - chain.states[start]]
+            earlier = self.row(start, split)[level]
             options.append((chain.run(start, split) + later + earlier, split - start))
         return min(options)[1]
 
@@ -185,17 +180,16 @@ class Table:
         if tape < enough:
             rest = self.row(start + 1, stop)
             row[tape:enough] = [chain.seconds[start] + rest[i] for i in range(enough - tape)]
-        passing, high = state, enough
+        high = enough
         for split in range(start + 1, stop):
             advance = chain.run(start, split)
-            passing = max(passing, state + chain.states[split])
             # Keeping the input costs this advance at least, on top of one run of each stage;
-            # levels that already do as well, which are the highest, need not be tried.
-            while high > passing and row[high - 1] <= run + advance:
+            # the highest levels, which do as well already, need not be tried.
+            while high > 0 and row[high - 1] <= run + advance:
                 high -= 1
-            if high <= passing:
+            if high <= state:
                 break
-            low = max(passing, state + self._first(split, stop), self._first(start, split))
+            low = max(state + self._first(split, stop), self._first(start, split))
             if high <= low:
                 continue
             later = self.row(split, stop)[low - state : high - state]

@@ -114,8 +114,8 @@ def test_budgets_are_kept_and_time_falls_with_them(seed):
     least, most = least_bytes(costs), simulated(linear(40), costs).peak_bytes
     assert most > 8 * least
     before = inf
-    for step in range(13):
-        budget = least + (most - least) * step**2 // 144
+    budgets = [least + (most - least) * step**2 // 144 for step in range(13)]
+    for budget in [least, least + 1, *budgets[1:]]:
         schedule = optimal(costs, budget)
         assert simulated(schedule, costs).peak_bytes <= budget
         assert seconds(schedule, costs) <= before * (1 + 1e-12)
@@ -135,6 +135,14 @@ def test_rounding_costs_little():
     for budget in (20, 30, 50, 90, 150):
         fine = seconds(optimal(exact, budget), exact)
         assert seconds(optimal(noisy, budget * 10**6), noisy) <= 1.06 * fine
+
+
+@pytest.mark.usefixtures("coarse")
+def test_small_budgets_are_counted_in_fine_units():
+    costs = various(40, seed=0)
+    budget = 5 * least_bytes(costs) // 4
+    assert simulated(linear(40), costs).peak_bytes > 10 * budget
+    assert 0.95 * budget <= simulated(optimal(costs, budget), costs).peak_bytes <= budget
 
 
 def test_the_least_feasible_budget_is_feasible():

@@ -60,6 +60,7 @@ class Images(LightningDataModule):
         pictures = read_pictures(None if path is None else Path(path), size)
         self.name = pictures.name
         self.levels = pictures.levels if levels is None else levels
+        self.has_test_part = pictures.test is not None
         self.parts = {
             part: _reduced(images, pictures.levels, self.levels)
             for part, images in _split(pictures, validation_fraction, test_fraction).items()
@@ -90,6 +91,10 @@ class Images(LightningDataModule):
     def test_dataloader(self) -> DataLoader[Tensor]:
         """Batches of the test part."""
         return self._loader(_Rows(self.parts["test"]))
+
+    def test_on_everything(self) -> None:
+        """Let the test part be all pictures, for data of which training has seen none."""
+        self.parts["test"] = torch.cat(list(self.parts.values()))
 
     def _loader(self, dataset: _Rows, **options: Any) -> DataLoader[Tensor]:
         return DataLoader(

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from recoup.recipes.flow.report import table
-from recoup.recipes.flow.trained import load_data, load_flow
+from recoup.recipes.flow.trained import load_data, load_flow, load_path
 from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.training import quiet_lightning
 
@@ -34,10 +34,12 @@ def evaluate(
     """
     with mistakes_reported(), quiet_lightning():
         model = load_flow(checkpoint)
-        seen = load_data(checkpoint, batch_size=batch_size) if data is None else None
-        images = seen or load_data(checkpoint, data, batch_size)
-        what = images.use_for_test(everything=data is not None and not _is_same(checkpoint, data))
-        if not len(images.parts["test"]):
+        images = load_data(checkpoint, data, batch_size)
+        unseen = data is not None and not _same(data, load_path(checkpoint))
+        if unseen and not images.has_test_part:
+            images.test_on_everything()
+        num_images = len(images.parts["test"])
+        if not num_images:
             raise ValueError(
                 f"{images.name} has no pictures kept for the end. Give others by `--data`."
             )
@@ -51,10 +53,15 @@ def evaluate(
         )
     with quiet_lightning(), torch.no_grad():
         metrics = trainer.test(model, images, verbose=False)[0]
-    print(f"{len(images.parts['test'])} pictures: {what} of {images.name}")
+    which = "all" if unseen and not images.has_test_part else "the test part"
+    print(f"{num_images} pictures, {which} of {images.name}")
     rows = [
         [name.removeprefix("test_").replace("_per_", "/").replace("_", "-"), f"{value:.4f}"]
         for name, value in sorted(metrics.items())
     ]
     print(table(["bits a value", "test"], rows))
     return 0
+
+
+def _same(data: str, trained_on: str | None) -> bool:
+    return trained_on is not None and Path(data).resolve() == Path(trained_on).resolve()

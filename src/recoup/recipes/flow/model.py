@@ -130,7 +130,10 @@ class FlowTraining(LightningModule):
         kind = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.optimizer]
         optimizer = kind(self.flow.parameters(), lr=self.learning_rate)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def _rate(self, step: int) -> float:
         """Part of the learning rate that the step with this number is taken with."""

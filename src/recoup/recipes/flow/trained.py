@@ -9,7 +9,7 @@ from recoup.recipes.checkpoints import check_same_network, read_checkpoint
 from recoup.recipes.flow.data import Images
 from recoup.recipes.flow.model import FlowTraining
 
-__all__ = ["load_data", "load_flow"]
+__all__ = ["load_data", "load_flow", "load_path"]
 
 
 def load_flow(path: str | Path) -> FlowTraining:
@@ -57,6 +57,12 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
             f"{' x '.join(map(str, flow['shape']))} with {flow['levels']}. Give pictures in that form."
         )
     return images
+
+
+def load_path(path: str | Path) -> str | None:
+    """Return where the pictures were that the flow of a checkpoint was trained on."""
+    checkpoint = read_checkpoint(path, "--checkpoint")
+    return _settings(checkpoint, "datamodule_hyper_parameters").get("path")
 
 
 def _settings(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:

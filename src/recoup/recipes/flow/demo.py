@@ -1,0 +1,245 @@
+"""The same flow trained in three memory modes, compared: ``recoup flow demo``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+import recoup
+from recoup.flows import Flow, Glow
+from recoup.recipes.flow.report import table
+
+if TYPE_CHECKING:
+    from recoup.recipes.training import TrainingCLI
+
+__all__ = ["MEMORIES", "build_step", "demo"]
+
+# Lightning and matplotlib are imported where they are needed: the processes that measure the curve
+# import this file for `build_step` alone, and wait for neither.
+
+MEMORIES = ("linear", "sqrt", "constant")
+_DEPTHS = (4, 8, 16, 24, 32)
+
+
+@dataclass(slots=True)
+class _Trained:
+    """What training in one memory mode came to."""
+
+    run: TrainingCLI
+    seconds: float
+    losses: Tensor
+    bits_per_dim: float
+    peak_bytes: int = 0
+    gradients: dict[str, Tensor] | None = None
+
+
+def build_step(depth: int, memory: str) -> tuple[torch.nn.Module, Tensor]:
+    """Build what `recoup.curve` measures: a Glow of `depth` steps a scale, and a batch.
+
+    It is measured by hand with ``recoup curve recoup.recipes.flow.demo:build_step``.
+    """
+    flow = Glow((1, 8, 8), levels=17, num_steps=depth, width=64, memory=memory)  # pyright: ignore[reportArgumentType]
+    return _Loss(flow), torch.randint(17, (64, 1, 8, 8), dtype=torch.uint8)
+
+
+class _Loss(torch.nn.Module):
+    """The loss alone: the latents of `Flow.forward` are no part of it."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self.flow = flow
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.flow.bits_per_dim(x)
+
+
+def demo(out: str | None = None, epochs: int | None = None) -> int:
+    """Train a Glow on the digits in linear, sqrt and constant memory, and compare the three.
+
+    Prints a table and the curve of memory and time against depth, and draws pictures: samples,
+    reconstructions, the curve.
+
+    Args:
+        out: Folder for checkpoints and pictures; runs/flow/demo-1, or the next number, if None.
+        epochs: Number of epochs; that of the configuration glow-digits if None.
+
+    Returns:
+        The exit code.
+    """
+    from recoup.recipes.mistakes import mistakes_reported
+    from recoup.recipes.training import free_folder
+
+    folder = free_folder(Path("runs", "flow"), "demo") if out is None else Path(out)
+    num_threads = torch.get_num_threads()
+    # The tensors are small: a second thread would wait more than it works.
+    torch.set_num_threads(1)
+    try:
+        with mistakes_reported():
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise ValueError(f"`--out` is {folder}, which is not empty. Give a new folder.")
+        trained = {memory: _train(memory, folder / memory, epochs) for memory in MEMORIES}
+        _compare(trained)
+        print(f"\n{_table(trained)}\n")
+        print(_verdict(trained))
+        flow = trained["constant"].run.model.flow
+        pictures = _draw(flow, trained["constant"].run.datamodule.parts["test"], folder)
+        curve = _curve()
+        print(f"\n{curve.table()}\n")
+        pictures["memory and time against depth"] = curve.figure(folder / "curve.png")
+        curve.to_csv(folder / "curve.csv")
+    finally:
+        torch.set_num_threads(num_threads)
+    for name, path in pictures.items():
+        print(f"{name}: {path}")
+    return 0
+
+
+def _train(memory: str, out: Path, epochs: int | None) -> _Trained:
+    """Train as ``recoup flow fit`` does."""
+    from recoup.recipes.flow.train import MONITOR, prepare
+    from recoup.recipes.progress import LossRecord, Progress
+
+    args = ["--config", "glow-digits", "--memory", memory, "--out", str(out)]
+    run = prepare([*args, *([] if epochs is None else ["--epochs", str(epochs)])])
+    run.trainer.callbacks[:] = [c for c in run.trainer.callbacks if not isinstance(c, Progress)]
+    record = LossRecord()
+    start = time.perf_counter()
+    run.fit(record, Progress(MONITOR, title=memory, lines=False))
+    seconds = time.perf_counter() - start
+    bits_per_dim = float(run.trainer.callback_metrics[MONITOR])
+    return _Trained(run, seconds, torch.tensor(record.losses, dtype=torch.float64), bits_per_dim)
+
+
+def _compare(trained: dict[str, _Trained]) -> None:
+    """Measure a step of each mode, all with the weights of linear and on one batch."""
+    first = trained["linear"]
+    weights = {name: value.clone() for name, value in first.run.model.flow.state_dict().items()}
+    batch = first.run.datamodule.parts["train"][: first.run.datamodule.batch_size]
+    for result in trained.values():
+        flow: Flow = result.run.model.flow
+        flow.load_state_dict(weights) if result is not first else None
+        flow.train()
+        step = _step(flow, batch)
+        step()
+        result.gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in flow.named_parameters()
+            if parameter.grad is not None
+        }
+        result.peak_bytes = recoup.measure(step, device="cpu", repeats=0).peak_bytes
+        flow.eval()
+
+
+def _step(flow: Flow, batch: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        torch.manual_seed(0)  # the same noise and dropout in each mode
+        flow.zero_grad(set_to_none=False)
+        flow.bits_per_dim(batch).mean().backward()
+
+    return step
+
+
+def _loss_difference(result: _Trained, other: _Trained) -> float:
+    return float(((result.losses - other.losses) / other.losses).abs().max())
+
+
+def _gradient_difference(result: _Trained, other: _Trained) -> float:
+    """Largest difference in any parameter's gradient, against the largest entry of that one."""
+    theirs, ours = other.gradients or {}, result.gradients or {}
+    if set(theirs) != set(ours):
+        return float("nan")
+    return max(
+        float((ours[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-30))
+        for name, gradient in theirs.items()
+    )
+
+
+def _table(trained: dict[str, _Trained]) -> str:
+    first = trained["linear"]
+    rows: list[list[str]] = []
+    for memory, result in trained.items():
+        loss, gradient = _loss_difference(result, first), _gradient_difference(result, first)
+        rows.append(
+            [
+                memory,
+                f"{result.peak_bytes / 2**20:.2f}",
+                f"{result.seconds:.1f}",
+                f"{result.bits_per_dim:.4f}",
+                "-" if result is first else f"{loss:.1e}" if loss else "0",
+                "-" if result is first else f"{gradient:.1e}" if gradient else "0",
+            ]
+        )
+    header = ["memory", "peak MiB", "seconds", "bits/dim", "loss differs by", "gradients by"]
+    return table(header, rows)
+
+
+def _verdict(trained: dict[str, _Trained]) -> str:
+    linear, constant = trained["linear"], trained["constant"]
+    num_steps = len(linear.losses)
+    return (
+        f"{num_steps} steps each. Peak memory is that of a training step. The differences to "
+        f"linear are relative:\nof the loss, the largest in all {num_steps} steps; of the "
+        "gradients, the largest in any parameter on one batch with the same weights.\n"
+        f"Constant memory took {constant.peak_bytes / linear.peak_bytes:.0%} of the bytes and "
+        f"{constant.seconds / linear.seconds:.2f} times the seconds."
+    )
+
+
+def _draw(flow: Flow, test: Tensor, folder: Path) -> dict[str, Path]:
+    """Draw samples and reconstructions."""
+    from recoup.recipes.flow.pictures import grid, rows_with_titles, save
+
+    levels = flow.levels or 256
+
+    def ink(images: Tensor) -> Any:
+        return grid(levels - 1 - images, levels, 16)  # dark on white, as digits are written
+
+    samples = flow.sample(64, temperature=0.7, generator=torch.Generator().manual_seed(1))
+    ways = flow.interpolate(test[:3], test[3:6], 16).transpose(0, 1).flatten(0, 1)
+    rows = [
+        ("Digits that people wrote", ink(test[:32])),
+        ("Digits that the flow made of noise, at temperature 0.7", ink(samples)),
+        ("The way from one digit to another, straight through the latents", ink(ways)),
+    ]
+    title = "A Glow in constant memory"
+    first = save(rows_with_titles(rows, title), folder / "samples.png")
+    originals = test[:16]
+    back = flow.reconstruct(originals)
+    wrong = float((back - originals).abs().max())
+    rows = [("Digits", ink(originals)), ("The same, back from their latents", ink(back))]
+    title = f"To the latents and back: largest error {wrong:.0f} of {levels} grey levels"
+    note = f"{_rounding(flow, originals):.0e} before rounding to grey levels"
+    path = save(rows_with_titles(rows, title, note), folder / "reconstructions.png")
+    return {"samples": first, "reconstructions": path}
+
+
+@torch.no_grad()
+def _rounding(flow: Flow, images: Tensor) -> float:
+    """Largest error of the way to the latents and back, in grey levels, before they are rounded."""
+    if flow.dequantize is None:
+        return 0.0
+    y, _ = flow.dequantize(images)
+    back, _ = flow.chain.inverse(flow.chain(y)[0])
+    return float((back - y).abs().max()) * flow.dequantize.levels
+
+
+def _curve() -> recoup.memory.Curve:
+    """Measure memory and time against depth, each point in a fresh process."""
+    from recoup.recipes.progress import progress_bar
+
+    with progress_bar() as bar:
+        task = bar.add_task("curve", total=len(_DEPTHS) * len(MEMORIES), note="")
+        return recoup.curve(
+            "recoup.recipes.flow.demo:build_step",
+            _DEPTHS,
+            MEMORIES,
+            progress=lambda point: bar.update(
+                task, advance=1, note=f"depth {point.depth}, {point.memory}"
+            ),
+        )

@@ -1,0 +1,284 @@
+"""Random draws: the same in every mode, and the same stream after them."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import RecoupError
+from recoup.invertible import Chain, Dequantize, Logit
+from recoup.residuals.seeds import Draws, draw_seed, seeded
+from recoup.schedules import constant
+from tests.oracle import assert_same_step, loss_of_all, run_step
+from tests.zoo import Direct, DrawsItself, chain_of, couplings, dense, invertible_chain_of, leaf
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "log", 1, "constant"])
+def test_the_stream_goes_on_as_in_linear_mode(memory):
+    if memory == "constant":
+        modules, x = invertible_chain_of("dropout")
+        model = Chain(*modules)
+    else:
+        modules, x = chain_of("draws itself")
+        model = recoup.Sequential(*modules)
+    after = {}
+    for mode in ("linear", memory):
+        model.memory = mode
+        torch.manual_seed(4)
+        streams = [torch.get_rng_state()]
+        for _ in range(3):
+            loss = loss_of_all(model(x))
+            streams.append(torch.get_rng_state())
+            torch.randn(2)
+            loss.backward()
+            streams.append(torch.get_rng_state())
+        after[mode] = streams
+    for got, want in zip(after[memory], after["linear"], strict=True):
+        assert torch.equal(got, want)
+    assert not torch.equal(after["linear"][0], after["linear"][1])
+
+
+@pytest.mark.parametrize("memory", ["linear", "sqrt", 1, "constant"])
+def test_draws_differ_from_step_to_step(memory):
+    modules, x = invertible_chain_of("dropout")
+    model = Chain(*modules, memory=memory)
+    assert not torch.equal(model(x)[0], model(x)[0])
+    # and from stage to stage
+    network = nn.Dropout(0.5)
+    from recoup.invertible import AdditiveCoupling
+
+    y, _ = Chain(AdditiveCoupling(network), AdditiveCoupling(network), memory=memory)(
+        torch.ones(1, 200).double()
+    )
+    changed = y[0, 100:] - 1.0
+    assert {0.0, 2.0, 4.0} == set(changed.tolist())
+
+
+@pytest.mark.parametrize("between", ["draw", "reseed", "model"])
+@pytest.mark.parametrize("memory", ["sqrt", 1, "constant"])
+def test_draws_of_others_between_forward_and_backward(memory, between):
+    build = invertible_chain_of if memory == "constant" else chain_of
+    modules, x = build("dropout")
+    kind = Chain if memory == "constant" else recoup.Sequential
+    gradients = []
+    for mode in ("linear", memory):
+        model = kind(*copy.deepcopy(modules), memory=mode)
+        torch.manual_seed(4)
+        loss = loss_of_all(model(x))
+        if between == "draw":
+            torch.randn(5)
+        elif between == "reseed":
+            torch.manual_seed(99)
+        else:
+            model(x)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "log", "constant", 1])
+def test_dequantization_is_replayed(memory):
+    x = torch.randint(17, (4, 6)).double()
+    modules = [Dequantize(17), Logit(), *couplings(0.3)]
+    model = Chain(*modules).double()
+    want = run_step(model, x, memory="linear")
+    assert_same_step(run_step(model, x, memory=memory), want, rtol=1e-10)
+
+
+def test_two_networks_that_draw_without_evaluate():
+    """Their draws come in another order in the inverse: right, or an error."""
+    torch.manual_seed(0)
+    model = Chain(*(Direct(0.5, both=True).double() for _ in range(3)))
+    x = leaf(4, 6)
+    want = run_step(model, x, memory="linear")
+    try:
+        got = run_step(model, x, memory="constant")
+    except RecoupError as raised:
+        said = str(raised)
+    else:
+        assert_same_step(got, want, rtol=1e-10)
+        said = "Direct"
+    assert "Direct" in said
+
+
+def test_one_network_twice_in_a_coupling_that_draws():
+    from recoup.invertible import AdditiveCoupling
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
+    model = Chain(AdditiveCoupling(network, network))
+    x = leaf(4, 6)
+    want = run_step(model, x, memory="linear")
+    try:
+        got = run_step(model, x, memory="constant")
+    except RecoupError as raised:
+        said = str(raised)
+    else:
+        assert_same_step(got, want, rtol=1e-10)
+        said = "Use two networks"
+    assert "Use two networks" in said
+
+
+class Draws3(nn.Module):
+    """A stage that draws from a source that is not torch's default generator."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        if self.source == "own generator":
+            return (x * torch.rand(6, generator=self.generator, dtype=x.dtype)).sin()
+        if self.source == "python":
+            return (x * random.random()).sin()
+        numpy = pytest.importorskip("numpy")
+        return (x * float(numpy.random.rand())).sin()
+
+
+@pytest.mark.parametrize("source", ["own generator", "python", "numpy"])
+def test_other_sources_of_randomness(source):
+    """Right, or an error: never another draw in silence."""
+    x = leaf(4, 6)
+    stages = [Draws3(source), Draws3(source), Draws3(source)]
+
+    def gradient(model):
+        random.seed(1)
+        if source == "numpy":
+            pytest.importorskip("numpy").random.seed(1)
+        return torch.autograd.grad(loss_of_all(copy.deepcopy(model)(x)), x)[0]
+
+    want = gradient(nn.Sequential(*stages))
+    try:
+        got = gradient(recoup.Sequential(*stages, memory=1))
+    except RecoupError:
+        return
+    assert torch.equal(got, want)
+
+
+# -- what is held ----------------------------------------------------------------------------------
+
+
+def held_states(model, x, monkeypatch):
+    """The random states that a forward's run keeps, counted at their source."""
+    found = []
+
+    exit_of_recording = type(Draws().recording()).__exit__
+
+    def spying(self, *args):
+        exit_of_recording(self, *args)
+        found.append(self._draws)
+
+    monkeypatch.setattr(type(Draws().recording()), "__exit__", spying)
+    loss = loss_of_all(model(x))
+    states = [draws._start for draws in found if draws._start is not None]
+    assert found, "no region was recorded"
+    loss.backward()
+    return sum(state.numel() for group in states for state in group)
+
+
+@pytest.mark.parametrize("memory", ["sqrt", 1, "log"])
+def test_no_state_is_kept_where_nothing_is_drawn(memory, monkeypatch):
+    modules, x = chain_of("mlp")
+    assert held_states(recoup.Sequential(*modules, memory=memory), x, monkeypatch) == 0
+
+
+def test_a_state_is_kept_where_something_is_drawn(monkeypatch):
+    modules = [
+        dense(0.5).double(),
+        dense(0.0).double(),
+        dense(0.0).double(),
+        DrawsItself().double(),
+    ]
+    model = recoup.Sequential(*modules, memory=constant(["recompute"] * 4))
+    size = torch.get_rng_state().numel()
+    assert held_states(model, leaf(4, 6), monkeypatch) == 2 * size
+
+
+def test_no_state_is_kept_in_constant_memory(monkeypatch):
+    modules, x = invertible_chain_of("dropout")
+    assert held_states(Chain(*modules, memory="constant"), x, monkeypatch) == 0
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def test_seeded_repeats_itself_and_leaves_the_stream():
+    seeds = []
+    torch.manual_seed(0)
+    first = seeded(lambda: torch.rand(3), seeds)
+    after = torch.get_rng_state()
+    again = seeded(lambda: torch.rand(3), seeds)
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(0)
+    seeded(lambda: torch.rand(300))
+    assert torch.equal(torch.get_rng_state(), after), "the stream depends on how much was drawn"
+
+
+def test_seeded_without_a_draw_leaves_the_stream():
+    before = torch.get_rng_state()
+    seeds = []
+    assert seeded(lambda: 7, seeds) == 7
+    assert seeds == [None]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_seeded_gives_the_stream_back_after_an_exception():
+    after = []
+    for breaks in (False, True):
+        torch.manual_seed(0)
+        try:
+            seeded(lambda b=breaks: [torch.rand(3), {0: 0}[int(b)]])
+        except KeyError:
+            assert breaks
+        after.append(torch.get_rng_state())
+    assert torch.equal(*after)
+
+
+def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
+    draws = Draws()
+
+    def run():
+        values = [torch.rand(2), torch.tensor(float(draw_seed() % 1000))]
+        values += [seeded(lambda: torch.rand(2) + draw_seed() % 1000), torch.rand(1)]
+        values += [seeded(lambda: torch.zeros(2)), torch.rand(1)]
+        return values
+
+    torch.manual_seed(0)
+    with draws.recording():
+        first = run()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        with draws.replaying():
+            again = run()
+        for got, want in zip(again, first, strict=True):
+            assert torch.equal(got, want)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_first_run_within_a_second_one_writes_down_what_it_is_given():
+    outer = Draws()
+    inners = []
+
+    def run():
+        inner = Draws()
+        inners.append(inner)
+        with inner.recording():
+            return [seeded(lambda: torch.rand(2)), torch.tensor(draw_seed()), torch.rand(2)]
+
+    with outer.recording():
+        first = run()
+    with outer.replaying():
+        second = run()
+    with inners[1].replaying():
+        third = [seeded(lambda: torch.rand(2)), torch.tensor(draw_seed()), torch.rand(2)]
+    for other in (second, third):
+        for got, want in zip(other, first, strict=True):
+            assert torch.equal(got, want)

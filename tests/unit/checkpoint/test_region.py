@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import ChangedError, RecoupError
+from tests.oracle import hooks_in_force
+from tests.zoo import dense, leaf
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def mixed(x, pair, *, scale, options):
+    y = (x * pair.a).sin() + options["shift"][0] * scale
+    return {"y": y.exp(), "pair": Pair(y.tanh(), pair.b.sin()), "name": options["name"]}
+
+
+def run(call):
+    torch.manual_seed(0)
+    x, a, b, shift = (leaf(4) for _ in range(4))
+    out = call(mixed, x, Pair(a, b), scale=3.0, options={"shift": [shift, None], "name": "n"})
+    assert out["name"] == "n"
+    assert type(out["pair"]) is Pair
+    (out["y"].sum() + out["pair"].a.sum() + out["pair"].b.sum()).backward()
+    return [value.grad for value in (x, a, b, shift)]
+
+
+def test_nested_arguments_and_results():
+    got, want = run(recoup.checkpoint), run(lambda fn, *args, **kwargs: fn(*args, **kwargs))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_gradients_nothing_is_done():
+    seen = []
+
+    def fn(x):
+        seen.append(hooks_in_force())
+        return x.sin()
+
+    with torch.no_grad():
+        recoup.checkpoint(fn, leaf(3))
+    recoup.checkpoint(fn, leaf(3))
+    assert seen[0] is None
+    assert seen[1] is not None
+
+
+def test_tensors_that_nothing_differentiates():
+    assert not recoup.checkpoint(torch.sin, torch.ones(3)).requires_grad
+    assert recoup.checkpoint(lambda: 7) == 7
+    x = leaf(3)
+    out = recoup.checkpoint(lambda x: (x, x.detach(), x.argmax(), None), x)
+    out[0].sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert out[3] is None
+
+
+ARGUMENTS = {
+    "positional": lambda t: ((t,), {}),
+    "keyword": lambda t: ((), {"t": t}),
+    "list": lambda t: (([t],), {}),
+    "dict": lambda t: (({"t": t},), {}),
+}
+
+
+def first_tensor(t):
+    return next(iter(t.values())) if isinstance(t, dict) else t[0] if isinstance(t, list) else t
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_changed_in_place(kind):
+    x, changed = leaf(4), torch.ones(4).double()
+    args, kwargs = ARGUMENTS[kind](changed)
+    y = recoup.checkpoint(lambda t: (x + first_tensor(t)).sin(), *args, **kwargs)
+    changed.mul_(3.0)
+    with pytest.raises(ChangedError, match=r"changed in place"):
+        y.sum().backward()
+
+
+def test_a_list_whose_element_is_replaced_is_no_change():
+    x, given = leaf(4), [torch.ones(4).double()]
+    y = recoup.checkpoint(lambda t: (x + t[0]).sin(), given)
+    want = (x + given[0]).cos().detach()
+    given[0] = given[0] * 5
+    y.sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.offset = torch.ones(4).double()
+        self.net = dense(width=4).double()
+
+    def method(self, x):
+        return self.net(x + self.offset).sin()
+
+
+def by_closure(offset):
+    return lambda x: (x + offset).sin()
+
+
+def by_list(offset):
+    held = [offset]
+    return lambda x: (x + held[0]).sin()
+
+
+def by_partial(offset):
+    return functools.partial(lambda offset, x: (x + offset).sin(), offset)
+
+
+def by_default(offset):
+    def fn(x, offset=offset):
+        return (x + offset).sin()
+
+    return fn
+
+
+@pytest.mark.parametrize("make", [by_closure, by_list, by_partial, by_default])
+def test_a_tensor_that_a_function_holds_changed_in_place(make):
+    """It is not among the residuals, and yet they depend on it: right, or an error."""
+    x, offset = leaf(4), torch.ones(4).double()
+    want = (x + offset).cos().detach()
+    y = recoup.checkpoint(make(offset), x)
+    offset.mul_(3.0)
+    try:
+        y.sum().backward()
+    except ChangedError:
+        return
+    assert torch.equal(x.grad, want)
+
+
+def test_a_number_that_a_function_holds_changed():
+    x, scale = leaf(4), 1.0
+
+    def fn(x):
+        return (x * scale).sin()
+
+    want = x.cos().detach()
+    y = recoup.checkpoint(fn, x)
+    scale = 2.0
+    try:
+        y.sum().backward()
+    except RecoupError:
+        return
+    assert torch.equal(x.grad, want)
+
+
+MODULE = nn.BatchNorm1d(4).double()
+
+
+def of_globals(x):
+    return MODULE(x).sin()
+
+
+def test_a_module_among_the_globals_is_counted_once():
+    MODULE.reset_running_stats()
+    recoup.checkpoint(of_globals, leaf(5, 4)).sum().backward()
+    assert int(MODULE.num_batches_tracked) == 1
+
+
+def call_it(module, x):
+    return module(x).sin()
+
+
+@pytest.mark.parametrize("held", ["module", "closure", "list", "argument", "partial", "method"])
+def test_norms_are_counted_once(held):
+    norm = nn.BatchNorm1d(4).double()
+    group = [norm]
+    calls = {
+        "module": lambda x: recoup.checkpoint(norm, x),
+        "closure": lambda x: recoup.checkpoint(lambda x: norm(x).sin(), x),
+        "list": lambda x: recoup.checkpoint(lambda x: group[0](x).sin(), x),
+        "argument": lambda x: recoup.checkpoint(call_it, norm, x),
+        "partial": lambda x: recoup.checkpoint(functools.partial(call_it, norm), x),
+        "method": lambda x: recoup.checkpoint(norm.forward, x),
+    }
+    calls[held](leaf(5, 4)).square().sum().backward()
+    assert int(norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("call", ["module", "method", "closure"])
+def test_a_bias_changed_in_place(call):
+    holder, x = Holder(), leaf(3, 4)
+    fn = {"module": holder.net, "method": holder.method, "closure": lambda x: holder.method(x)}
+    y = recoup.checkpoint(fn[call], x)
+    with torch.no_grad():
+        holder.net[0].bias.add_(1.0)
+    with pytest.raises(ChangedError, match=r"0.bias` of the checkpointed call"):
+        y.sum().backward()
+
+
+def test_what_is_kept_is_the_arguments():
+    x = leaf(64, 64)
+    h = x * 1.0
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        recoup.checkpoint(lambda h: h.sin().exp().tanh(), h)
+    assert [t.data_ptr() for t in packed] == [h.data_ptr()]

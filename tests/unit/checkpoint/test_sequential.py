@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import NotInvertibleError
+from recoup.invertible import AdditiveCoupling
+from recoup.schedules import sqrt
+from tests.oracle import assert_same_step, hooks_in_force, run_step
+from tests.zoo import chain_of, leaf, net
+
+
+def test_an_ordered_dictionary_of_modules():
+    modules, x = chain_of("dropout")
+    named = OrderedDict((f"block{i}", module) for i, module in enumerate(modules))
+    want = run_step(nn.Sequential(named), x)
+    assert_same_step(run_step(recoup.Sequential(named, memory="sqrt"), x), want)
+
+
+@pytest.mark.parametrize("memory", ["square", "2 stages", 0, -1, 1.5, None, True, ("sqrt",)])
+def test_an_unknown_mode(memory):
+    with pytest.raises(ValueError, match=r"`memory`|`slots`"):
+        recoup.Sequential(nn.Tanh(), nn.Tanh(), memory=memory)
+    model = recoup.Sequential(nn.Tanh(), nn.Tanh(), memory="sqrt")
+    with pytest.raises(ValueError, match=r"`memory`|`slots`"):
+        model.memory = memory
+    assert model.memory == "sqrt"
+
+
+def test_a_schedule_for_another_length():
+    with pytest.raises(ValueError, match=r"for 3 stages, but the chain has 2"):
+        recoup.Sequential(nn.Tanh(), nn.Tanh(), memory=sqrt(3))
+
+
+def test_constant_names_the_stage_and_the_way_out():
+    with pytest.raises(NotInvertibleError, match=r'module `1` \(Tanh\).*"sqrt".*otherwise='):
+        recoup.Sequential(AdditiveCoupling(net(3, 3)), nn.Tanh(), memory="constant")
+    with pytest.raises(ValueError, match=r"`otherwise` is 'drop'"):
+        recoup.Sequential(nn.Tanh(), otherwise="drop")
+
+
+def test_an_empty_chain_returns_its_input():
+    x = leaf(3)
+    assert recoup.Sequential(memory="sqrt")(x) is x
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "log", 2])
+def test_a_chain_that_grows_and_shrinks(memory):
+    modules, x = chain_of("dropout")
+    model = recoup.Sequential(*modules[:3], memory=memory)
+    model(x).sum().backward()
+    model.extend(modules[3:])
+    model.insert(0, nn.Tanh())
+    want = run_step(nn.Sequential(nn.Tanh(), *modules), x)
+    assert_same_step(run_step(model, x), want)
+    del model[0]
+    assert_same_step(run_step(model, x), run_step(nn.Sequential(*modules), x))
+
+
+def test_a_slice_remembers_the_mode():
+    modules, _ = chain_of("mlp")
+    assert recoup.Sequential(*modules, memory="sqrt")[1:4].memory == "sqrt"
+    assert recoup.Sequential(*modules, memory="constant", otherwise="keep")[:2].otherwise == "keep"
+
+
+def test_the_mode_is_shown():
+    assert "memory='sqrt'" in repr(recoup.Sequential(nn.Tanh(), memory="sqrt"))
+
+
+def test_an_error_in_a_stage_is_the_users():
+    model = recoup.Sequential(nn.Linear(3, 3), nn.Linear(4, 4), nn.Tanh(), memory="sqrt")
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied"):
+        model(torch.zeros(2, 3))
+    assert hooks_in_force() is None

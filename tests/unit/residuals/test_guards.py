@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import recoup
+from recoup.errors import ChangedError, ReplayError
+from recoup.invertible import AdditiveCoupling, Chain
+from tests.oracle import hooks_in_force, loss_of_all
+from tests.zoo import chain_of, invertible_chain_of, leaf
+
+
+@pytest.fixture(params=["sqrt", "log", 1, "constant"])
+def model_and_x(request):
+    if request.param == "constant":
+        modules, x = invertible_chain_of("dropout")
+        return Chain(*modules, memory="constant"), x
+    modules, x = chain_of("dropout")
+    return recoup.Sequential(*modules, memory=request.param), x
+
+
+def test_a_step_before_backward(model_and_x):
+    model, x = model_and_x
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = loss_of_all(model(x))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    # A stage that was taped in the sweep is autograd's own to guard.
+    with pytest.raises(RuntimeError, match=r"changed in place between|modified by an inplace"):
+        loss.backward()
+    assert hooks_in_force() is None
+
+
+def test_a_bias_alone(model_and_x):
+    """A bias is not among the residuals, and yet what is recomputed depends on it."""
+    model, x = model_and_x
+    loss = loss_of_all(model(x))
+    name, bias = next((n, p) for n, p in model.named_parameters() if n.endswith("0.bias"))
+    with torch.no_grad():
+        bias.add_(1.0)
+    inner = name.split(".", 1)[1]
+    with pytest.raises(ChangedError, match=rf"`{inner}` of module `0` .* was changed in place"):
+        loss.backward()
+
+
+def test_a_parameter_replaced(model_and_x):
+    model, x = model_and_x
+    loss = loss_of_all(model(x))
+    linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    linear.bias = nn.Parameter(linear.bias.detach().clone())
+    with pytest.raises(ChangedError, match=r"bias` of module `0` .* was replaced"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_mode_switched(model_and_x, whole):
+    model, x = model_and_x
+    loss = loss_of_all(model(x))
+    dropout = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    (model if whole else dropout).eval()
+    with pytest.raises(ChangedError, match=r"was in training mode in forward"):
+        loss.backward()
+    model.train()
+
+
+def test_a_second_forward_in_another_mode_is_no_change(model_and_x):
+    model, x = model_and_x
+    loss = loss_of_all(model(x))
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+    loss.backward()
+    assert x.grad is not None
+
+
+class Running(nn.Module):
+    """A running mean of its own making."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()).double())
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
+        return (x - self.mean).sin()
+
+
+class Replacing(Running):
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return (x - self.mean).sin()
+
+
+@pytest.mark.parametrize("stage", [Running, Replacing])
+def test_a_buffer_that_forward_changes(stage):
+    model = recoup.Sequential(stage(), nn.Tanh(), nn.Tanh(), nn.Tanh(), memory=1)
+    with pytest.raises(ReplayError, match=r"module `0` .*changes its buffer `mean` in forward"):
+        model(leaf(4, 6))
+    assert hooks_in_force() is None
+    model.eval()
+    with pytest.raises(ReplayError, match=r"memory="):
+        model(leaf(4, 6))
+
+
+def test_spectral_norm():
+    parts = [nn.Sequential(spectral_norm(nn.Linear(6, 6)), nn.Tanh()).double() for _ in range(4)]
+    model = recoup.Sequential(*parts, memory=1)
+    with pytest.raises(
+        ReplayError, match=r"changes its buffer `0.parametrizations.weight.0._[uv]`"
+    ):
+        model(leaf(4, 6))
+    model.eval()
+    x = leaf(4, 6)
+    got = torch.autograd.grad(loss_of_all(model(x)), x)[0]
+    model.memory = "linear"
+    assert torch.equal(got, torch.autograd.grad(loss_of_all(model(x)), x)[0])
+
+
+def test_a_buffer_changed_between():
+    class Shifts(Running):
+        def forward(self, x):
+            return (x - self.mean).sin()
+
+    stages = [Shifts() for _ in range(4)]
+    y = recoup.Sequential(*stages, memory=1)(leaf(4, 6))
+    stages[1].mean.add_(1.0)
+    with pytest.raises(ChangedError, match=r"`mean` of module `1` .* was changed in place"):
+        y.sum().backward()
+
+
+def test_statistics_changed_between_in_evaluation_mode():
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.BatchNorm1d(6), nn.Tanh()).double() for _ in range(4)]
+    model = recoup.Sequential(*stages, memory=1).eval()
+    y = model(leaf(4, 6))
+    stages[1][0].running_mean.add_(1.0)
+    with pytest.raises(ChangedError, match=r"was changed in place"):
+        y.sum().backward()
+
+
+class Reads(nn.Module):
+    """Reads something that is neither parameter nor buffer; autograd does not save it."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = torch.ones(6).double()
+
+    def forward(self, x):
+        return (x + self.offset).sin()
+
+
+def test_a_tensor_attribute_changed_between():
+    stages = [Reads() for _ in range(4)]
+    x = leaf(4, 6)
+    y = recoup.Sequential(*stages, memory=1)(x)
+    stages[0].offset.mul_(3.0)
+    with pytest.raises(ChangedError, match=r"changed in place"):
+        y.sum().backward()
+
+
+def test_a_shape_that_changes():
+    class Grows(nn.Module):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            return (x[:, : 7 - self.num_calls].sin()).sum(1, keepdim=True) * x.sin()
+
+    model = recoup.Sequential(Grows(), nn.Tanh(), nn.Tanh(), memory=1)
+    y = model(leaf(4, 6))
+    with pytest.raises(ReplayError, match=r"where the first run made a"):
+        y.sum().backward()
+
+
+def test_a_count_that_changes():
+    class Sometimes(nn.Module):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            for _ in range(self.num_calls):
+                x = x.sin()
+            return x
+
+    y = recoup.Sequential(Sometimes(), nn.Tanh(), nn.Tanh(), memory=1)(leaf(4, 6))
+    with pytest.raises(ReplayError, match=r"saved 2 values where the first run saved 1"):
+        y.sum().backward()
+
+
+def test_norms_are_counted_once_also_when_momentum_is_an_average():
+    norm = nn.BatchNorm1d(6, momentum=None).double()
+    model = recoup.Sequential(nn.Tanh(), norm, norm, nn.Tanh(), nn.Tanh(), memory=1)
+    loss_of_all(model(leaf(4, 6))).backward()
+    assert int(norm.num_batches_tracked) == 2
+    assert norm.momentum is None
+
+
+def test_norms_of_a_coupling_are_counted_once():
+    norm = nn.BatchNorm1d(3).double()
+    model = Chain(*(AdditiveCoupling(nn.Sequential(norm)) for _ in range(3)), memory="constant")
+    loss_of_all(model(leaf(4, 6))).backward()
+    assert int(norm.num_batches_tracked) == 3
+    assert norm.momentum == 0.1
