@@ -68,15 +68,19 @@ def _plan() -> Plan:
 class _Call:
     """A call as the one stage of a chain."""
 
-    __slots__ = ("_fn", "_has_kwargs", "_tree", "modules", "name", "result")
+    __slots__ = ("_fn", "_has_kwargs", "_tree", "code", "modules", "result")
 
     def __init__(self, fn: Callable[..., Any], tree: Tree, has_kwargs: bool) -> None:
         self._fn = fn
         self._tree = tree
         self._has_kwargs = has_kwargs
         self.modules = _modules_of(fn)
-        self.name = f"the checkpointed call of {getattr(fn, '__qualname__', type(fn).__name__)}"
+        self.code: object = fn if isinstance(fn, nn.Module) else getattr(fn, "__code__", None)
         self.result = tree
+
+    @property
+    def name(self) -> str:
+        return f"the checkpointed call of {getattr(self._fn, '__qualname__', type(self._fn))}"
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         given: Any = self._tree.unflatten(state)

@@ -161,6 +161,10 @@ class _Stage:
     def modules(self) -> tuple[nn.Module, ...]:
         return (self._module,)
 
+    @property
+    def code(self) -> object:
+        return self._module
+
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         output = self._module(self._trees[self._index].unflatten(state))
         state, self._trees[self._index + 1] = flatten(_value(self._module, output))

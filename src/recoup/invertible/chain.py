@@ -23,6 +23,9 @@ class Chain(InvertibleModule):
     by one, and every network runs once in forward and once in backward. The other modes keep and
     recompute as `recoup.Sequential` does. The gradients are the same, to rounding.
 
+    A chain among the modules counts as the modules in it, and this chain's `memory` decides; under
+    "linear" its own does.
+
     A `Split` sends part of its input straight to the output. Then the output is a tuple: the
     early latents in the order they were split off, and last what went through the whole chain.
 
@@ -65,8 +68,9 @@ class Chain(InvertibleModule):
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        if len(self):
-            schedule_for(memory, len(self))
+        num_stages = sum(1 for _ in self._named(flat=memory != "linear"))
+        if num_stages:
+            schedule_for(memory, num_stages)
         self._memory: Memory = memory
         self._plan = None
 
@@ -85,7 +89,7 @@ class Chain(InvertibleModule):
         state: State = (x,)
         log_dets: list[Tensor | None] = []
         if torch.is_grad_enabled() and self._memory != "linear" and stages:
-            state, log_dets = self._ready_plan().execute(stages, state)
+            state, log_dets = self._ready_plan(len(stages)).execute(stages, state)
         else:
             for stage in stages:
                 state, value = stage.forward(state)
@@ -101,16 +105,26 @@ class Chain(InvertibleModule):
             log_dets.append(value)
         return state[0], _sum(log_dets, state[0])
 
-    def _ready_plan(self) -> Plan:
-        if self._plan is None or self._plan[0] != len(self):
-            self._plan = (len(self), Plan(schedule_for(self._memory, len(self))))
+    def _ready_plan(self, num_stages: int) -> Plan:
+        if self._plan is None or self._plan[0] != num_stages:
+            self._plan = (num_stages, Plan(schedule_for(self._memory, num_stages)))
         return self._plan[1]
 
     def _stages(self) -> list[_Stage]:
+        flat = self._memory != "linear"
         return [
-            (_SplitStage if isinstance(module, Split) else _Stage)(str(index), module)
-            for index, module in enumerate(self)
+            (_SplitStage if isinstance(module, Split) else _Stage)(name, module)
+            for name, module in self._named(flat=flat)
         ]
+
+    def _named(self, *, flat: bool) -> Iterator[tuple[str, InvertibleModule]]:
+        """Name the modules in order, with those of chains within in their place if `flat`."""
+        for index, module in enumerate(self):
+            if flat and type(module) is Chain and not _has_hooks(module):
+                for name, inner in module._named(flat=True):
+                    yield f"{index}.{name}", inner
+            else:
+                yield str(index), module
 
     def extra_repr(self) -> str:
         """Show the memory mode."""
@@ -120,19 +134,23 @@ class Chain(InvertibleModule):
 class _Stage:
     """A module on the first tensor of the state; early latents pass by."""
 
-    __slots__ = ("_index", "module")
+    __slots__ = ("_name", "module")
 
-    def __init__(self, index: str, module: InvertibleModule) -> None:
-        self._index = index
+    def __init__(self, name: str, module: InvertibleModule) -> None:
+        self._name = name
         self.module = module
 
     @property
     def name(self) -> str:
-        return f"module `{self._index}` ({type(self.module).__name__})"
+        return f"module `{self._name}` ({type(self.module).__name__})"
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         return (self.module,)
+
+    @property
+    def code(self) -> object:
+        return self.module
 
     def forward(self, state: State) -> tuple[State, Tensor]:
         y, log_det = self.module(state[0])
@@ -158,6 +176,10 @@ class _SplitStage(_Stage):
     def invert(self, state: State) -> tuple[State, Tensor]:
         x, log_det = self.module.inverse((state[0], state[-1]))
         return (x, *state[1:-1]), log_det
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def _sum(log_dets: list[Tensor | None], like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from recoup.invertible.contract import InvertibleModule
 from recoup.residuals.seeds import draw_seed
+from recoup.residuals.sources import own_generator
 
 __all__ = ["Dequantize"]
 
@@ -63,7 +64,7 @@ class Dequantize(InvertibleModule):
         # Half a cell is four times the rounding error at the highest level, which is more than
         # the addition, the division and the way back can lose together.
         cells = max(1, int(0.125 / (torch.finfo(dtype).eps * self.levels)))
-        generator = torch.Generator(x.device).manual_seed(draw_seed())
+        generator = own_generator(x.device, draw_seed())
         cell = torch.randint(cells, x.shape, generator=generator, device=x.device)
         return cell.to(dtype).add_(0.5).div_(cells)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -24,13 +25,34 @@ def mistakes_reported() -> Generator[None]:
     """
     try:
         yield
-    except (argparse.ArgumentError, ValueError, OSError, ImportError, RecoupError) as error:
+    except Exception as error:
+        if not isinstance(error, _MENDABLE) and type(error).__name__ not in _MENDABLE_NAMES:
+            raise
         raise Mistake(_one_line(error)) from error
+
+
+_MENDABLE = (argparse.ArgumentError, ValueError, OSError, ImportError, RecoupError)
+_MENDABLE_NAMES = {"MisconfigurationException"}  # Lightning's, which takes seconds to import
+
+_SETTING = re.compile(r'Parser key "(?P<name>[^"]+)": (?P<what>.*)')
+_EXPECTED = re.compile(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[([^]]*)\])")
+_GIVEN = re.compile(r"(?:Given|Got) value: (.*)$")
 
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
-    # A line that only says where the parser was is no help beside what it says next.
-    lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    if text.startswith("unrecognized arguments: "):
+        unknown = text.removeprefix("unrecognized arguments: ")
+        return f"there is no option `{unknown}`. See `--help` for those that there are."
+    setting = _SETTING.match(text)
+    if setting is None:
+        return text
+    # What the parser of settings says about types, said in words.
+    expected = list(dict.fromkeys(kind or names for kind, names in _EXPECTED.findall(text)))
+    given = _GIVEN.search(text)
+    if not expected or given is None:
+        return f"`--{setting['name']}`: {setting['what']}"
+    choices = ", or ".join("null" if kind == "NoneType" else kind for kind in expected)
+    return f"`--{setting['name']}` is {given[1]}, but must be {choices}."

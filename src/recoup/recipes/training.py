@@ -20,7 +20,7 @@ from recoup.recipes.checkpoints import check_same_network, read_checkpoint
 from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.progress import MetricsFile, Progress
 
-__all__ = ["SHORT_NAMES", "TrainingCLI", "quiet_lightning"]
+__all__ = ["SHORT_NAMES", "TrainingCLI", "free_folder", "quiet_lightning"]
 
 # Spellings that are translated before anything is parsed: each setting has one name in
 # configuration files, and the full names of Lightning's command line all work.
@@ -87,7 +87,7 @@ class TrainingCLI(LightningCLI):
                 seed_everything_default=0,
                 parser_kwargs={
                     "prog": f"recoup {recipe} fit",
-                    "description": (model_class.__doc__ or "").strip().splitlines()[0],
+                    "description": _description(model_class),
                     "exit_on_error": False,
                 },
                 args=self._long_names(args),
@@ -243,6 +243,11 @@ class _RunRecord(SaveConfigCallback):
 
     def _text(self) -> str:
         return self.parser.dump(self.config, skip_none=False)
+
+
+def _description(model_class: type[LightningModule]) -> str:
+    short = ", ".join(f"{short} for {long}" for short, long in SHORT_NAMES.items())
+    return f"{(model_class.__doc__ or '').strip().splitlines()[0]} Short names: {short}."
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,11 @@ class Stage(Protocol):
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """Whose parameters, buffers and modes it uses."""
+        ...
+
+    @property
+    def code(self) -> object:
+        """What it runs, a module or the code object of a function; None if it is built in."""
         ...
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
@@ -125,7 +130,7 @@ class Plan:
         # where it is at work: asking for it takes longer than importing everything else.
         if "torch._dynamo" in sys.modules:
             if not _uncompiled:
-                _uncompiled.append(torch.compiler.disable(_sweep))
+                _uncompiled.append(cast("_Sweep", torch.compiler.disable(_sweep)))
             return _uncompiled[0](self, stages, state)
         return _sweep(self, stages, state)
 
@@ -142,7 +147,8 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> tuple[State, list[Ten
     return state, beside
 
 
-_uncompiled: list[Callable[..., tuple[State, list[Tensor | None]]]] = []
+_Sweep = Callable[["Plan", Sequence[Stage], State], tuple[State, list[Tensor | None]]]
+_uncompiled: list[_Sweep] = []
 
 
 def _end_of_sweep(schedule: Schedule) -> int:
@@ -162,7 +168,7 @@ class _Record:
 
     def __init__(self, stage: Stage, state: State) -> None:
         self.changes_input = False
-        self.rerun = Rerun(stage.name, stage.modules)
+        self.rerun = Rerun(stage.name, stage.modules, stage.code)
         self.region: weakref.ref[Region] | None = None  # See Rule 4
         self.evaluations: Evaluations | None = None
         self.requires_grad = tuple(value.requires_grad for value in state)

@@ -60,6 +60,11 @@ class Guard:
             if child is not None:
                 self._walk(child)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether any of the modules is in training mode."""
+        return any(training for _, training in self._modes)
+
     def first_run_ended(self, name: str) -> None:
         """Take the versions that the first run left; raise if it changed a buffer."""
         for entries, key, value, version in self._buffers:

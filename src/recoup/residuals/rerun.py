@@ -11,6 +11,7 @@ from recoup.errors import ReplayError
 from recoup.residuals.ambient import Ambient
 from recoup.residuals.guards import Guard
 from recoup.residuals.seeds import Draws
+from recoup.residuals.sources import looked_at
 
 __all__ = ["Rerun"]
 
@@ -21,12 +22,14 @@ class Rerun:
     Args:
         name: what errors call it.
         modules: whose parameters, buffers and modes must not change in between.
+        code: what is run, a module or the code object of a function.
     """
 
-    __slots__ = ("_ambient", "_draws", "_guard", "_name")
+    __slots__ = ("_ambient", "_code", "_draws", "_guard", "_name")
 
-    def __init__(self, name: str, modules: tuple[nn.Module, ...]) -> None:
+    def __init__(self, name: str, modules: tuple[nn.Module, ...], code: object) -> None:
         self._name = name
+        self._code = code
         self._guard = Guard(modules)
         self._ambient = Ambient()
         self._draws = Draws()
@@ -34,7 +37,8 @@ class Rerun:
     @contextmanager
     def first(self) -> Generator[None]:
         """Around the first run."""
-        with self._draws.recording():
+        looking = looked_at(self._code, self._guard.is_training, self._name)
+        with looking, self._draws.recording():
             yield
         self._guard.first_run_ended(self._name)
 

@@ -52,9 +52,10 @@ def read_pictures(path: Path | None, size: int | None = None) -> Pictures:
         return Pictures(str(path), 256, _folder(path, size))
     if path.suffix.lower() == ".npz" and path.is_file():
         return _resized(_archive(path), size)
+    what = "neither a folder nor an .npz file" if path.exists() else "not there"
     raise ValueError(
-        f"`--data` is {path}, which is {'neither a folder nor an .npz file' if path.exists() else 'not there'}"
-        ". Give a folder of pictures or an .npz file, or leave `--data` out for the built-in digits."
+        f"`--data` is {path}, which is {what}. Give a folder of pictures or an .npz file, or leave "
+        "`--data` out for the built-in digits."
     )
 
 
@@ -86,8 +87,9 @@ def _folder(path: Path, size: int | None) -> Tensor:
     for file, array in zip(files, arrays, strict=True):
         if array.shape[:2] != first:
             raise ValueError(
-                f"{file} is {_sides(array.shape)} pixels, but {files[0]} is {_sides(first)}. Make "
-                f"them one size; `--data.size {min(*first, *array.shape[:2])}` crops and resizes all."
+                f"{file} is {_sides(array.shape)} pixels, but {files[0]} is {_sides(first)}. "
+                f"Make them one size, or use `--data.size {min(*first, *array.shape[:2])}`, which "
+                "crops and resizes all."
             )
     num_channels = max(array.shape[2] for array in arrays)  # one in colour makes all RGB
     stacked = np.stack([array.repeat(num_channels // array.shape[2], axis=2) for array in arrays])
@@ -121,7 +123,7 @@ def _archive(path: Path) -> Pictures:
             arrays: dict[str, Array] = {key: archive[key] for key in archive.files}
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{path} cannot be read as an .npz file ({' '.join(str(error).split())}). "
+            f"{path} cannot be read as an .npz file of plain arrays; it may have been cut short. "
             "Write it with numpy.savez_compressed(path, images=...)."
         ) from error
     levels = int(arrays.pop("levels", np.asarray(256)))

@@ -1,0 +1,108 @@
+"""Sources of randomness that a second run cannot repeat.
+
+NOTE [ Looked at once ]
+
+Rule 1. A region repeats what torch's default generators give. What comes from a `torch.Generator`
+        of the caller's, from Python's `random` or from numpy's global generator would be another
+        number in the second run, so that is an error, in the first run.
+Rule 2. Looking costs a dispatch mode and two generator states. So a piece of code is looked at in
+        its first run in each mode (training or not), and taken at its word from then on.
+Rule 3. Generators of our own are made from a seed that is repeated; they are known here.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recoup.errors import ReplayError
+
+__all__ = ["looked_at", "own_generator"]
+
+_NOTHING = nullcontext()
+_own: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
+_seen: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
+
+
+def own_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator of `seed`, which a region has written down (See Rule 3)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    _own.add(generator)
+    return generator
+
+
+def looked_at(code: object, is_training: bool, name: str) -> AbstractContextManager[None]:
+    """Around a first run: raise if `code` draws from elsewhere, unless it was looked at before.
+
+    Args:
+        code: a module, the code object of a function, or None if there is none to look at.
+        is_training: the mode it runs in.
+        name: what an error calls it.
+    """
+    seen = _seen[is_training]
+    if code is None or code in seen:
+        return _NOTHING
+    return _looking(code, seen, name)
+
+
+@contextmanager
+def _looking(code: Any, seen: weakref.WeakSet[Any], name: str) -> Generator[None]:
+    numpy = sys.modules.get("numpy.random")
+    python_before = random.getstate()
+    numpy_before = None if numpy is None else _numpy_state(numpy)
+    with _Generators(name):
+        yield
+    if random.getstate() != python_before:
+        raise ReplayError(_message(name, "Python's `random`"))
+    if numpy is not None and _numpy_state(numpy) != numpy_before:
+        raise ReplayError(_message(name, "numpy's global generator"))
+    seen.add(code)
+
+
+def _numpy_state(numpy: Any) -> tuple[bytes, int, int]:
+    _, words, position, has_normal, _ = numpy.get_state()
+    return words.tobytes(), position, has_normal
+
+
+class _Generators(TorchDispatchMode):
+    """Raises when an operator draws from a generator that is neither torch's default nor ours."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._known = {_address(torch.default_generator)}
+        if torch.cuda.is_initialized():
+            self._known |= {_address(generator) for generator in torch.cuda.default_generators}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        for value in (kwargs.get("generator"), *args):
+            if isinstance(value, torch.Generator) and not self._is_known(value):
+                raise ReplayError(_message(self._name, "a torch.Generator of its own"))
+        return func(*args, **kwargs)
+
+    def _is_known(self, generator: torch.Generator) -> bool:
+        address = _address(generator)
+        return address in self._known or any(address == _address(mine) for mine in _own)
+
+
+def _address(generator: Any) -> int:
+    # An operator is given a new Python object for the same generator.
+    return generator._cdata
+
+
+def _message(name: str, source: str) -> str:
+    return (
+        f"{name} draws from {source}, which running it again would not repeat. Draw from torch's "
+        'default generator, draw outside and pass the values in, or keep its residuals: "linear".'
+    )
