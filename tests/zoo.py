@@ -318,7 +318,6 @@ INVERTIBLE: dict[str, Callable[[], tuple[list[InvertibleModule], Tensor]]] = {
         [AdditiveCoupling(nn.Sigmoid(), nn.Identity()) for _ in range(4)], leaf(4, 6)
     ),
     "direct": lambda: ([Direct(both=True) for _ in range(4)], leaf(4, 6)),
-    "direct with dropout": lambda: ([Direct(0.5) for _ in range(4)], leaf(4, 6)),
     "built in place": lambda: ([BuiltInPlace(i % 3) for i in range(30)], leaf(300, 6)),
     "no parameters": lambda: ([Flip(), Permute([2, 0, 1, 5, 4, 3]), Flip()], leaf(4, 6)),
     "one": lambda: ([AffineCoupling(net(3, 6, 0.2))], leaf(4, 6)),

@@ -90,10 +90,11 @@ def test_dequantization_is_replayed(memory):
     assert_same_step(run_step(model, x, memory=memory), want, rtol=1e-10)
 
 
-def test_two_networks_that_draw_without_evaluate():
+@pytest.mark.parametrize("both", [False, True])
+def test_networks_that_draw_without_evaluate(both):
     """Their draws come in another order in the inverse: right, or an error."""
     torch.manual_seed(0)
-    model = Chain(*(Direct(0.5, both=True).double() for _ in range(3)))
+    model = Chain(*(Direct(0.5, both=both).double() for _ in range(3)))
     x = leaf(4, 6)
     want = run_step(model, x, memory="linear")
     try:

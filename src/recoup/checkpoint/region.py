@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.residuals.executor import Plan, State
+from recoup.residuals.held import Held
 from recoup.residuals.tree import Tree, flatten
 from recoup.schedules import constant
 
@@ -68,13 +69,14 @@ def _plan() -> Plan:
 class _Call:
     """A call as the one stage of a chain."""
 
-    __slots__ = ("_fn", "_has_kwargs", "_tree", "code", "modules", "result")
+    __slots__ = ("_fn", "_has_kwargs", "_tree", "code", "held", "modules", "result")
 
     def __init__(self, fn: Callable[..., Any], tree: Tree, has_kwargs: bool) -> None:
         self._fn = fn
         self._tree = tree
         self._has_kwargs = has_kwargs
-        self.modules = _modules_of(fn)
+        self.held = Held(fn)
+        self.modules = (*self.held.modules, *tree.modules())
         self.code: object = fn if isinstance(fn, nn.Module) else getattr(fn, "__code__", None)
         self.result = tree
 
@@ -90,21 +92,3 @@ class _Call:
 
     def inverse(self, state: State) -> State:
         raise NotImplementedError
-
-
-def _modules_of(fn: Any) -> tuple[nn.Module, ...]:
-    """Return the modules that `fn` is, belongs to, or closes over."""
-    if isinstance(fn, nn.Module):
-        return (fn,)
-    if isinstance(fn, functools.partial):
-        return tuple(m for part in (fn.func, *fn.args) for m in _modules_of(part))
-    owner = getattr(fn, "__self__", None)
-    found = [owner] if isinstance(owner, nn.Module) else []
-    for cell in getattr(fn, "__closure__", None) or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-        if isinstance(content, nn.Module) and content is not owner:
-            found.append(content)
-    return tuple(found)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recoup.errors import NotInvertibleError
 from recoup.residuals.executor import Plan, State
 from recoup.residuals.tree import Tree, flatten
-from recoup.schedules import Way
+from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for
 
 __all__ = ["Sequential"]
@@ -109,8 +109,25 @@ class Sequential(nn.Sequential):
         ways = self._ways() if self._memory == "constant" else None
         key = (len(self), ways)
         if self._plan is None or self._plan[0] != key:
-            self._plan = (key, _planned(self._memory, ways, len(self)))
+            plan = _planned(self._memory, ways, len(self))
+            self._check_inverses(plan)
+            self._plan = (key, plan)
         return self._plan[1]
+
+    def _check_inverses(self, plan: Plan) -> None:
+        for index, (name, module) in enumerate(self._modules.items()):
+            if index in plan.inverted and not isinstance(module, _Invertible):
+                raise NotInvertibleError(
+                    f"The schedule inverts module `{name}` ({type(module).__name__}), which has no "
+                    "method `inverse`. Give it one, or tape or recompute it in the schedule."
+                )
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(found, Sequential) and isinstance(index, slice):
+            found.otherwise = self.otherwise
+            found.memory = "linear" if isinstance(self._memory, Schedule) else self._memory
+        return found
 
     def _ways(self) -> tuple[Way, ...]:
         otherwise = self.otherwise
@@ -164,6 +181,10 @@ class _Stage:
     @property
     def code(self) -> object:
         return self._module
+
+    @property
+    def held(self) -> None:
+        return None
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         output = self._module(self._trees[self._index].unflatten(state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class Chain(InvertibleModule):
             for stage in stages:
                 state, value = stage.forward(state)
                 log_dets.append(value)
-        return _to_output(state), _sum(log_dets, x)
+        return _to_output(state), self._sum(iter(log_dets), x, flat=self._is_flat)
 
     def inverse(self, y: Any) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
@@ -103,28 +103,43 @@ class Chain(InvertibleModule):
         for stage in reversed(self._stages()):
             state, value = stage.invert(state)
             log_dets.append(value)
-        return state[0], _sum(log_dets, state[0])
+        log_dets.reverse()  # so that both directions add in the same order
+        return state[0], self._sum(iter(log_dets), state[0], flat=self._is_flat)
 
     def _ready_plan(self, num_stages: int) -> Plan:
         if self._plan is None or self._plan[0] != num_stages:
             self._plan = (num_stages, Plan(schedule_for(self._memory, num_stages)))
         return self._plan[1]
 
+    @property
+    def _is_flat(self) -> bool:
+        return self._memory != "linear"
+
     def _stages(self) -> list[_Stage]:
-        flat = self._memory != "linear"
         return [
             (_SplitStage if isinstance(module, Split) else _Stage)(name, module)
-            for name, module in self._named(flat=flat)
+            for name, module in self._named(flat=self._is_flat)
         ]
 
     def _named(self, *, flat: bool) -> Iterator[tuple[str, InvertibleModule]]:
         """Name the modules in order, with those of chains within in their place if `flat`."""
         for index, module in enumerate(self):
-            if flat and type(module) is Chain and not _has_hooks(module):
+            if flat and _is_flat(module):
                 for name, inner in module._named(flat=True):
                     yield f"{index}.{name}", inner
             else:
                 yield str(index), module
+
+    def _sum(self, log_dets: Iterator[Tensor | None], like: Tensor, *, flat: bool) -> Tensor:
+        """Sum what the stages returned, each chain within on its own: addition rounds."""
+        total: Tensor | None = None
+        for module in self:
+            if flat and _is_flat(module):
+                value = module._sum(log_dets, like, flat=True)
+            else:
+                value = next(log_dets)
+            total = value if total is None or value is None else total + value
+        return torch.zeros(len(like), device=like.device) if total is None else total
 
     def extra_repr(self) -> str:
         """Show the memory mode."""
@@ -152,6 +167,10 @@ class _Stage:
     def code(self) -> object:
         return self.module
 
+    @property
+    def held(self) -> None:
+        return None
+
     def forward(self, state: State) -> tuple[State, Tensor]:
         y, log_det = self.module(state[0])
         return (y, *state[1:]), log_det
@@ -178,18 +197,10 @@ class _SplitStage(_Stage):
         return (x, *state[1:-1]), log_det
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-def _sum(log_dets: list[Tensor | None], like: Tensor) -> Tensor:
-    total: Tensor | None = None
-    for value in log_dets:
-        if value is not None:
-            total = value if total is None else total + value
-    if total is not None:
-        return total
-    return torch.zeros(len(like), device=like.device)
+def _is_flat(module: nn.Module) -> TypeGuard[Chain]:
+    """Whether a module is a chain whose modules may be called in its place."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return type(module) is Chain and not any(vars(module)[name] for name in hooks)
 
 
 def _to_output(state: State) -> Any:

@@ -29,7 +29,7 @@ def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
         )
     try:
         checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  # Unpickling raises whatever it likes.
+    except Exception as error:  # Unpickling raises whatever it likes.
         raise ValueError(
             f"`{option}` is {path}, which cannot be read as a checkpoint. It may be another kind "
             "of file, or have been cut short."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recoup.recipes.mistakes import Mistake, mistakes_reported
+from recoup.recipes.mistakes import MistakeError, mistakes_reported
 
 __all__ = ["main"]
 
@@ -41,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         command, rest = _command(args)
         return command(rest)
-    except Mistake as mistake:
+    except MistakeError as mistake:
         print(f"recoup: error: {mistake}", file=sys.stderr)
         return 2
 
@@ -56,7 +56,7 @@ def _command(args: Sequence[str]) -> tuple[Command, Sequence[str]]:
         len(args) == 1 or args[1] in ("-h", "--help")
     ):
         return _show_usage, ()
-    raise Mistake(
+    raise MistakeError(
         f"there is no command `{' '.join(args[:2])}`. The commands are {', '.join(_COMMANDS)}."
     )
 

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 
 from recoup.errors import RecoupError
 
-__all__ = ["Mistake", "mistakes_reported"]
+__all__ = ["MistakeError", "mistakes_reported"]
 
 
-class Mistake(Exception):
+class MistakeError(Exception):
     """Something that the user can mend. Its text is one line: what is wrong, and what to do."""
 
 
 @contextmanager
 def mistakes_reported() -> Generator[None]:
-    """Turn the errors of preparing a run into a `Mistake`.
+    """Turn the errors of preparing a run into a `MistakeError`.
 
     Only preparing: an error in the middle of training is a fault of the program, and keeps its
     traceback.
@@ -28,7 +28,7 @@ def mistakes_reported() -> Generator[None]:
     except Exception as error:
         if not isinstance(error, _MENDABLE) and type(error).__name__ not in _MENDABLE_NAMES:
             raise
-        raise Mistake(_one_line(error)) from error
+        raise MistakeError(_one_line(error)) from error
 
 
 _MENDABLE = (argparse.ArgumentError, ValueError, OSError, ImportError, RecoupError)
@@ -43,6 +43,10 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     text = " ".join(str(error).split()) or type(error).__name__
+    if type(error).__name__ in _MENDABLE_NAMES:
+        return f"{text} Change the settings of the Trainer, or leave them out."
+    if text.startswith("the following arguments are required: "):
+        return f"`--{text.rpartition(': ')[2].replace(', ', '`, `--')}` is needed. See `--help`."
     if text.startswith("unrecognized arguments: "):
         unknown = text.removeprefix("unrecognized arguments: ")
         return f"there is no option `{unknown}`. See `--help` for those that there are."
@@ -54,5 +58,7 @@ def _one_line(error: Exception) -> str:
     given = _GIVEN.search(text)
     if not expected or given is None:
         return f"`--{setting['name']}`: {setting['what']}"
-    choices = ", or ".join("null" if kind == "NoneType" else kind for kind in expected)
-    return f"`--{setting['name']}` is {given[1]}, but must be {choices}."
+    choices = ", ".join("null" if kind == "NoneType" else kind for kind in expected)
+    return (
+        f"`--{setting['name']}` is {given[1]}, but must be {'one of ' * (',' in choices)}{choices}."
+    )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -51,7 +50,7 @@ class TrainingCLI(LightningCLI):
         args: The arguments, without the name of the command.
 
     Raises:
-        Mistake: When something is wrong that the user can mend.
+        MistakeError: When something is wrong that the user can mend.
     """
 
     def __init__(
@@ -87,7 +86,8 @@ class TrainingCLI(LightningCLI):
                 seed_everything_default=0,
                 parser_kwargs={
                     "prog": f"recoup {recipe} fit",
-                    "description": _description(model_class),
+                    "usage": f"recoup {recipe} fit [options]",
+                    "description": (model_class.__doc__ or "").strip().splitlines()[0],
                     "exit_on_error": False,
                 },
                 args=self._long_names(args),
@@ -107,23 +107,30 @@ class TrainingCLI(LightningCLI):
         return Path(self.trainer.default_root_dir)
 
     @property
-    def best_checkpoint(self) -> Path:
-        """The checkpoint with the best validation."""
-        callback = self.trainer.checkpoint_callback
-        return Path(str(getattr(callback, "best_model_path", "")))
+    def best(self) -> tuple[Path, float] | None:
+        """The checkpoint with the best validation, and its value; None before the first."""
+        callback: Any = self.trainer.checkpoint_callback
+        if callback is None or callback.best_model_score is None:
+            return None
+        path = Path(callback.best_model_path)
+        if path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        return path, float(callback.best_model_score)
 
-    def fit(self, *callbacks: Callback) -> None:
+    def fit(self, *callbacks: Callback, progress: Progress | None = None) -> None:
         """Train; what the run leaves behind is in `out`.
 
         Args:
             callbacks: Callbacks for this run beside those of the configuration.
+            progress: What shows how far it is; a bar and a line an epoch if None.
         """
-        self.trainer.callbacks.extend(callbacks)
+        trainer: Any = self.trainer
+        trainer.callbacks += [MetricsFile(), progress or Progress(self._monitor), *callbacks]
         num_threads = torch.get_num_threads()
         try:
             torch.set_num_threads(self.config.num_threads or num_threads)
             with quiet_lightning():
-                self.trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
+                trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
         finally:
             torch.set_num_threads(num_threads)
 
@@ -138,9 +145,9 @@ class TrainingCLI(LightningCLI):
         )
         parser.add_argument(
             "--num_threads",
-            type=PositiveInt | None,
+            type=int | None,
             default=None,
-            help="Threads on CPU. One is fastest where networks are small or the machine is shared.",
+            help="Threads on CPU. One is fastest for small networks, or on a shared machine.",
         )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
@@ -180,12 +187,8 @@ class TrainingCLI(LightningCLI):
         if self.config.checkpoint.dirpath is None:
             self.config.checkpoint.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the Trainer, with what reports on the run."""
-        trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.append(MetricsFile())
-        trainer.callbacks.append(Progress(self._monitor))
-        return trainer
+        if self.config.num_threads is not None and self.config.num_threads < 1:
+            raise ValueError(f"`--threads` is {self.config.num_threads}, but must be at least 1.")
 
     def _long_names(self, args: Sequence[str]) -> list[str]:
         """Write short names out, and find configurations that come with the recipe."""
@@ -217,8 +220,8 @@ class TrainingCLI(LightningCLI):
         done, most = int(checkpoint.get("epoch", -1)) + 1, self.trainer.max_epochs
         if most is not None and 0 <= most <= done:
             raise ValueError(
-                f"`--resume` is {self.resume}, which has {done} epochs behind it, and `--epochs` is "
-                f"{most}. Give more than {done}."
+                f"`--resume` is {self.resume}, which has {done} epochs behind it, and `--epochs` "
+                f"is {most}. Give more than {done}."
             )
 
 
@@ -243,11 +246,6 @@ class _RunRecord(SaveConfigCallback):
 
     def _text(self) -> str:
         return self.parser.dump(self.config, skip_none=False)
-
-
-def _description(model_class: type[LightningModule]) -> str:
-    short = ", ".join(f"{short} for {long}" for short, long in SHORT_NAMES.items())
-    return f"{(model_class.__doc__ or '').strip().splitlines()[0]} Short names: {short}."
 
 
 def free_folder(parent: Path, name: str) -> Path:

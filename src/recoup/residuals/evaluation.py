@@ -146,6 +146,12 @@ class Evaluations:
         self._by_network.setdefault(network, []).append(evaluation)
         with region.recording():
             output = _run(network, inputs, evaluation.seeds)
+        if not isinstance(output, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ReplayError(
+                f"{self._name} evaluates {type(network).__name__}, which returns a "
+                f"{type(output).__name__}; an evaluation that is shared must be one tensor. "
+                "Concatenate what it returns, or call the network directly."
+            )
         evaluation.wants_grad = output.requires_grad
         return output
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from recoup.errors import ReplayError, ScheduleError
 from recoup.residuals.evaluation import Evaluations, is_answered
 from recoup.residuals.guards import is_in_place
+from recoup.residuals.held import Held
 from recoup.residuals.hooks import Kept, pair_in_force
 from recoup.residuals.region import Region
 from recoup.residuals.rerun import Rerun
@@ -76,6 +77,11 @@ class Stage(Protocol):
     @property
     def code(self) -> object:
         """What it runs, a module or the code object of a function; None if it is built in."""
+        ...
+
+    @property
+    def held(self) -> Held | None:
+        """What a function reads beside its arguments; None for a module."""
         ...
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
@@ -168,7 +174,7 @@ class _Record:
 
     def __init__(self, stage: Stage, state: State) -> None:
         self.changes_input = False
-        self.rerun = Rerun(stage.name, stage.modules, stage.code)
+        self.rerun = Rerun(stage.name, stage.modules, stage.code, stage.held)
         self.region: weakref.ref[Region] | None = None  # See Rule 4
         self.evaluations: Evaluations | None = None
         self.requires_grad = tuple(value.requires_grad for value in state)
@@ -273,9 +279,7 @@ class _Run:
         evaluations = record.evaluations = Evaluations(stage.name)
         make_region = partial(self._make_region, index)
         with record.rerun.first(), region.recording(), evaluations.recording(make_region):
-            result = self._first(index, record, state)
-        record.rerun.check_invertible()
-        return result
+            return self._first(index, record, state)
 
     def _first(self, index: int, record: _Record, state: State) -> tuple[State, Tensor | None]:
         """Run stage `index` for the first time, and see whether it changes what it is given."""
@@ -409,13 +413,28 @@ class _Run:
             with record.rerun.again(), evaluations.inverting(fills):
                 state = _inverse(self._stages[index], record, after)
             self._working = (index, state)
-            del after
+            if record.rerun.has_foreign_draws:
+                again = self._fill(index, state, recall=fills)
+                _check_same(self._stages[index].name, again, after)
+            elif is_taped and (not fills or record.wanted_region() is not None):
+                del after
+                self._fill(index, state, recall=fills)
             if is_taped:
                 self._inputs[index] = state
-                if not fills or record.wanted_region() is not None:
-                    self._fill(index, state, recall=fills)
         finally:
             evaluations.forget()
+
+
+def _check_same(name: str, again: State, after: State) -> None:
+    """Raise if the inverse drew otherwise than forward did: then forward makes another output."""
+    for value, expected in zip(again, after, strict=True):
+        allowed = torch.finfo(value.dtype).eps ** 0.5 * (1 + float(expected.abs().max()))
+        if float((value - expected).abs().max()) > allowed:
+            raise ReplayError(
+                f"The inverse of {name} draws random numbers in another order than forward, so it "
+                "does not undo it. Call the networks that draw through `self.evaluate(network, x)` "
+                'in `forward` and `inverse`, or choose memory="sqrt".'
+            )
 
 
 def _inverse(stage: Stage, record: _Record, after: State) -> State:

@@ -56,6 +56,10 @@ class Guard:
             for key, value in entries.items():
                 if value is not None:
                     self._buffers.append((entries, key, value, value._version))
+        entries = module.__dict__  # a tensor that is neither, as an attribute
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                self._parameters.append((entries, key, value, value._version))
         for child in module._modules.values():
             if child is not None:
                 self._walk(child)
@@ -109,7 +113,9 @@ class Guard:
     def _name_of(self, entries: dict[str, Any], key: str) -> str:
         for root in self._roots:
             for prefix, module in cast("Iterable[tuple[str, nn.Module]]", root.named_modules()):
-                if entries is module._parameters or entries is module._buffers:
+                if any(
+                    entries is own for own in (module._parameters, module._buffers, vars(module))
+                ):
                     return f"{prefix}.{key}" if prefix else key
         return key
 

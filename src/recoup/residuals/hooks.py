@@ -50,7 +50,8 @@ class Kept:
             self._packed: Any = tensor.detach()  # See Rule 3
             self._unpack: Callable[[Any], Tensor] | None = None
         else:
-            self._packed = pair[0](tensor)
+            # With its history, a state would hold the graph that holds it, if the pair keeps it.
+            self._packed = pair[0](tensor if tensor.grad_fn is None else tensor.detach())
             self._unpack = pair[1]
 
     def get(self) -> Tensor:

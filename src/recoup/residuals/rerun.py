@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from recoup.errors import ReplayError
 from recoup.residuals.ambient import Ambient
 from recoup.residuals.guards import Guard
+from recoup.residuals.held import Held
 from recoup.residuals.seeds import Draws
 from recoup.residuals.sources import looked_at
 
@@ -23,13 +23,17 @@ class Rerun:
         name: what errors call it.
         modules: whose parameters, buffers and modes must not change in between.
         code: what is run, a module or the code object of a function.
+        held: what a function reads beside its arguments, if it is one.
     """
 
-    __slots__ = ("_ambient", "_code", "_draws", "_guard", "_name")
+    __slots__ = ("_ambient", "_code", "_draws", "_guard", "_held", "_name")
 
-    def __init__(self, name: str, modules: tuple[nn.Module, ...], code: object) -> None:
+    def __init__(
+        self, name: str, modules: tuple[nn.Module, ...], code: object, held: Held | None
+    ) -> None:
         self._name = name
         self._code = code
+        self._held = held
         self._guard = Guard(modules)
         self._ambient = Ambient()
         self._draws = Draws()
@@ -41,19 +45,19 @@ class Rerun:
         with looking, self._draws.recording():
             yield
         self._guard.first_run_ended(self._name)
+        if self._held is not None:
+            self._held.first_run_ended()
 
-    def check_invertible(self) -> None:
-        """Raise if the first run drew in a way that an inverse cannot undo in reverse order."""
-        if self._draws.has_foreign:
-            raise ReplayError(
-                f"{self._name} draws random numbers, and an inverse would draw them in another "
-                "order. Call the network that draws through `self.evaluate(network, x)`, in "
-                '`forward` and in `inverse`, or choose memory="sqrt".'
-            )
+    @property
+    def has_foreign_draws(self) -> bool:
+        """Whether the first run drew other than by seeds of ours."""
+        return self._draws.has_foreign
 
     @contextmanager
     def again(self) -> Generator[None]:
         """Around any later run, which then computes what the first one did, and nothing else."""
         self._guard.check(self._name)
+        if self._held is not None:
+            self._held.check(self._name)
         with self._draws.replaying(), self._ambient.entered(), self._guard.uncounted():
             yield

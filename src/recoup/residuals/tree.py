@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = ["Tree", "flatten"]
@@ -20,6 +20,10 @@ class Tree:
     def __init__(self, leaves: list[Any], spec: Any) -> None:
         self._leaves = leaves
         self._spec = spec
+
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Return the modules among the rest."""
+        return tuple(leaf for leaf in self._leaves if isinstance(leaf, nn.Module))
 
     def unflatten(self, tensors: tuple[Tensor, ...]) -> Any:
         """Put `tensors` back in their places."""

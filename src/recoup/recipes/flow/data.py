@@ -101,7 +101,7 @@ class Images(LightningDataModule):
             dataset,
             batch_size=self.batch_size,
             num_workers=self.num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType]  # rows come as one tensor
             persistent_workers=self.num_workers > 0,
             **options,
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import recoup
 from recoup.flows import Flow, Glow
+from recoup.memory import Curve
 from recoup.recipes.flow.report import table
 
 if TYPE_CHECKING:
@@ -107,10 +108,9 @@ def _train(memory: str, out: Path, epochs: int | None) -> _Trained:
 
     args = ["--config", "glow-digits", "--memory", memory, "--out", str(out)]
     run = prepare([*args, *([] if epochs is None else ["--epochs", str(epochs)])])
-    run.trainer.callbacks[:] = [c for c in run.trainer.callbacks if not isinstance(c, Progress)]
     record = LossRecord()
     start = time.perf_counter()
-    run.fit(record, Progress(MONITOR, title=memory, lines=False))
+    run.fit(record, progress=Progress(MONITOR, title=memory, lines=False))
     seconds = time.perf_counter() - start
     bits_per_dim = float(run.trainer.callback_metrics[MONITOR])
     return _Trained(run, seconds, torch.tensor(record.losses, dtype=torch.float64), bits_per_dim)
@@ -229,7 +229,7 @@ def _rounding(flow: Flow, images: Tensor) -> float:
     return float((back - y).abs().max()) * flow.dequantize.levels
 
 
-def _curve() -> recoup.memory.Curve:
+def _curve() -> Curve:
     """Measure memory and time against depth, each point in a fresh process."""
     from recoup.recipes.progress import progress_bar
 

@@ -91,7 +91,10 @@ def rows_with_titles(
         figure.text(left, (top - line + 0.08) / height, name, fontsize=11, color=_INK)
         top -= line + image.height / dots
         figure.figimage(
-            np.asarray(image.convert("RGB")), xo=0.3 * dots, yo=top * dots, origin="upper"
+            np.asarray(image.convert("RGB")),
+            xo=round(0.3 * dots),
+            yo=round(top * dots),
+            origin="upper",
         )
     canvas.draw()
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")

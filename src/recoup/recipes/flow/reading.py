@@ -105,7 +105,7 @@ def _picture(file: Path, size: int | None) -> Array:
                 image = image.convert("L" if image.mode in _GREY_MODES else "RGB")
                 image = image if size is None else _square(image, size)
                 return np.asarray(image).reshape(image.height, image.width, -1)
-    except Exception as error:  # noqa: BLE001  # Decoders raise whatever they like.
+    except Exception as error:  # Decoders raise whatever they like.
         raise ValueError(
             f"{file} cannot be read as a picture ({' '.join(str(error).split())}). "
             "Remove or replace it."

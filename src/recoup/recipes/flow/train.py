@@ -23,6 +23,34 @@ CONFIGS = Path(__file__).parent / "configs"
 MONITOR = "val_bits_per_dim"
 
 
+_HELP = f"""\
+usage: recoup flow fit [options]
+
+Train a Glow on pictures. Options, each as --name VALUE:
+
+  --data PATH        a folder of pictures, or an .npz file; the built-in digits if left out
+  --memory MODE      what backward remembers: linear, sqrt, log, constant, or a number of slots
+  --epochs N         number of epochs (30)
+  --batch-size N     pictures in a batch (64)
+  --out DIR          folder of the run (runs/flow/fit-1, or the next number)
+  --seed N           seed of weights, order, noise and dropout (0)
+  --threads N        threads on CPU
+  --resume CKPT      go on from a checkpoint, with its settings, in its folder
+  --config FILE      settings from a file, or of the recipe: {
+    ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+}
+  --data.size N      crop and resize the pictures to N x N
+  --data.levels N    number of grey levels to train on (those of the pictures)
+  --model.num_levels, --model.num_steps, --model.width, --model.coupling, --model.dropout
+                     the flow: scales, steps at each, channels in its networks, ...
+  --model.learning_rate, --model.optimizer, --early_stopping.patience, ...
+  --trainer.accelerator, --trainer.devices, --trainer.precision, ...
+                     any setting of Lightning's Trainer
+
+  --help-all         explain all settings
+  --print_config     print all settings, as a file for --config"""
+
+
 def prepare(args: Sequence[str]) -> TrainingCLI:
     """Check the arguments of ``recoup flow fit``, and build what is trained; nothing is written.
 
@@ -30,7 +58,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         args: The arguments, as on the command line.
 
     Raises:
-        Mistake: When something is wrong that the user can mend.
+        MistakeError: When something is wrong that the user can mend.
     """
     return TrainingCLI(
         FlowTraining,
@@ -45,11 +73,15 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
 
 def train(args: Sequence[str]) -> int:
     """Run ``recoup flow fit`` with these arguments; return the exit code."""
-    run = prepare(args)
+    if "--help" in args or "-h" in args:
+        print(_HELP)
+        return 0
+    run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
     _announce(run)
     run.fit()
-    score = run.trainer.checkpoint_callback.best_model_score  # pyright: ignore
-    print(f"best checkpoint: {run.best_checkpoint} ({float(score):.3f} bits/dim in validation)")
+    if run.best is not None:
+        path, bits = run.best
+        print(f"best checkpoint: {path} ({bits:.3f} bits/dim in validation)")
     print(f"metrics: {run.out / 'metrics.csv'}")
     return 0
 

@@ -51,10 +51,10 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
     images = Images(**settings)
     flow = _settings(checkpoint, "hyper_parameters")
     if images.shape != tuple(flow["shape"]) or images.levels != flow["levels"]:
+        theirs, ours = (" x ".join(map(str, shape)) for shape in (images.shape, flow["shape"]))
         raise ValueError(
-            f"The pictures of {images.name} are {' x '.join(map(str, images.shape))} with "
-            f"{images.levels} grey levels, but {path} is of a flow for "
-            f"{' x '.join(map(str, flow['shape']))} with {flow['levels']}. Give pictures in that form."
+            f"The pictures of {images.name} are {theirs} with {images.levels} grey levels, but "
+            f"{path} is of a flow for {ours} with {flow['levels']}. Give pictures in that form."
         )
     return images
 

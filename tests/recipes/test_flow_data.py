@@ -1,0 +1,149 @@
+"""Pictures from folders and archives: read, split and put in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recoup.recipes.flow.data import Images
+
+RANDOM = np.random.default_rng(0)
+
+
+def noise(*shape):
+    return RANDOM.integers(0, 256, shape, dtype=np.uint8)
+
+
+def write_pictures(folder, arrays, ending="png"):
+    for number, array in enumerate(arrays):
+        path = Path(folder, "below" if number % 2 else "", f"{number}.{ending}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(path)
+
+
+def rows(images):
+    """The pictures of all parts, in an order that does not depend on the split."""
+    everything = torch.cat(list(images.parts.values()))
+    return sorted(everything.flatten(1).tolist())
+
+
+def test_the_digits_have_17_levels_and_three_parts():
+    images = Images()
+    assert images.shape == (1, 8, 8)
+    assert images.levels == 17
+    assert {part: len(rows) for part, rows in images.parts.items()} == {
+        "train": 1437,
+        "validation": 180,
+        "test": 180,
+    }
+    assert max(part.max() for part in images.parts.values()) == 16
+    assert len({tuple(row) for row in rows(images)}) == 1797
+
+
+def test_a_folder_with_folders_of_grey_pictures():
+    arrays = noise(20, 4, 6)
+    write_pictures("grey", arrays)
+    Path("grey", "notes.txt").write_text("not a picture")
+    Path("grey", ".hidden.png").write_text("not a picture")
+    images = Images("grey")
+    assert images.shape == (1, 4, 6)
+    assert images.levels == 256
+    assert rows(images) == sorted(arrays.reshape(20, -1).tolist())
+
+
+def test_one_picture_in_colour_makes_all_rgb():
+    write_pictures("mixed", [*noise(5, 4, 4), noise(4, 4, 3), noise(4, 4, 4)])
+    images = Images("mixed")
+    assert images.shape == (3, 4, 4)
+    grey = [row for part in images.parts.values() for row in part if (row == row[:1]).all()]
+    assert len(grey) == 5
+
+
+def test_pictures_of_several_sizes_are_resized_if_asked():
+    write_pictures("sizes", [noise(8, 8), noise(10, 8), noise(20, 20)])
+    assert Images("sizes", size=4).shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("shape", [(12, 4, 6), (12, 4, 6, 1), (12, 1, 4, 6)])
+def test_an_archive_of_grey_pictures(shape):
+    array = noise(*shape)
+    np.savez("some.npz", images=array, labels=np.arange(12))
+    images = Images("some.npz")
+    assert images.shape == (1, 4, 6)
+    assert rows(images) == sorted(array.reshape(12, -1).tolist())
+
+
+def test_an_archive_in_colour_with_channels_last():
+    array = noise(12, 4, 6, 3)
+    np.savez("some.npz", array)
+    images = Images("some.npz", size=None)
+    assert images.shape == (3, 4, 6)
+    assert rows(images) == sorted(array.transpose(0, 3, 1, 2).reshape(12, -1).tolist())
+
+
+def test_an_archive_may_name_its_parts_and_levels():
+    train, test = noise(20, 4, 4) % 5, noise(7, 4, 4) % 5
+    np.savez("some.npz", x_train=train, x_test=test, levels=5, y_train=np.arange(20))
+    images = Images("some.npz")
+    assert images.levels == 5
+    assert torch.equal(images.parts["test"][:, 0], torch.from_numpy(test))
+    assert len(images.parts["train"]) == 18
+    assert images.has_test_part
+
+
+def test_an_archive_is_resized():
+    np.savez("some.npz", images=noise(5, 9, 7, 3))
+    assert Images("some.npz", size=4).shape == (3, 4, 4)
+
+
+def test_fewer_levels_merge_neighbours():
+    np.savez("some.npz", images=np.arange(256, dtype=np.uint8).reshape(16, 4, 4))
+    images = Images("some.npz", levels=4)
+    assert sorted(value for row in rows(images) for value in row) == sorted(
+        64 * [0] + 64 * [1] + 64 * [2] + 64 * [3]
+    )
+
+
+def test_the_order_of_an_epoch_depends_on_the_seed_and_the_epoch_alone():
+    def order(seed, epoch):
+        loader = Images(batch_size=100, seed=seed).train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        return torch.cat(list(loader)).flatten(1)
+
+    first = order(0, 3)
+    torch.rand(1)
+    assert torch.equal(first, order(0, 3))
+    assert not torch.equal(first, order(0, 4))
+    assert not torch.equal(first, order(1, 3))
+    assert sorted(first.tolist()) == sorted(Images().parts["train"].flatten(1).tolist())
+
+
+def test_batches_are_rows_of_one_tensor():
+    batches = list(Images(batch_size=100).val_dataloader())
+    assert [len(batch) for batch in batches] == [100, 80]
+    assert batches[0].dtype == torch.uint8
+    assert torch.equal(torch.cat(batches), Images().parts["validation"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"levels": 1}, "`levels` is 1"),
+        ({"levels": 18}, "`levels` is 18, but the pictures have 17"),
+        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"size": 1}, "`size` is 1"),
+        ({"size": 16}, "17 grey levels, which resizing would blur"),
+        ({"validation_fraction": 0.0}, "between 0 and 1"),
+        ({"validation_fraction": 0.6, "test_fraction": 0.9}, "smaller"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    if message == "smaller":
+        np.savez("few.npz", images=noise(2, 4, 4))
+        options = {**options, "path": "few.npz"}
+    with pytest.raises(ValueError, match=message):
+        Images(**options)
