@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import recoup
 import torch
+from torch import nn
+
+import recoup
 from recoup.flows import Glow
 from recoup.invertible import AdditiveCoupling, Chain
-from torch import nn
 
 pytestmark = [
     pytest.mark.cuda,

@@ -276,24 +276,3 @@ def test_fifty_steps_of_a_chain(memory):
     other_losses, other_parameters = trajectory(model, make_x, memory)
     assert_same_tensor("losses", other_losses, losses)
     assert_same_tensors(other_parameters, parameters)
-
-
-def test_drift_is_not_silent():
-    # Stiff couplings in single precision: the inverse does not find its way back.
-    torch.manual_seed(0)
-    from recoup.invertible import AffineCoupling, Flip
-
-    modules = []
-    for _ in range(100):
-        network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 6))
-        with torch.no_grad():
-            network[2].weight.mul_(6)
-            network[2].bias.mul_(6)
-        modules += [AffineCoupling(network), Flip()]
-    model, x = Chain(*modules), torch.randn(16, 6)
-    want = run_step(model, x, memory="linear", loss=LOSSES["log_det alone"])
-    try:
-        got = run_step(model, x, memory="constant", loss=LOSSES["log_det alone"])
-    except (recoup.errors.RecoupError, UserWarning):
-        return
-    assert_same_tensors(got.gradients, want.gradients, rtol=1e-2)

@@ -11,7 +11,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import RecoupError
-from recoup.invertible import Chain, Dequantize, Logit
+from recoup.invertible import AdditiveCoupling, Chain, Dequantize, Logit
 from recoup.residuals.seeds import Draws, draw_seed, seeded
 from recoup.schedules import constant
 from tests.oracle import assert_same_step, loss_of_all, run_step
@@ -283,3 +283,32 @@ def test_a_first_run_within_a_second_one_writes_down_what_it_is_given():
     for other in (second, third):
         for got, want in zip(other, first, strict=True):
             assert torch.equal(got, want)
+
+
+def by_hand(networks, x):
+    first, second = x.chunk(2, dim=1)
+    for f, g in zip(networks[::2], networks[1::2], strict=True):
+        second = second + f(first)
+        first = first + g(second)
+    return torch.cat([first, second], dim=1)
+
+
+@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant", 2])
+def test_dropout_that_is_switched_on_later_is_repeated_in_that_very_step(memory):
+    """A network that drew nothing is run without a seed from then on, and watched."""
+    drops = [nn.Dropout(0.0) for _ in range(8)]
+    networks = [nn.Sequential(nn.Linear(3, 8), drop, nn.Linear(8, 3)).double() for drop in drops]
+    pairs = zip(networks[::2], networks[1::2], strict=True)
+    model, x = Chain(*(AdditiveCoupling(*pair) for pair in pairs), memory=memory), leaf(5, 6)
+    model(x)[0].sum().backward()
+    for drop in drops:
+        drop.p = 0.5
+    inputs = [x, *model.parameters()]
+    torch.manual_seed(3)
+    got = torch.autograd.grad(model(x)[0].pow(3).sum(), inputs)
+    stream = torch.rand(())
+    torch.manual_seed(3)
+    want = torch.autograd.grad(by_hand(networks, x).pow(3).sum(), inputs)
+    assert torch.equal(stream, torch.rand(()))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

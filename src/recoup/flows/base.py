@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from recoup.residuals.seeds import seeded
+from recoup.residuals.seeds import with_seed
 
 __all__ = ["Base"]
 
@@ -94,7 +94,7 @@ class Base(nn.Module):
             z = base.sample(size)
         else:  # distributions take no generator, so the default ones are lent a seed of its
             seed = torch.randint(2**62, (), generator=generator, device=generator.device)
-            z = seeded(lambda: base.sample(size), [int(seed)])
+            z = with_seed(lambda: base.sample(size), int(seed))
         if temperature == 1 or loc is None:
             return z
         return loc + temperature * (z - loc)

@@ -13,7 +13,7 @@ from torch.distributions import Distribution, Normal
 
 from recoup.flows.base import Base
 from recoup.invertible import Chain, Dequantize
-from recoup.residuals.seeds import seeded
+from recoup.residuals.seeds import with_seed
 from recoup.schedules.memory import Memory
 
 __all__ = ["Flow"]
@@ -188,7 +188,7 @@ class Flow(nn.Module):
         if self._latent_shapes is None:
             x = self.base.like.new_zeros(1, *self.shape)
             with torch.no_grad(), _evaluation(self.chain):
-                latents, _ = seeded(lambda: self.chain(x), [0])
+                latents, _ = with_seed(lambda: self.chain(x), 0)
             self._latent_shapes = tuple(z.shape[1:] for z in _as_tuple(latents))
         return self._latent_shapes
 

@@ -139,7 +139,10 @@ class Chain(InvertibleModule):
             else:
                 value = next(log_dets)
             total = value if total is None or value is None else total + value
-        return torch.zeros(len(like), device=like.device) if total is None else total
+        if total is not None:
+            return total
+        dtype = like.dtype if like.is_floating_point() else None
+        return torch.zeros(len(like), device=like.device, dtype=dtype)
 
     def extra_repr(self) -> str:
         """Show the memory mode."""

@@ -14,13 +14,13 @@ from torch import Tensor
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import InvertibleModule
-from recoup.residuals.seeds import seeded
+from recoup.residuals.seeds import with_seed
 
 __all__ = ["Finding", "InvertibleReport", "check_invertible"]
 
 _MODES = ("sqrt", "constant")  # each against "linear"
 _MOST_SAMPLES = 2  # for the Jacobian: one backward pass a dimension and sample
-_SEED: list[int | None] = [0]  # as `seeded` takes it
+_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def check_invertible(
     x = x.detach().double()
     started = copy.deepcopy(module).double()
     with torch.no_grad():
-        seeded(lambda: started(x), _SEED)  # a data-dependent start happens here, on the copy
+        with_seed(lambda: started(x), _SEED)  # a data-dependent start happens here, on the copy
     still = copy.deepcopy(started).eval()
     for part in still.modules():
         if isinstance(part, Chain):
@@ -125,13 +125,13 @@ def _reordered(tolerance: float, error: float, note: str) -> tuple[float, float,
 
 def _round_trip(module: InvertibleModule, x: Tensor, tolerance: float) -> Iterator[Finding]:
     with torch.no_grad():
-        y, log_det = seeded(lambda: module(x), _SEED)
+        y, log_det = with_seed(lambda: module(x), _SEED)
 
         def inverse() -> tuple[Tensor, Tensor]:
-            return seeded(lambda: module.inverse(y), _SEED)
+            return with_seed(lambda: module.inverse(y), _SEED)
 
         def again() -> Any:
-            return seeded(lambda: module(inverse()[0])[0], _SEED)
+            return with_seed(lambda: module(inverse()[0])[0], _SEED)
 
         yield _attempt("forward, then inverse", tolerance, lambda: (_error(inverse()[0], x), ""))
         yield _attempt(
@@ -156,7 +156,7 @@ def _jacobian(module: InvertibleModule, x: Tensor, tolerance: float) -> Finding:
 def _log_dets(module: InvertibleModule, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-determinant that `module` states for one sample, and the true one."""
     x = x.clone().requires_grad_()
-    y, log_det = seeded(lambda: module(x), _SEED)
+    y, log_det = with_seed(lambda: module(x), _SEED)
     values = _flat(y)[0]
     if values.numel() != x.numel():
         raise ValueError(f"{x.numel()} numbers a sample become {values.numel()}.")
@@ -211,7 +211,7 @@ def _gradients_by_name(module: InvertibleModule, x: Tensor, mode: str) -> dict[s
         ).sum()
 
     gradients = torch.autograd.grad(
-        seeded(loss, _SEED), list(wanted.values()), allow_unused=True, materialize_grads=False
+        with_seed(loss, _SEED), list(wanted.values()), allow_unused=True, materialize_grads=False
     )
     return dict(zip(wanted, gradients, strict=True))
 

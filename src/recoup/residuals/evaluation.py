@@ -21,13 +21,15 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError
 from recoup.residuals.region import Region
-from recoup.residuals.seeds import is_repeating, seeded
+from recoup.residuals.seeds import Draw, seeded
+from recoup.residuals.tree import Tree, flatten
 
 __all__ = ["Evaluations", "evaluate", "is_answered"]
 
@@ -36,13 +38,13 @@ Inputs = tuple[Tensor, ...]
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.answer: Callable[[nn.Module, Inputs], Tensor] | None = None
+        self.answer: Callable[[nn.Module, Inputs], Any] | None = None
 
 
 _local = _Local()
 
 
-def evaluate(network: nn.Module, inputs: Inputs) -> Tensor:
+def evaluate(network: nn.Module, inputs: Inputs) -> Any:
     """Call `network`, or let the region that is running answer (See Rules 1 and 2)."""
     if torch.compiler.is_compiling():
         return network(*inputs)  # seeds do not go into a graph; compiled draws are its own anyway
@@ -58,14 +60,12 @@ def is_answered() -> bool:
     return _local.answer is not None
 
 
-def _run(network: nn.Module, inputs: Inputs, seeds: list[int | None]) -> Tensor:
-    if not torch.is_grad_enabled() and not seeds and not is_repeating():
-        return network(*inputs)  # nothing will ever be run again
-    return seeded(lambda: network(*inputs), seeds)  # See Rule 4
+def _run(network: nn.Module, inputs: Inputs, draws: list[Draw]) -> Any:
+    return seeded(lambda: network(*inputs), draws, network)  # See Rule 4
 
 
 @contextmanager
-def _answering(answer: Callable[[nn.Module, Inputs], Tensor] | None) -> Generator[None]:
+def _answering(answer: Callable[[nn.Module, Inputs], Any] | None) -> Generator[None]:
     before = _local.answer
     _local.answer = answer
     try:
@@ -77,15 +77,24 @@ def _answering(answer: Callable[[nn.Module, Inputs], Tensor] | None) -> Generato
 class _Evaluation:
     """One evaluation: where its residuals belong, its seed, and its output while needed."""
 
-    __slots__ = ("output", "region", "requires_grad", "seeds", "version", "wants_grad")
+    __slots__ = ("draws", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
 
     def __init__(self, inputs: Inputs, region: Region) -> None:
         self.requires_grad = tuple(value.requires_grad for value in inputs)
-        self.seeds: list[int | None] = []
+        self.draws: list[Draw] = []
         self.region = weakref.ref(region)
-        self.output: Tensor | None = None
-        self.version = 0
-        self.wants_grad = False
+        self.output: tuple[Tensor, ...] | None = None
+        self.versions: list[int] = []
+        self.wants_grad: tuple[bool, ...] = ()
+        self.tree: Tree | None = None
+
+    def returned(self, output: tuple[Tensor, ...]) -> Any:
+        """Return `output` in the form that the network gave it, wanting the gradients it did."""
+        values = tuple(
+            value.detach().requires_grad_(flag)
+            for value, flag in zip(output, self.wants_grad, strict=True)
+        )
+        return values[0] if self.tree is None else self.tree.unflatten(values)
 
 
 class Evaluations:
@@ -138,21 +147,14 @@ class Evaluations:
             for evaluation in same:
                 evaluation.output = None
 
-    def _record(
-        self, make_region: Callable[[], Region], network: nn.Module, inputs: Inputs
-    ) -> Tensor:
+    def _record(self, make_region: Callable[[], Region], network: nn.Module, inputs: Inputs) -> Any:
         region = make_region()
         evaluation = _Evaluation(inputs, region)
         self._by_network.setdefault(network, []).append(evaluation)
         with region.recording():
-            output = _run(network, inputs, evaluation.seeds)
-        if not isinstance(output, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ReplayError(
-                f"{self._name} evaluates {type(network).__name__}, which returns a "
-                f"{type(output).__name__}; an evaluation that is shared must be one tensor. "
-                "Concatenate what it returns, or call the network directly."
-            )
-        evaluation.wants_grad = output.requires_grad
+            output = _run(network, inputs, evaluation.draws)
+        values, evaluation.tree = flatten(output)
+        evaluation.wants_grad = tuple(value.requires_grad for value in values)
         return output
 
     def _only(self, network: nn.Module) -> _Evaluation:
@@ -164,50 +166,53 @@ class Evaluations:
             )
         return found[0]
 
-    def _fill_and_remember(self, network: nn.Module, inputs: Inputs) -> Tensor:
+    def _fill_and_remember(self, network: nn.Module, inputs: Inputs) -> Any:
         evaluation = self._only(network)
         output = self._fill(evaluation, network, inputs)
-        evaluation.output, evaluation.version = output, output._version
-        return output
+        evaluation.output = output
+        evaluation.versions = [value._version for value in output]
+        return output[0] if evaluation.tree is None else evaluation.tree.unflatten(output)
 
-    def _fill(self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs) -> Tensor:
+    def _fill(
+        self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs
+    ) -> tuple[Tensor, ...]:
         region = evaluation.region()
         if region is None or not region.is_wanted:
             with torch.no_grad():
-                return _run(network, inputs, evaluation.seeds)
+                return flatten(_run(network, inputs, evaluation.draws))[0]
         taped = tuple(
             value.detach().requires_grad_(flag)
             for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
         )
         with region.filling(taped):
-            return _run(network, taped, evaluation.seeds).detach()
+            output = flatten(_run(network, taped, evaluation.draws))[0]
+        return tuple(value.detach() for value in output)
 
-    def _only_run(self, network: nn.Module, inputs: Inputs) -> Tensor:
+    def _only_run(self, network: nn.Module, inputs: Inputs) -> Any:
         evaluation = self._only(network)
-        if len(self._by_network[network]) > 1 and evaluation.seeds[0] is not None:
+        if len(self._by_network[network]) > 1 and evaluation.draws[0] is not None:
             raise ReplayError(
                 f"{self._name} evaluates one {type(network).__name__} twice in a forward, and it "
                 "draws random numbers: which draw belongs to which evaluation cannot be told in "
                 'the inverse. Use two networks, or memory="sqrt".'
             )
-        return _run(network, inputs, evaluation.seeds)
+        return _run(network, inputs, evaluation.draws)
 
-    def _recall(self, network: nn.Module, inputs: Inputs) -> Tensor:
+    def _recall(self, network: nn.Module, inputs: Inputs) -> Any:
         del inputs
         evaluation = self._only(network)
         output = evaluation.output
-        if output is None or output._version != evaluation.version:
+        if output is None or [value._version for value in output] != evaluation.versions:
             raise ReplayError(
                 f"The inverse of {self._name} did not evaluate {type(network).__name__}, or "
                 "changed its output in place. Evaluate it once in each direction, and do not "
                 "change the output in place."
             )
-        return output.detach().requires_grad_(evaluation.wants_grad)
+        return evaluation.returned(output)
 
-    def _fill_in_order(self, network: nn.Module, inputs: Inputs) -> Tensor:
+    def _fill_in_order(self, network: nn.Module, inputs: Inputs) -> Any:
         self._only(network)
         place = self._cursor.get(network, 0)
         self._cursor[network] = place + 1
         evaluation = self._by_network[network][place]
-        output = self._fill(evaluation, network, inputs)
-        return output.requires_grad_(evaluation.wants_grad)
+        return evaluation.returned(self._fill(evaluation, network, inputs))

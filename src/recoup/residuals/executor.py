@@ -371,7 +371,9 @@ class _Run:
     def _load(self, index: int) -> None:
         state = self._kept.get(index)
         if state is None:
+            # The pair beneath may give it once only (torch's checkpoint does).
             state = tuple(kept.get().detach() for kept in self._swept[index])
+            self._kept[index] = state
         self._working = (index, state)
 
     def _recorded(self, index: int) -> _Record:

@@ -12,6 +12,7 @@ Rule 3. Any other buffer that a first run changes may change what a second run c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -24,6 +25,7 @@ from recoup.errors import ChangedError, ReplayError
 __all__ = ["Guard", "is_in_place"]
 
 _NOTHING = nullcontext()
+_norms_lock = threading.RLock()  # threads may share a norm, and holding still changes it
 
 
 class Guard:
@@ -106,6 +108,10 @@ class Guard:
                     "again would compute something else. Call train() or eval() after backward."
                 )
 
+    def counted(self) -> AbstractContextManager[object]:
+        """Around a first run, in which norms count: no other thread holds them still meanwhile."""
+        return _norms_lock if self._norms else _NOTHING
+
     def uncounted(self) -> AbstractContextManager[None]:
         """Hold the running statistics of norms still (See Rule 2)."""
         return _held_still(self._norms) if self._norms else _NOTHING
@@ -129,6 +135,11 @@ def is_in_place(module: nn.Module) -> bool:
 
 @contextmanager
 def _held_still(norms: list[Any]) -> Generator[None]:
+    with _norms_lock:
+        yield from _still(norms)
+
+
+def _still(norms: list[Any]) -> Generator[None]:
     saved = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
     try:
         for norm in norms:

@@ -42,7 +42,7 @@ class Rerun:
     def first(self) -> Generator[None]:
         """Around the first run."""
         looking = looked_at(self._code, self._guard.is_training, self._name)
-        with looking, self._draws.recording():
+        with looking, self._guard.counted(), self._draws.recording():
             yield
         self._guard.first_run_ended(self._name)
         if self._held is not None:

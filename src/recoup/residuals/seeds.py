@@ -11,21 +11,27 @@ Rule 3. A foreign draw moves a default generator outside Rule 1 and Rule 2. A re
 Rule 4. A region run for the second time asks the region around it that is also run again, not
         the generator; a first run inside a second one writes down what it is given.
 Rule 5. After a second run the default generators are as they were before it.
+Rule 6. Who once drew nothing is run without a seed from then on, and watched: if it does draw, as
+        when dropout is switched on later, that one call is repeated from the generators' state.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Draws", "draw_seed", "is_repeating", "seeded"]
+__all__ = ["Draw", "Draws", "draw_seed", "seeded", "with_seed"]
 
 T = TypeVar("T")
 States = tuple[Tensor, ...]
+Draw = int | States | None  # a seed; the state of the generators; or nothing was drawn
+
+_quiet: weakref.WeakSet[Any] = weakref.WeakSet()  # See Rule 6
 
 
 class _Stack(threading.local):
@@ -63,7 +69,7 @@ class Draws:
     __slots__ = ("_cursor", "_expected", "_foreign", "_replaying", "_seeds", "_start")
 
     def __init__(self) -> None:
-        self._seeds: list[int | None] = []
+        self._seeds: list[Draw] = []
         self._start: States | None = None
         self._expected: States = ()
         self._foreign = False
@@ -87,7 +93,7 @@ class Draws:
         if not self._foreign and not _same(self._expected, states):
             self._foreign = True  # See Rule 3
 
-    def _next(self) -> int | None:
+    def _next(self) -> Draw:
         seed = self._seeds[self._cursor] if self._cursor < len(self._seeds) else None
         self._cursor += 1
         return seed
@@ -147,11 +153,6 @@ def _writers() -> tuple[list[Draws], Draws | None]:
     return writers, None
 
 
-def is_repeating() -> bool:
-    """Whether this thread runs a region again, whose draws are known."""
-    return any(draws._replaying for draws in _stack.draws)
-
-
 def _fresh_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
@@ -166,7 +167,7 @@ def draw_seed() -> int:
     seed = _fresh_seed()
     if known is not None:
         recorded = known._next()
-        seed = seed if recorded is None else recorded
+        seed = recorded if isinstance(recorded, int) else seed
     if writers:
         states = _get_states()
         for draws in writers:
@@ -175,44 +176,58 @@ def draw_seed() -> int:
     return seed
 
 
-def seeded(call: Callable[[], T], seeds: list[int | None] | None = None) -> T:
-    """Run `call` with its default-generator draws made from one seed (See Rules 1 and 2).
+def seeded(
+    call: Callable[[], T], draws: list[Draw] | None = None, owner: object = None
+) -> T:
+    """Run `call` with its default-generator draws made from one seed (See Rules 1, 2 and 6).
 
     Args:
         call: what to run.
-        seeds: an empty list, to be given the seed of this call (None if it drew nothing), or
-            the list of an earlier call, whose draws are then repeated.
+        draws: an empty list, to be given what this call drew, or the list of an earlier call,
+            whose draws are then repeated.
+        owner: who draws, if it can be remembered (a module).
 
     Returns:
         What `call` returned.
     """
-    if seeds:
-        return _repeat(call, seeds[0])
+    if draws:
+        return _repeat(call, draws[0])
     writers, known = _writers()
     before = _get_states()
-    for draws in writers:
-        draws._meet(before)
+    for region in writers:
+        region._meet(before)
     # The place in the list is taken before the call, since calls within it take theirs.
-    places = [len(draws._seeds) for draws in writers]
-    for draws in writers:
-        draws._seeds.append(None)
+    places = [len(region._seeds) for region in writers]
+    for region in writers:
+        region._seeds.append(None)
     if known is None:
-        result, seed = _first_run(call, before)
+        result, draw = _first_run(call, before, owner)
     else:
-        seed = known._next()
-        if seed is not None:
+        draw = known._next()
+        if isinstance(draw, int):
             _fresh_seed()  # so that a foreign draw after this one finds the stream in its place
-        result = _repeat(call, seed)
+        result = _repeat(call, draw)
     after = _get_states()
-    for draws, place in zip(writers, places, strict=True):
-        draws._seeds[place] = seed
-        draws._expected = after
-    if seeds is not None:
-        seeds.append(seed)
+    for region, place in zip(writers, places, strict=True):
+        region._seeds[place] = draw
+        region._expected = after
+    if draws is not None:
+        draws.append(draw)
     return result
 
 
-def _first_run(call: Callable[[], T], before: States) -> tuple[T, int | None]:
+def with_seed(call: Callable[[], T], seed: int) -> T:
+    """Run `call` with the default generators at `seed`, and leave them as they were."""
+    return _repeat(call, seed)
+
+
+def _first_run(call: Callable[[], T], before: States, owner: object) -> tuple[T, Draw]:
+    if owner in _quiet:
+        result = call()
+        if _same(before, _get_states()):
+            return result, None
+        _quiet.discard(owner)
+        return result, before
     seed = _fresh_seed()
     after = _get_states()
     drew = True
@@ -224,16 +239,21 @@ def _first_run(call: Callable[[], T], before: States) -> tuple[T, int | None]:
         drew = not _same(probe, _get_states())
     finally:
         _set_states(after if drew else before)  # See Rule 2
+    if not drew and owner is not None:
+        _quiet.add(owner)
     return result, seed if drew else None
 
 
-def _repeat(call: Callable[[], T], seed: int | None) -> T:
-    if seed is None:
+def _repeat(call: Callable[[], T], draw: Draw) -> T:
+    if draw is None:
         return call()
     before = _get_states()
     try:
-        for generator in _generators():
-            generator.manual_seed(seed)
+        if isinstance(draw, int):
+            for generator in _generators():
+                generator.manual_seed(draw)
+        else:
+            _set_states(draw)
         return call()
     finally:
         _set_states(before)

@@ -108,7 +108,7 @@ class FlowTraining(LightningModule):
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         """Seed the draws of this step."""
-        pass
+        self._seed("train", self.current_epoch, batch_idx)
 
     def on_validation_batch_start(
         self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
