@@ -25,7 +25,19 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: `error` is the largest difference, relative to the largest value above 1."""
+    """One comparison of a report.
+
+    Args:
+        name: What was compared.
+        error: The largest difference, relative to values above 1.
+        tolerance: The largest error that passes.
+        note: What else there is to say.
+
+    Example:
+        >>> from recoup.invertible import Finding
+        >>> Finding("inverse after forward", 2e-16, 1e-8).passed
+        True
+    """
 
     name: str
     error: float
@@ -44,7 +56,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class InvertibleReport:
-    """What `check_invertible` found: true when every comparison passed; print it to read it."""
+    """What `check_invertible` found: true when every comparison passed; print it to read it.
+
+    Args:
+        module: The class that was checked.
+        findings: The comparisons, in order.
+
+    Example:
+        >>> from recoup.invertible import Finding, InvertibleReport
+        >>> bool(InvertibleReport("Flip", (Finding("log-determinant", 0.5, 1e-8),)))
+        False
+    """
 
     module: str
     findings: tuple[Finding, ...]

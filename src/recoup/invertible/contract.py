@@ -17,6 +17,22 @@ class InvertibleModule(nn.Module):
     Data to latent is `forward`, latent to data is `inverse`; direction is never a flag. Both
     return the log-determinant of their own Jacobian, one number a sample, so that for
     ``y, log_det = f(x)`` and ``x, back = f.inverse(y)`` it holds that ``log_det + back = 0``.
+
+    In a `Chain` with ``memory="constant"`` nothing of the module is kept: backward computes the
+    input back with `inverse`, and runs `forward` once more for what its own operations saved.
+    `recoup.invertible.check_invertible` tests a module of your own.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import InvertibleModule, check_invertible
+        >>> class Negate(InvertibleModule):
+        ...     def forward(self, x):
+        ...         return -x, x.new_zeros(len(x))
+        ...
+        ...     def inverse(self, y):
+        ...         return -y, y.new_zeros(len(y))
+        >>> bool(check_invertible(Negate(), torch.ones(3, 4)))
+        True
     """
 
     returns_log_det: ClassVar[bool] = True

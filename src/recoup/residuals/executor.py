@@ -24,18 +24,18 @@ Rule 7. A stage may change what it is given in place, as an in-place activation 
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError, ScheduleError
+from recoup.residuals.compiler import is_loaded, uncompiled
 from recoup.residuals.evaluation import Evaluations, is_answered
 from recoup.residuals.guards import is_in_place
 from recoup.residuals.held import Held
@@ -132,12 +132,8 @@ class Plan:
             )
         if is_answered():
             return _run_plainly(stages, state)  # the region around it owns every residual
-        # Hooks on saved tensors do not go into a compiled graph, so the compiler breaks here. Only
-        # where it is at work: asking for it takes longer than importing everything else.
-        if "torch._dynamo" in sys.modules:
-            if not _uncompiled:
-                _uncompiled.append(cast("_Sweep", torch.compiler.disable(_sweep)))
-            return _uncompiled[0](self, stages, state)
+        if is_loaded():
+            return uncompiled(_sweep)(self, stages, state)
         return _sweep(self, stages, state)
 
 
@@ -151,10 +147,6 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> tuple[State, list[Ten
         state, value = stage.forward(state)
         beside.append(value)
     return state, beside
-
-
-_Sweep = Callable[["Plan", Sequence[Stage], State], tuple[State, list[Tensor | None]]]
-_uncompiled: list[_Sweep] = []
 
 
 def _end_of_sweep(schedule: Schedule) -> int:

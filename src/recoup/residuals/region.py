@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import ChangedError, ReplayError
+from recoup.residuals.compiler import never_compiled
 from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving
 
 __all__ = ["Region", "Slot"]
@@ -76,6 +77,7 @@ class Region:
         """Around a second run, given `inputs`: fill the slots (See Rule 2)."""
         return _Filling(self, inputs)
 
+    @never_compiled
     def _pack(self, tensor: Tensor) -> Slot | Kept:
         if _is_parameter(tensor):
             return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
@@ -129,6 +131,7 @@ class _Filling:
         if kind is None:
             self._check_count()
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         value = tensor.detach()  # See Rule 4
         if _is_parameter(tensor):
@@ -167,6 +170,7 @@ class _Filling:
             )
 
 
+@never_compiled
 def _unpack(packed: Slot | Kept) -> Tensor:
     if isinstance(packed, Kept):
         return packed.get()

@@ -176,9 +176,7 @@ def draw_seed() -> int:
     return seed
 
 
-def seeded(
-    call: Callable[[], T], draws: list[Draw] | None = None, owner: object = None
-) -> T:
+def seeded(call: Callable[[], T], draws: list[Draw] | None = None, owner: object = None) -> T:
     """Run `call` with its default-generator draws made from one seed (See Rules 1, 2 and 6).
 
     Args:

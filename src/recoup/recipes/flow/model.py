@@ -102,7 +102,7 @@ class FlowTraining(LightningModule):
             on_step=False,
             on_epoch=True,
             batch_size=len(batch),
-            sync_dist=stage != "train",
+            sync_dist=True,
         )
         return loss
 

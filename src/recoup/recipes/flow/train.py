@@ -77,8 +77,11 @@ def train(args: Sequence[str]) -> int:
         print(_HELP)
         return 0
     run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
-    _announce(run)
+    if run.trainer.is_global_zero:
+        _announce(run)
     run.fit()
+    if not run.trainer.is_global_zero:
+        return 0
     if run.best is not None:
         path, bits = run.best
         print(f"best checkpoint: {path} ({bits:.3f} bits/dim in validation)")
