@@ -8,6 +8,8 @@ Rule 1. Parameters, buffers and the training mode of a region's modules are comp
 Rule 2. Statistics of batch and instance norms are counted in the first run only.
 Rule 3. Any other buffer that a first run changes may change what a second run computes, so that
         is an error at once, in the first run.
+Rule 4. Sharded modules (FSDP2) put other parameters in place of their own for the time of a run,
+        so theirs are not compared.
 """
 
 from __future__ import annotations
@@ -42,16 +44,17 @@ class Guard:
         for root in roots:
             self._walk(root)
 
-    def _walk(self, module: nn.Module) -> None:
+    def _walk(self, module: nn.Module, is_sharded: bool = False) -> None:
         # nn.Module.modules() builds names and a set of the seen; this is a tenth of its time.
         # A module that is met twice is compared twice.
         self._modes.append((module, module.training))
         counts = isinstance(module, _NormBase) and module.training and module.track_running_stats
         if counts:
             self._norms.append(module)
+        is_sharded = is_sharded or hasattr(module, "unshard")
         entries = module._parameters
         for key, value in entries.items():
-            if value is not None:
+            if value is not None and not is_sharded:  # See Rule 4
                 self._parameters.append((entries, key, value, value._version))
         if not counts:
             entries = module._buffers
@@ -64,7 +67,7 @@ class Guard:
                 self._parameters.append((entries, key, value, value._version))
         for child in module._modules.values():
             if child is not None:
-                self._walk(child)
+                self._walk(child, is_sharded)
 
     @property
     def is_training(self) -> bool:
