@@ -11,16 +11,13 @@ Rule 3. A foreign draw moves a default generator outside Rule 1 and Rule 2. A re
 Rule 4. A region run for the second time asks the region around it that is also run again, not
         the generator; a first run inside a second one writes down what it is given.
 Rule 5. After a second run the default generators are as they were before it.
-Rule 6. Who once drew nothing is run without a seed from then on, and watched: if it does draw, as
-        when dropout is switched on later, that one call is repeated from the generators' state.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +26,7 @@ __all__ = ["Draw", "Draws", "draw_seed", "seeded", "with_seed"]
 
 T = TypeVar("T")
 States = tuple[Tensor, ...]
-Draw = int | States | None  # a seed; the state of the generators; or nothing was drawn
-
-_quiet: weakref.WeakSet[Any] = weakref.WeakSet()  # See Rule 6
+Draw = int | None  # a seed, or nothing was drawn
 
 
 class _Stack(threading.local):
@@ -167,7 +162,7 @@ def draw_seed() -> int:
     seed = _fresh_seed()
     if known is not None:
         recorded = known._next()
-        seed = recorded if isinstance(recorded, int) else seed
+        seed = seed if recorded is None else recorded
     if writers:
         states = _get_states()
         for draws in writers:
@@ -176,14 +171,13 @@ def draw_seed() -> int:
     return seed
 
 
-def seeded(call: Callable[[], T], draws: list[Draw] | None = None, owner: object = None) -> T:
-    """Run `call` with its default-generator draws made from one seed (See Rules 1, 2 and 6).
+def seeded(call: Callable[[], T], draws: list[Draw] | None = None) -> T:
+    """Run `call` with its default-generator draws made from one seed (See Rules 1 and 2).
 
     Args:
         call: what to run.
         draws: an empty list, to be given what this call drew, or the list of an earlier call,
             whose draws are then repeated.
-        owner: who draws, if it can be remembered (a module).
 
     Returns:
         What `call` returned.
@@ -199,10 +193,10 @@ def seeded(call: Callable[[], T], draws: list[Draw] | None = None, owner: object
     for region in writers:
         region._seeds.append(None)
     if known is None:
-        result, draw = _first_run(call, before, owner)
+        result, draw = _first_run(call, before)
     else:
         draw = known._next()
-        if isinstance(draw, int):
+        if draw is not None:
             _fresh_seed()  # so that a foreign draw after this one finds the stream in its place
         result = _repeat(call, draw)
     after = _get_states()
@@ -219,13 +213,7 @@ def with_seed(call: Callable[[], T], seed: int) -> T:
     return _repeat(call, seed)
 
 
-def _first_run(call: Callable[[], T], before: States, owner: object) -> tuple[T, Draw]:
-    if owner in _quiet:
-        result = call()
-        if _same(before, _get_states()):
-            return result, None
-        _quiet.discard(owner)
-        return result, before
+def _first_run(call: Callable[[], T], before: States) -> tuple[T, Draw]:
     seed = _fresh_seed()
     after = _get_states()
     drew = True
@@ -237,8 +225,6 @@ def _first_run(call: Callable[[], T], before: States, owner: object) -> tuple[T,
         drew = not _same(probe, _get_states())
     finally:
         _set_states(after if drew else before)  # See Rule 2
-    if not drew and owner is not None:
-        _quiet.add(owner)
     return result, seed if drew else None
 
 
@@ -247,11 +233,8 @@ def _repeat(call: Callable[[], T], draw: Draw) -> T:
         return call()
     before = _get_states()
     try:
-        if isinstance(draw, int):
-            for generator in _generators():
-                generator.manual_seed(draw)
-        else:
-            _set_states(draw)
+        for generator in _generators():
+            generator.manual_seed(draw)
         return call()
     finally:
         _set_states(before)
