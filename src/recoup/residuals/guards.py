@@ -63,7 +63,7 @@ class Guard:
                     self._buffers.append((entries, key, value, value._version))
         entries = module.__dict__  # a tensor that is neither, as an attribute
         for key, value in entries.items():
-            if isinstance(value, Tensor):
+            if type(value) is Tensor:
                 self._parameters.append((entries, key, value, value._version))
         for child in module._modules.values():
             if child is not None:
