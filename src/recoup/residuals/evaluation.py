@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,7 +51,7 @@ def evaluate(network: nn.Module, inputs: Inputs) -> Any:
     answer = _local.answer
     if answer is None:
         return _run(network, inputs, [])
-    with _answering(None):
+    with _Answering(None):
         return answer(network, inputs)
 
 
@@ -69,14 +68,21 @@ def _run(network: nn.Module, inputs: Inputs, draws: list[Draw]) -> Any:
     return seeded(lambda: network(*inputs), draws)  # See Rule 4
 
 
-@contextmanager
-def _answering(answer: Callable[[nn.Module, Inputs], Any] | None) -> Generator[None]:
-    before = _local.answer
-    _local.answer = answer
-    try:
-        yield
-    finally:
-        _local.answer = before
+class _Answering:
+    """Within it, `answer` is asked for every evaluation; None lets networks run by themselves."""
+
+    __slots__ = ("_answer", "_before")
+
+    def __init__(self, answer: Callable[[nn.Module, Inputs], Any] | None) -> None:
+        self._answer = answer
+        self._before: Callable[[nn.Module, Inputs], Any] | None = None
+
+    def __enter__(self) -> None:
+        self._before = _local.answer
+        _local.answer = self._answer
+
+    def __exit__(self, *_: object) -> None:
+        _local.answer = self._before
 
 
 class _Evaluation:
@@ -121,30 +127,22 @@ class Evaluations:
         """Whether inverse can make the residuals (See Rule 3)."""
         return all(len(same) == 1 for same in self._by_network.values())
 
-    @contextmanager
-    def recording(self, make_region: Callable[[], Region]) -> Generator[None]:
+    def recording(self, make_region: Callable[[], Region]) -> _Answering:
         """Around the first forward; each evaluation gets a region, made by `make_region`."""
-        with _answering(partial(self._record, make_region)):
-            yield
+        return _Answering(partial(self._record, make_region))
 
-    @contextmanager
-    def inverting(self, fills: bool) -> Generator[None]:
+    def inverting(self, fills: bool) -> _Answering:
         """Around the inverse, which fills and remembers evaluations (Rule 1), or only runs."""
-        with _answering(self._fill_and_remember if fills else self._only_run):
-            yield
+        return _Answering(self._fill_and_remember if fills else self._only_run)
 
-    @contextmanager
-    def recalling(self) -> Generator[None]:
+    def recalling(self) -> _Answering:
         """Around the forward after the inverse: remembered outputs (See Rule 2)."""
-        with _answering(self._recall):
-            yield
+        return _Answering(self._recall)
 
-    @contextmanager
-    def filling(self) -> Generator[None]:
+    def filling(self) -> _Answering:
         """Around a second forward in full: every evaluation is run again (See Rule 3)."""
         self._cursor = {}
-        with _answering(self._fill_in_order):
-            yield
+        return _Answering(self._fill_in_order)
 
     def forget(self) -> None:
         """Let go of the remembered outputs."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -38,26 +37,66 @@ class Rerun:
         self._ambient = Ambient()
         self._draws = Draws()
 
-    @contextmanager
-    def first(self) -> Generator[None]:
+    def first(self) -> _First:
         """Around the first run."""
-        looking = looked_at(self._code, self._guard.is_training, self._name)
-        with looking, self._guard.counted(), self._draws.recording():
-            yield
-        self._guard.first_run_ended(self._name)
-        if self._held is not None:
-            self._held.first_run_ended()
+        return _First(self)
+
+    def again(self) -> _Again:
+        """Around any later run, which then computes what the first one did, and nothing else."""
+        return _Again(self)
 
     @property
     def has_foreign_draws(self) -> bool:
         """Whether the first run drew other than by seeds of ours."""
         return self._draws.has_foreign
 
-    @contextmanager
-    def again(self) -> Generator[None]:
-        """Around any later run, which then computes what the first one did, and nothing else."""
-        self._guard.check(self._name)
-        if self._held is not None:
-            self._held.check(self._name)
-        with self._draws.replaying(), self._ambient.entered(), self._guard.uncounted():
-            yield
+
+# Classes and not generators: a chain enters them once or twice for each of its stages.
+
+
+class _First:
+    __slots__ = ("_counted", "_draws", "_looking", "_rerun")
+
+    def __init__(self, rerun: Rerun) -> None:
+        self._rerun = rerun
+        guard = rerun._guard
+        self._looking = looked_at(rerun._code, guard.is_training, rerun._name)
+        self._counted = guard.counted()
+        self._draws = rerun._draws.recording()
+
+    def __enter__(self) -> None:
+        self._looking.__enter__()
+        self._counted.__enter__()
+        self._draws.__enter__()
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        rerun = self._rerun
+        self._draws.__exit__()
+        self._counted.__exit__(kind, value, traceback)
+        self._looking.__exit__(kind, value, traceback)
+        if kind is None:
+            rerun._guard.first_run_ended(rerun._name)
+            if rerun._held is not None:
+                rerun._held.first_run_ended()
+
+
+class _Again:
+    __slots__ = ("_ambient", "_draws", "_uncounted")
+
+    def __init__(self, rerun: Rerun) -> None:
+        rerun._guard.check(rerun._name)
+        if rerun._held is not None:
+            rerun._held.check(rerun._name)
+        self._draws = rerun._draws.replaying()
+        self._ambient = rerun._ambient.entered()
+        self._uncounted = rerun._guard.uncounted()
+
+    def __enter__(self) -> None:
+        self._ambient.__enter__()
+        self._uncounted.__enter__()
+        self._draws.__enter__()
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        self._draws.__exit__()
+        self._uncounted.__exit__(kind, value, traceback)
+        self._ambient.__exit__(kind, value, traceback)
