@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -330,12 +331,12 @@ class Breaks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.at = -1
-        self.num_calls = 0
+        # Beside the module: its own numbers would be put back as they were.
+        self.outside = types.SimpleNamespace(at=-1, num_calls=0)
 
     def forward(self, x):
-        self.num_calls += 1
-        if self.num_calls == self.at:
+        self.outside.num_calls += 1
+        if self.outside.num_calls == self.outside.at:
             raise KeyError("broken")
         return nn.functional.dropout((x / 2).sin(), 0.3)
 
@@ -365,7 +366,7 @@ def test_an_exception_leaves_nothing_behind(memory, place):
         return [(norm.momentum, norm.training, norm.num_batches_tracked.clone()) for norm in norms]
 
     before = state()
-    breaks[place].at = 1  # in forward
+    breaks[place].outside.at = 1  # in forward
     with pytest.raises(KeyError, match=r"broken"):
         model(x)
     assert hooks_in_force() is None
@@ -373,16 +374,16 @@ def test_an_exception_leaves_nothing_behind(memory, place):
     assert [s[:2] for s in state()] == [s[:2] for s in before]
 
     for breaking_module in breaks:
-        breaking_module.num_calls = 0
-    breaks[place].at = -1
+        breaking_module.outside.num_calls = 0
+    breaks[place].outside.at = -1
     torch.manual_seed(SEED)
     loss = loss_of_all(model(x))
     before, stream = state(), torch.get_rng_state()
-    breaks[place].at = breaks[place].num_calls + 1  # in backward, if it runs there
+    breaks[place].outside.at = breaks[place].outside.num_calls + 1  # in backward, if it runs there
     try:
         loss.backward(retain_graph=True)
     except KeyError:
-        breaks[place].at = -1
+        breaks[place].outside.at = -1
     assert hooks_in_force() is None
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), stream)
@@ -398,12 +399,12 @@ def test_a_graph_is_of_use_after_an_exception_in_backward(memory, place):
     x = leaf(4, 6)
     torch.manual_seed(SEED)
     loss = loss_of_all(model(x))
-    breaks[place].at = breaks[place].num_calls + 1
+    breaks[place].outside.at = breaks[place].outside.num_calls + 1
     try:
         loss.backward(retain_graph=True)
     except KeyError:
         x.grad = None
-    breaks[place].at = -1
+    breaks[place].outside.at = -1
     (again,) = torch.autograd.grad(loss, x)
     plain = copy.deepcopy(model)
     plain.memory = "linear"

@@ -9,8 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recoup.residuals.executor import Plan, State
-from recoup.residuals.held import Held
+from recoup.errors import ReplayError
+from recoup.residuals.executor import Plan
+from recoup.residuals.held import Held, code_of
+from recoup.residuals.stage import State
 from recoup.residuals.tree import Tree, flatten
 from recoup.schedules import constant
 
@@ -40,7 +42,8 @@ def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     Raises:
         ChangedError: in backward, when something that `fn` used has changed since.
-        ReplayError: in backward, when the second run does not save what the first one saved.
+        ReplayError: in backward, when the second run does not save what the first one saved; in
+            forward, when `fn` does what cannot be repeated.
 
     Example:
         >>> import recoup, torch
@@ -52,13 +55,18 @@ def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Source: Chen et al., "Training deep nets with sublinear memory cost",
     https://arxiv.org/abs/1604.06174.
     """
+    reentrant = kwargs.pop("use_reentrant", False)
+    if reentrant:
+        raise ValueError(
+            "`use_reentrant` is True, but recoup.checkpoint has no reentrant variant. Leave it out."
+        )
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     # A call of plain tensors, the common one, is spared the walk through nested values.
     state, tree = flatten((args, kwargs) if kwargs else args)
     call = _Call(fn, tree, bool(kwargs))
     state, _ = _plan().execute((call,), state)
-    return call.result.unflatten(state)
+    return call.take_result().unflatten(state)
 
 
 @functools.cache
@@ -69,26 +77,52 @@ def _plan() -> Plan:
 class _Call:
     """A call as the one stage of a chain."""
 
-    __slots__ = ("_fn", "_has_kwargs", "_tree", "code", "held", "modules", "result")
+    __slots__ = ("_fn", "_has_kwargs", "_has_run", "_result", "_tree", "code", "held", "modules")
 
     def __init__(self, fn: Callable[..., Any], tree: Tree, has_kwargs: bool) -> None:
         self._fn = fn
         self._tree = tree
         self._has_kwargs = has_kwargs
+        self._has_run = False
+        self._result = tree
         self.held = Held(fn)
         self.modules = (*self.held.modules, *tree.modules())
-        self.code: object = fn if isinstance(fn, nn.Module) else getattr(fn, "__code__", None)
-        self.result = tree
+        self.code: object = fn if isinstance(fn, nn.Module) else code_of(fn)
 
     @property
     def name(self) -> str:
-        return f"the checkpointed call of {getattr(self._fn, '__qualname__', type(self._fn))}"
+        name = getattr(self._fn, "__qualname__", None) or type(self._fn).__name__
+        return f"the checkpointed call of {name}"
+
+    def take_result(self) -> Tree:
+        """Return the form of the result and forget it: it may hold what holds this call."""
+        result, self._result = self._result, self._tree
+        return result
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         given: Any = self._tree.unflatten(state)
         output = self._fn(*given[0], **given[1]) if self._has_kwargs else self._fn(*given)
-        state, self.result = flatten(output)
+        is_first = not self._has_run
+        if is_first:
+            self._has_run = True
+            self._check_arguments(given, state)
+        state, result = flatten(output)
+        if is_first:
+            self._result = result
         return state, None
 
     def inverse(self, state: State) -> State:
         raise NotImplementedError
+
+    def _check_arguments(self, given: Any, state: State) -> None:
+        if self._tree.is_flat:
+            return
+        tensors, tree = flatten(given)
+        same = len(tensors) == len(state) and all(
+            a is b for a, b in zip(tensors, state, strict=True)
+        )
+        if not same or not self._tree.matches(tree):
+            raise ReplayError(
+                f"{self.name} changes a list or dict among its arguments, which a second run would "
+                "do again. Return what it adds, and add it outside."
+            )

@@ -8,11 +8,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from recoup.errors import NotInvertibleError
-from recoup.residuals.executor import Plan, State
+from recoup.errors import NotInvertibleError, ReplayError
+from recoup.residuals.executor import Plan
+from recoup.residuals.stage import State
 from recoup.residuals.tree import Tree, flatten
 from recoup.schedules import Schedule, Way
-from recoup.schedules.memory import Memory, schedule_for
+from recoup.schedules.memory import Memory, schedule_for, shown
 
 __all__ = ["Sequential"]
 
@@ -126,7 +127,7 @@ class Sequential(nn.Sequential):
         found = super().__getitem__(index)
         if isinstance(found, Sequential) and isinstance(index, slice):
             found.otherwise = self.otherwise
-            found.memory = "linear" if isinstance(self._memory, Schedule) else self._memory
+            found.memory = self._carried
         return found
 
     def _ways(self) -> tuple[Way, ...]:
@@ -145,9 +146,21 @@ class Sequential(nn.Sequential):
                 ways.append(otherwise)
         return tuple(ways)
 
+    def __add__(self, other: Any) -> Sequential:
+        return Sequential(*self, *other, memory=self._carried, otherwise=self.otherwise)
+
+    def __mul__(self, other: int) -> Sequential:
+        modules = [module for _ in range(other) for module in self]
+        return Sequential(*modules, memory=self._carried, otherwise=self.otherwise)
+
+    @property
+    def _carried(self) -> Memory:
+        """What a chain of another length may take over."""
+        return "linear" if isinstance(self._memory, Schedule) else self._memory
+
     def extra_repr(self) -> str:
         """Show the memory mode."""
-        return f"memory={self._memory!r}"
+        return f"memory={shown(self._memory)}"
 
 
 def _planned(memory: Memory, ways: Sequence[Way] | None, num_stages: int) -> Plan:
@@ -188,7 +201,14 @@ class _Stage:
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         output = self._module(self._trees[self._index].unflatten(state))
-        state, self._trees[self._index + 1] = flatten(_value(self._module, output))
+        state, tree = flatten(_value(self._module, output))
+        opaque = tree.opaque()
+        if opaque is not None:
+            raise ReplayError(
+                f"{self.name} returns a {type(opaque).__name__}, whose tensors cannot be seen. "
+                'Return tensors in tuples, lists or dicts, or use memory="linear".'
+            )
+        self._trees[self._index + 1] = tree
         return state, None
 
     def inverse(self, state: State) -> State:

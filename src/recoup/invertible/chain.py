@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
-from recoup.residuals.executor import Plan, State
-from recoup.schedules.memory import Memory, schedule_for
+from recoup.residuals.executor import Plan
+from recoup.residuals.stage import State
+from recoup.schedules.memory import Memory, schedule_for, shown
 
 __all__ = ["Chain"]
 
@@ -146,7 +147,7 @@ class Chain(InvertibleModule):
 
     def extra_repr(self) -> str:
         """Show the memory mode."""
-        return f"memory={self._memory!r}"
+        return f"memory={shown(self._memory)}"
 
 
 class _Stage:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from recoup.errors import ReplayError
 from recoup.residuals.quiet import draws_nothing
-from recoup.residuals.region import Region
+from recoup.residuals.region import Region, Untaped
 from recoup.residuals.seeds import Draw, seeded
 from recoup.residuals.tree import Tree, flatten
 
@@ -66,6 +66,15 @@ def _run(network: nn.Module, inputs: Inputs, draws: list[Draw]) -> Any:
             draws.append(None)
         return network(*inputs)
     return seeded(lambda: network(*inputs), draws)  # See Rule 4
+
+
+def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any:
+    inputs = tuple(
+        value.detach().requires_grad_(flag)
+        for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
+    )
+    with Untaped():
+        return _run(network, inputs, evaluation.draws)
 
 
 class _Answering:
@@ -181,8 +190,8 @@ class Evaluations:
     ) -> tuple[Tensor, ...]:
         region = evaluation.region()
         if region is None or not region.is_wanted:
-            with torch.no_grad():
-                return flatten(_run(network, inputs, evaluation.draws))[0]
+            output = flatten(_untaped(network, inputs, evaluation))[0]
+            return tuple(value.detach() for value in output)
         taped = tuple(
             value.detach().requires_grad_(flag)
             for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
@@ -199,7 +208,8 @@ class Evaluations:
                 "draws random numbers: which draw belongs to which evaluation cannot be told in "
                 'the inverse. Use two networks, or memory="sqrt".'
             )
-        return _run(network, inputs, evaluation.draws)
+        values, tree = flatten(_untaped(network, inputs, evaluation))
+        return tree.unflatten(tuple(value.detach() for value in values))
 
     def _recall(self, network: nn.Module, inputs: Inputs) -> Any:
         del inputs

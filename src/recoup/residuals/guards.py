@@ -5,7 +5,10 @@ NOTE [ Correct or an error ]
 Rule 1. Parameters, buffers and the training mode of a region's modules are compared before it
         runs again: the same tensors, unchanged since the end of the first run. (A first run may
         change them itself: a data-dependent start does.)
-Rule 2. Statistics of batch and instance norms are counted in the first run only.
+Rule 2. Statistics of batch and instance norms are counted in the first run only, and numbers that
+        are attributes of modules (a counter, the probability of a dropout) are in a second run
+        what they were before the first, and after it what they were before it. A flag is what
+        the first run left, since most say that something has been done once.
 Rule 3. Any other buffer that a first run changes may change what a second run computes, so that
         is an error at once, in the first run.
 Rule 4. Sharded modules (FSDP2) put other parameters in place of their own for the time of a run,
@@ -23,28 +26,32 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from recoup.errors import ChangedError, ReplayError
+from recoup.residuals.hooks import version_of
 
 __all__ = ["Guard", "is_in_place"]
 
 _NOTHING = nullcontext()
-_norms_lock = threading.RLock()  # threads may share a norm, and holding still changes it
+_NUMBERS = frozenset((bool, int, float, complex, str))
+_Entry = tuple[dict[str, Any], str, Tensor, int]
+_lock = threading.RLock()  # threads may share a module that is put back as it was
 
 
 class Guard:
-    """The parameters, buffers and modes of `modules`, compared before a second run."""
+    """The parameters, buffers, modes and numbers of modules, as a first run leaves them."""
 
-    __slots__ = ("_buffers", "_modes", "_norms", "_parameters", "_roots")
+    __slots__ = ("_buffers", "_modes", "_norms", "_numbers", "_roots", "_tensors")
 
     def __init__(self, roots: tuple[nn.Module, ...]) -> None:
         self._roots = roots
-        self._parameters: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        self._buffers: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._tensors: list[_Entry] = []
+        self._buffers: list[_Entry] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._norms: list[Any] = []
+        self._numbers: list[tuple[dict[str, Any], str, Any]] = []
         for root in roots:
-            self._walk(root)
+            self._walk(root, is_sharded=False)
 
-    def _walk(self, module: nn.Module, is_sharded: bool = False) -> None:
+    def _walk(self, module: nn.Module, *, is_sharded: bool) -> None:
         # nn.Module.modules() builds names and a set of the seen; this is a tenth of its time.
         # A module that is met twice is compared twice.
         self._modes.append((module, module.training))
@@ -52,22 +59,21 @@ class Guard:
         if counts:
             self._norms.append(module)
         is_sharded = is_sharded or hasattr(module, "unshard")
-        entries = module._parameters
-        for key, value in entries.items():
-            if value is not None and not is_sharded:  # See Rule 4
-                self._parameters.append((entries, key, value, value._version))
+        if not is_sharded:  # See Rule 4
+            _note(module._parameters, self._tensors)
         if not counts:
-            entries = module._buffers
-            for key, value in entries.items():
-                if value is not None:
-                    self._buffers.append((entries, key, value, value._version))
-        entries = module.__dict__  # a tensor that is neither, as an attribute
-        for key, value in entries.items():
-            if type(value) is Tensor:
-                self._parameters.append((entries, key, value, value._version))
+            _note(module._buffers, self._buffers)
+        own = module.__dict__
+        for key, value in own.items():
+            kind = cast("type[Any]", type(value))
+            if kind in _NUMBERS:
+                if key != "training":
+                    self._numbers.append((own, key, value))
+            elif kind is Tensor and value.grad_fn is None:  # neither, as an attribute
+                self._tensors.append((own, key, value, version_of(value)))
         for child in module._modules.values():
             if child is not None:
-                self._walk(child, is_sharded)
+                self._walk(child, is_sharded=is_sharded)
 
     @property
     def is_training(self) -> bool:
@@ -77,27 +83,34 @@ class Guard:
     def first_run_ended(self, name: str) -> None:
         """Take the versions that the first run left; raise if it changed a buffer."""
         for entries, key, value, version in self._buffers:
-            if entries.get(key) is not value or value._version != version:
+            if entries.get(key) is not value or version_of(value) != version:
                 raise ReplayError(
-                    f"{name} changes its buffer `{self._name_of(entries, key)}` in forward, "
-                    "so running it again would not compute the same. Keep its residuals: "
-                    'memory="linear", or a schedule that tapes this stage in the sweep.'
+                    f"{name} changes its buffer `{self._name_of(entries, key)}` in forward, so "
+                    "running it again would not compute the same. Keep its residuals: "
+                    'memory="linear", or a schedule that tapes it in the sweep.'
                 )
-        parameters = self._parameters
-        for place, (entries, key, value, version) in enumerate(parameters):
-            if value._version != version:
-                parameters[place] = (entries, key, value, value._version)
+        # A flag that the first run has set says that something is done, once (a start).
+        self._numbers = [
+            (own, key, own.get(key) if type(value) is bool else value)
+            for own, key, value in self._numbers
+        ]
+        # What the first run has replaced (a cache), a second run replaces too.
+        self._tensors = [
+            (entries, key, value, version_of(value))
+            for entries, key, value, _ in self._tensors
+            if entries.get(key) is value
+        ]
 
     def check(self, name: str) -> None:
         """Raise if anything is not as the first run left it."""
-        for entries, key, value, version in (*self._parameters, *self._buffers):
+        for entries, key, value, version in (*self._tensors, *self._buffers):
             if entries.get(key) is not value:
                 raise ChangedError(
                     f"`{self._name_of(entries, key)}` of {name} was replaced between forward "
                     "and backward, so running it again would compute something else. Run "
                     "backward before replacing it (inside `functional_call`, for instance)."
                 )
-            if value._version != version:
+            if version_of(value) != version:
                 raise ChangedError(
                     f"`{self._name_of(entries, key)}` of {name} was changed in place between "
                     "forward and backward, so running it again would compute something "
@@ -111,13 +124,14 @@ class Guard:
                     "again would compute something else. Call train() or eval() after backward."
                 )
 
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """Around a second run: numbers as the first run met them, and norms that do not count."""
+        moved = [entry for entry in self._numbers if entry[0].get(entry[1]) != entry[2]]
+        return _as_it_was(self._norms, moved) if self._norms or moved else _NOTHING
+
     def counted(self) -> AbstractContextManager[object]:
         """Around a first run, in which norms count: no other thread holds them still meanwhile."""
-        return _norms_lock if self._norms else _NOTHING
-
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Hold the running statistics of norms still (See Rule 2)."""
-        return _held_still(self._norms) if self._norms else _NOTHING
+        return _lock if self._norms else _NOTHING
 
     def _name_of(self, entries: dict[str, Any], key: str) -> str:
         for root in self._roots:
@@ -136,21 +150,28 @@ def is_in_place(module: nn.Module) -> bool:
     return bool(getattr(module, "inplace", False))
 
 
+def _note(entries: dict[str, Any], found: list[_Entry]) -> None:
+    for key, value in entries.items():
+        if value is not None:
+            found.append((entries, key, value, version_of(value)))
+
+
 @contextmanager
-def _held_still(norms: list[Any]) -> Generator[None]:
-    with _norms_lock:
-        yield from _still(norms)
-
-
-def _still(norms: list[Any]) -> Generator[None]:
-    saved = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
-    try:
-        for norm in norms:
-            norm.momentum = 0.0
-            norm._buffers["num_batches_tracked"] = None
-        yield
-    finally:
-        # In reverse, since a norm that is met twice was saved twice.
-        for norm, momentum, count in reversed(saved):
-            norm.momentum = momentum
-            norm._buffers["num_batches_tracked"] = count
+def _as_it_was(norms: list[Any], numbers: list[tuple[dict[str, Any], str, Any]]) -> Generator[None]:
+    with _lock:
+        saved = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
+        moved = [(own, key, own.get(key)) for own, key, _ in numbers]
+        try:
+            for own, key, value in numbers:
+                own[key] = value
+            for norm in norms:
+                norm.momentum = 0.0
+                norm._buffers["num_batches_tracked"] = None
+            yield
+        finally:
+            # In reverse, since a norm that is met twice was saved twice.
+            for norm, momentum, count in reversed(saved):
+                norm.momentum = momentum
+                norm._buffers["num_batches_tracked"] = count
+            for own, key, value in moved:
+                own[key] = value

@@ -3,11 +3,13 @@
 NOTE [ What can be seen ]
 
 Rule 1. Followed are closure cells, defaults, `functools.partial`, the owner of a method, the
-        globals that a function names, functions among these, and tuples, lists and dicts of a
-        few entries. Modules and tensors found so are compared before a second run.
+        globals that a function reads, functions among these, the attributes of plain objects,
+        and tuples, lists and dicts of a few entries. Modules and tensors found so are compared
+        before a second run.
 Rule 2. Numbers and strings are compared in cells and defaults only, and not where the function
         itself writes them (a counter). A loop variable that has moved on is caught by this.
-Rule 3. What is read otherwise (attributes of plain objects, files, devices) is not seen.
+Rule 3. What is read otherwise (deeper than a few levels, files, devices) is not seen.
+Rule 4. A tensor with a history is held weakly: it would hold the graph that holds the region.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from recoup.errors import ChangedError
+from recoup.residuals.hooks import version_of
 
-__all__ = ["Held"]
+__all__ = ["Held", "code_of"]
 
 _MOST_ENTRIES = 64
 _DEEPEST = 4
 _PLAIN = (bool, int, float, complex, str, bytes)
-_stores: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
+_OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
+_known: weakref.WeakKeyDictionary[types.CodeType, tuple[frozenset[str], frozenset[str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Held:
@@ -45,7 +51,8 @@ class Held:
                 if all(value is not module for module in modules):
                     modules.append(value)
             elif isinstance(value, Tensor):
-                self._items.append((path, value, value._version))
+                kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
+                self._items.append((path, kept, version_of(value)))
             else:
                 self._items.append((path, value, 0))
         self.modules = tuple(modules)
@@ -60,11 +67,12 @@ class Held:
         if not self._items:
             return
         now = dict(_walk(self._fn, "", 0))
-        for path, value, version in self._items:
-            is_tensor = isinstance(value, Tensor)
+        for path, kept, version in self._items:
+            value = cast("Any", kept() if isinstance(kept, weakref.ref) else kept)
             found = now.get(path)
-            same = found is value if is_tensor else found == value
-            if not same or (is_tensor and value._version != version):
+            is_tensor = isinstance(value, Tensor)
+            same = found is value or (not is_tensor and found == value)
+            if not same or (is_tensor and version_of(value) != version):
                 how = "changed in place" if same else "given another value"
                 raise ChangedError(
                     f"`{path}`, which {name} reads, was {how} between forward and backward, so "
@@ -101,10 +109,12 @@ def _function(fn: types.FunctionType, path: str, depth: int) -> Iterator[tuple[s
         yield from _values(f"{path}default[{index}]", value, depth, is_cell=True)
     for name, value in (fn.__kwdefaults__ or {}).items():
         yield from _values(f"{path}{name}", value, depth, is_cell=True)
-    for name in code.co_names:
+    for name in _global_names(code):
         value = fn.__globals__.get(name)
         if isinstance(value, (nn.Module, Tensor)):
             yield f"{path}{name}", value
+        elif isinstance(value, types.FunctionType) and depth < _DEEPEST and _is_users(value):
+            yield from _function(value, f"{path}{name}.", depth + 1)
 
 
 def _values(path: str, value: Any, depth: int, *, is_cell: bool) -> Iterator[tuple[str, Any]]:
@@ -122,12 +132,41 @@ def _values(path: str, value: Any, depth: int, *, is_cell: bool) -> Iterator[tup
             yield from _values(f"{path}[{key!r}]", mapping[key], depth + 1, is_cell=False)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         yield from _walk(value, f"{path}.", depth + 1)
+    elif type(value).__module__.partition(".")[0] not in _OTHERS:
+        for key, entry in list(getattr(value, "__dict__", {}).items())[:_MOST_ENTRIES]:
+            if isinstance(entry, (nn.Module, Tensor)):
+                yield f"{path}.{key}", entry
+
+
+def code_of(fn: Any) -> object:
+    """Return the code that calling `fn` runs, or None if it cannot be told."""
+    if isinstance(fn, functools.partial):
+        return None  # its arguments decide, too
+    if not hasattr(fn, "__code__") and not isinstance(fn, types.BuiltinFunctionType):
+        fn = type(fn).__call__
+    return getattr(fn, "__code__", None)
+
+
+def _is_users(fn: types.FunctionType) -> bool:
+    return fn.__module__.partition(".")[0] not in _OTHERS
 
 
 def _written(code: types.CodeType) -> frozenset[str]:
     """Return the closure variables that `code` itself writes."""
-    found = _stores.get(code)
+    return _names(code)[0]
+
+
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    """Return the globals that `code` reads; `co_names` has attributes among them."""
+    return _names(code)[1]
+
+
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    found = _known.get(code)
     if found is None:
-        writes = (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
-        found = _stores[code] = frozenset(writes)
+        instructions = list(dis.get_instructions(code))
+        found = _known[code] = (
+            frozenset(i.argval for i in instructions if i.opname == "STORE_DEREF"),
+            frozenset(i.argval for i in instructions if i.opname == "LOAD_GLOBAL"),
+        )
     return found

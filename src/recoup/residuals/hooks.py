@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recoup.errors import ChangedError
 
-__all__ = ["Kept", "Pair", "pair_in_force", "saving"]
+__all__ = ["Kept", "Pair", "pair_in_force", "saving", "version_of"]
 
 saving = torch.autograd.graph.saved_tensors_hooks
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -30,6 +30,11 @@ def pair_in_force() -> Pair | None:
     """Return the innermost pair of saved-tensor hooks of this thread."""
     autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
     return autograd._top_saved_tensors_default_hooks(False)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often `tensor` was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Kept:
@@ -45,7 +50,7 @@ class Kept:
 
     def __init__(self, tensor: Tensor, name: str, pair: Pair | None) -> None:
         self._name = name
-        self._version = tensor._version
+        self._version = version_of(tensor)
         if pair is None:
             self._packed: Any = tensor.detach()  # See Rule 3
             self._unpack: Callable[[Any], Tensor] | None = None
@@ -58,11 +63,14 @@ class Kept:
         """Return the tensor, or raise if it was changed in place since it was kept."""
         if self._unpack is not None:
             return self._unpack(self._packed)
-        if self._packed._version != self._version:  # See Rule 2
-            raise ChangedError(
-                f"{self._name} was changed in place between forward and backward (version "
-                f"{self._version} when it was used, {self._packed._version} now), so backward "
-                "would see other values than forward did. Run backward before changing it, or "
-                "change a clone."
-            )
+        self.check("between forward and backward")
         return self._packed
+
+    def check(self, when: str) -> None:
+        """Raise if the tensor was changed in place since it was kept (See Rule 2)."""
+        if self._unpack is None and version_of(self._packed) != self._version:
+            raise ChangedError(
+                f"{self._name} was changed in place {when} (version {self._version} when it was "
+                f"used, {version_of(self._packed)} now), so backward would see other values than "
+                "forward did. Run backward before changing it, or change a clone."
+            )

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.compiler import never_compiled
-from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving
+from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving, version_of
 
-__all__ = ["Region", "Slot"]
+__all__ = ["Region", "Slot", "Untaped"]
 
 
 class Slot:
@@ -41,8 +41,9 @@ class Slot:
         self.value: Tensor | None = None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.address = tensor.data_ptr()
-        self.version = tensor._version
+        # A sparse tensor has no address of its own; what it is made of is saved by itself.
+        self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        self.version = version_of(tensor)
 
 
 class Region:
@@ -152,14 +153,17 @@ class _Filling:
                 f"where the first run made a {slot.dtype} of shape {tuple(slot.shape)}. A region "
                 "must do the same when it runs again: look for outside state that it reads."
             )
-        if slot.version == tensor._version:
+        if slot.version == version_of(tensor) or slot.address == 0:
             return
-        address = tensor.data_ptr()
-        if slot.address == address and all(address != x.data_ptr() for x in self._inputs):
+        if slot.address == tensor.data_ptr() and not self._is_input(tensor):
             raise ChangedError(
                 f"A tensor of shape {tuple(tensor.shape)} that {self._name} reads from outside was "
                 "changed in place between forward and backward. Pass a clone, or change it later."
             )
+
+    def _is_input(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage().data_ptr()
+        return any(storage == value.untyped_storage().data_ptr() for value in self._inputs)
 
     def _check_count(self) -> None:
         if self._place != len(self._slots):
@@ -168,6 +172,29 @@ class _Filling:
                 f"{len(self._slots)}. A region must do the same when it runs again: look for "
                 "outside state that it reads, such as a counter or a cache."
             )
+
+
+class Untaped:
+    """Around a second run that is not to be reversed: with a graph, and nothing kept in it."""
+
+    __slots__ = ("_grad_mode", "_hooks")
+
+    def __init__(self) -> None:
+        self._grad_mode = torch.enable_grad()
+        self._hooks = saving(_nothing, _itself)
+
+    def __enter__(self) -> None:
+        self._grad_mode.__enter__()
+        self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+        self._grad_mode.__exit__(None, None, None)
+
+
+@never_compiled
+def _nothing(tensor: Tensor) -> None:
+    del tensor
 
 
 @never_compiled

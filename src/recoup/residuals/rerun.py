@@ -25,13 +25,14 @@ class Rerun:
         held: what a function reads beside its arguments, if it is one.
     """
 
-    __slots__ = ("_ambient", "_code", "_draws", "_guard", "_held", "_name")
+    __slots__ = ("_ambient", "_code", "_draws", "_guard", "_held", "_modules", "_name")
 
     def __init__(
         self, name: str, modules: tuple[nn.Module, ...], code: object, held: Held | None
     ) -> None:
         self._name = name
         self._code = code
+        self._modules = modules
         self._held = held
         self._guard = Guard(modules)
         self._ambient = Ambient()
@@ -60,7 +61,7 @@ class _First:
     def __init__(self, rerun: Rerun) -> None:
         self._rerun = rerun
         guard = rerun._guard
-        self._looking = looked_at(rerun._code, guard.is_training, rerun._name)
+        self._looking = looked_at(rerun._code, rerun._modules, guard.is_training, rerun._name)
         self._counted = guard.counted()
         self._draws = rerun._draws.recording()
 
@@ -81,7 +82,7 @@ class _First:
 
 
 class _Again:
-    __slots__ = ("_ambient", "_draws", "_uncounted")
+    __slots__ = ("_ambient", "_as_it_was", "_draws")
 
     def __init__(self, rerun: Rerun) -> None:
         rerun._guard.check(rerun._name)
@@ -89,14 +90,14 @@ class _Again:
             rerun._held.check(rerun._name)
         self._draws = rerun._draws.replaying()
         self._ambient = rerun._ambient.entered()
-        self._uncounted = rerun._guard.uncounted()
+        self._as_it_was = rerun._guard.as_it_was()
 
     def __enter__(self) -> None:
         self._ambient.__enter__()
-        self._uncounted.__enter__()
+        self._as_it_was.__enter__()
         self._draws.__enter__()
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         self._draws.__exit__()
-        self._uncounted.__exit__(kind, value, traceback)
+        self._as_it_was.__exit__(kind, value, traceback)
         self._ambient.__exit__(kind, value, traceback)

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.errors import ReplayError
@@ -38,22 +39,25 @@ def own_generator(device: torch.device, seed: int) -> torch.Generator:
     return generator
 
 
-def looked_at(code: object, is_training: bool, name: str) -> AbstractContextManager[None]:
-    """Around a first run: raise if `code` draws from elsewhere, unless it was looked at before.
+def looked_at(
+    code: object, modules: tuple[nn.Module, ...], is_training: bool, name: str
+) -> AbstractContextManager[None]:
+    """Around a first run: raise if it draws from elsewhere, unless it was looked at before.
 
     Args:
-        code: a module, the code object of a function, or None if there is none to look at.
+        code: a module, or the code object of a function; None to look every time.
+        modules: what the code uses: the same code may be run with other ones.
         is_training: the mode it runs in.
         name: what an error calls it.
     """
     seen = _seen[is_training]
-    if code is None or code in seen:
+    if code is not None and code in seen and all(module in seen for module in modules):
         return _NOTHING
-    return _looking(code, seen, name)
+    return _looking((code, *modules), seen, name)
 
 
 @contextmanager
-def _looking(code: Any, seen: weakref.WeakSet[Any], name: str) -> Generator[None]:
+def _looking(codes: tuple[Any, ...], seen: weakref.WeakSet[Any], name: str) -> Generator[None]:
     numpy = sys.modules.get("numpy.random")
     python_before = random.getstate()
     numpy_before = None if numpy is None else _numpy_state(numpy)
@@ -63,7 +67,7 @@ def _looking(code: Any, seen: weakref.WeakSet[Any], name: str) -> Generator[None
         raise ReplayError(_message(name, "Python's `random`"))
     if numpy is not None and _numpy_state(numpy) != numpy_before:
         raise ReplayError(_message(name, "numpy's global generator"))
-    seen.add(code)
+    seen.update(code for code in codes if code is not None)
 
 
 def _numpy_state(numpy: Any) -> tuple[bytes, int, int]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = ["Tree", "flatten"]
 
-_TENSOR = object()  # stands where a tensor was
+
+class _Tensor:
+    """Stands where a tensor was."""
+
+
+_TENSOR = _Tensor()
+_PLAIN = (_Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Tree:
@@ -20,6 +27,21 @@ class Tree:
     def __init__(self, leaves: list[Any], spec: Any) -> None:
         self._leaves = leaves
         self._spec = spec
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there is nothing that could be changed beside tensors."""
+        return self._spec is None or self._spec is tuple
+
+    def matches(self, other: Tree) -> bool:
+        """Whether another value has the same form, and the same beside its tensors."""
+        if self._spec != other._spec or len(self._leaves) != len(other._leaves):
+            return False
+        return all(a is b for a, b in zip(self._leaves, other._leaves, strict=True))
+
+    def opaque(self) -> object | None:
+        """Return a value in which tensors could hide, or None."""
+        return next((leaf for leaf in self._leaves if not isinstance(leaf, _PLAIN)), None)
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Return the modules among the rest."""

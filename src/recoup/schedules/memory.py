@@ -11,9 +11,14 @@ from recoup.schedules.linear import linear
 from recoup.schedules.logarithmic import log
 from recoup.schedules.sqrt import sqrt
 
-__all__ = ["Memory", "schedule_for"]
+__all__ = ["Memory", "schedule_for", "shown"]
 
 Memory = str | int | Schedule
+
+
+def shown(memory: Memory) -> str:
+    """Return `memory` for a repr: of a schedule its name, not its actions."""
+    return f"<schedule {memory.name}>" if isinstance(memory, Schedule) else repr(memory)
 
 
 def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = None) -> Schedule:
@@ -43,6 +48,8 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
             )
         return memory
     if isinstance(memory, int) and not isinstance(memory, bool):
+        if memory < 1:
+            raise ValueError(f"`memory` is {memory} slots, but must be at least 1.")
         return binomial(num_stages, memory)
     match memory:
         case "linear":

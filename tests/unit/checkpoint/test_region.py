@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import random
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.errors import ChangedError, RecoupError
+from recoup.errors import ChangedError, RecoupError, ReplayError
+from recoup.residuals.tracking import StorageTracker
 from tests.oracle import hooks_in_force
 from tests.zoo import dense, leaf
 
@@ -205,3 +208,126 @@ def test_what_is_kept_is_the_arguments():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         recoup.checkpoint(lambda h: h.sin().exp().tanh(), h)
     assert [t.data_ptr() for t in packed] == [h.data_ptr()]
+
+
+def test_an_argument_that_the_call_adds_to_is_an_error():
+    def block(x, beside):
+        beside.append(x.mean())
+        return x.sin()
+
+    with pytest.raises(ReplayError, match=r"changes a list or dict among its arguments"):
+        recoup.checkpoint(block, leaf(4), [])
+
+
+class _Out:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_a_result_that_cannot_be_seen_into_is_let_go():
+    layer = nn.Linear(4, 4).double()
+    gc.collect()
+    gc.disable()
+    try:
+        with StorageTracker() as tracker:
+            out = recoup.checkpoint(lambda x: _Out(layer(x).sin().exp()), leaf(3, 4))
+            out.value.sum().backward(inputs=[layer.weight])
+            layer.weight.grad = None
+            out = recoup.checkpoint(lambda x: _Out(layer(x).sin().exp()), leaf(3, 4))
+            del out
+        assert tracker.current_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_what_was_appended_to_a_list_outside_is_let_go():
+    seen, layer = [], nn.Linear(4, 4).double()
+
+    def call(x):
+        hidden = layer(x).sin()
+        seen.append(hidden)
+        return hidden * 2
+
+    gc.collect()
+    gc.disable()
+    try:
+        with StorageTracker() as tracker:
+            out = recoup.checkpoint(call, leaf(3, 4))
+            seen.clear()
+            del out
+        assert tracker.current_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_generators_in_a_partial_and_in_an_object():
+    generator = torch.Generator()
+
+    def noisy(x, generator):
+        return x * torch.rand(4, generator=generator)
+
+    class Noisy:
+        def __call__(self, x):
+            return noisy(x, generator)
+
+    for fn in (functools.partial(noisy, generator=generator), Noisy()):
+        with pytest.raises(ReplayError, match=r"a torch.Generator of its own"):
+            recoup.checkpoint(fn, leaf(4))
+
+
+def test_one_code_for_many_modules_is_looked_at_for_each():
+    class Draws(nn.Module):
+        def forward(self, x):
+            return x * random.random()
+
+    def custom(module):
+        return lambda x: module(x)
+
+    recoup.checkpoint(custom(nn.Tanh()), leaf(4))
+    with pytest.raises(ReplayError, match=r"Python's `random`"):
+        recoup.checkpoint(custom(Draws()), leaf(4))
+
+
+def helper(x):
+    return MODULE(x)
+
+
+def of_a_helper(x):
+    return helper(x).sin()
+
+
+def test_a_module_behind_a_function_of_the_globals_is_counted_once():
+    MODULE.reset_running_stats()
+    recoup.checkpoint(of_a_helper, leaf(5, 4)).sum().backward()
+    assert int(MODULE.num_batches_tracked) == 1
+
+
+def test_a_module_of_a_plain_object_is_counted_once():
+    class Trainer:
+        def __init__(self):
+            self.norm = nn.BatchNorm1d(4).double()
+
+        def step(self, x):
+            return self.norm(x).sin()
+
+    trainer = Trainer()
+    recoup.checkpoint(trainer.step, leaf(5, 4)).sum().backward()
+    recoup.checkpoint(lambda x: trainer.step(x), leaf(5, 4)).sum().backward()
+    assert int(trainer.norm.num_batches_tracked) == 2
+
+
+def test_sparse_matrices():
+    a, layer, x = torch.eye(5).double().to_sparse(), nn.Linear(4, 4).double(), leaf(5, 4)
+    want = torch.autograd.grad(torch.sparse.mm(a, layer(x)).sin().sum(), x)
+    got = torch.autograd.grad(
+        recoup.checkpoint(lambda x: torch.sparse.mm(a, layer(x)), x).sin().sum(), x
+    )
+    assert torch.equal(got[0], want[0])
+
+
+def test_as_a_replacement_of_torch():
+    x = leaf(4)
+    y = recoup.checkpoint(torch.sin, x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
+    with pytest.raises(ValueError, match=r"`use_reentrant` is True"):
+        recoup.checkpoint(torch.sin, x, use_reentrant=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -164,11 +166,13 @@ def test_a_tensor_attribute_changed_between():
 
 def test_a_shape_that_changes():
     class Grows(nn.Module):
-        num_calls = 0
+        def __init__(self):
+            super().__init__()
+            self.calls = []
 
         def forward(self, x):
-            self.num_calls += 1
-            return (x[:, : 7 - self.num_calls].sin()).sum(1, keepdim=True) * x.sin()
+            self.calls.append("forward")
+            return (x[:, : 7 - len(self.calls)].sin()).sum(1, keepdim=True) * x.sin()
 
     model = recoup.Sequential(Grows(), nn.Tanh(), nn.Tanh(), memory=1)
     y = model(leaf(4, 6))
@@ -178,11 +182,13 @@ def test_a_shape_that_changes():
 
 def test_a_count_that_changes():
     class Sometimes(nn.Module):
-        num_calls = 0
+        def __init__(self):
+            super().__init__()
+            self.calls = []
 
         def forward(self, x):
-            self.num_calls += 1
-            for _ in range(self.num_calls):
+            self.calls.append("forward")
+            for _ in self.calls:
                 x = x.sin()
             return x
 
@@ -205,3 +211,98 @@ def test_norms_of_a_coupling_are_counted_once():
     loss_of_all(model(leaf(4, 6))).backward()
     assert int(norm.num_batches_tracked) == 3
     assert norm.momentum == 0.1
+
+
+@pytest.mark.parametrize("memory", ["sqrt", 1])
+def test_numbers_of_modules_are_what_they_were(memory):
+    class WarmsUp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6).double()
+            self.num_steps = 0
+            self.was_used = False
+
+        def forward(self, x):
+            if not self.was_used:
+                self.was_used = True
+                x = x * 1.0
+            self.num_steps += 1
+            return self.linear(x).sin() * min(1.0, self.num_steps / 10)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(WarmsUp() for _ in range(5)))
+    model, x = recoup.Sequential(*copy.deepcopy(list(plain)), memory=memory), leaf(4, 6)
+    for _ in range(3):
+        want = torch.autograd.grad(plain(x).sum(), [x, *plain.parameters()])
+        got = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert [stage.num_steps for stage in model] == [3] * 5
+    assert all(stage.was_used for stage in model)
+
+
+@pytest.mark.parametrize("memory", ["sqrt", 1])
+def test_the_probability_of_a_dropout_changed_between(memory):
+    stages = [nn.Sequential(nn.Linear(6, 6).double(), nn.Dropout(0.3)) for _ in range(5)]
+    plain, x = nn.Sequential(*stages), leaf(4, 6)
+    torch.manual_seed(1)
+    (want,) = torch.autograd.grad(plain(x).pow(2).sum(), x)
+    torch.manual_seed(1)
+    loss = recoup.Sequential(*stages, memory=memory)(x).pow(2).sum()
+    for stage in stages:
+        stage[1].p = 0.9
+    (got,) = torch.autograd.grad(loss, x)
+    assert torch.equal(got, want)
+    assert all(stage[1].p == 0.9 for stage in stages)
+
+
+@pytest.mark.parametrize("memory", ["sqrt", 1, 2])
+def test_a_tensor_that_forward_replaces_is_no_change(memory):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6).double()
+            self.table = torch.zeros(1)
+
+        def forward(self, x):
+            self.weights = self.linear(x).softmax(-1)
+            self.table = torch.arange(6).double()
+            return self.weights * self.table + x
+
+    torch.manual_seed(0)
+    stages, x = [Remembers() for _ in range(5)], leaf(4, 6)
+    plain = nn.Sequential(*stages)
+    want = torch.autograd.grad(plain(x).sin().sum(), [x, *plain.parameters()])
+    model = recoup.Sequential(*stages, memory=memory)
+    got = torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weight_norm_by_a_hook():
+    torch.manual_seed(0)
+    stages = [nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(5)]
+    plain, x = nn.Sequential(*stages), torch.randn(4, 6, requires_grad=True)
+    want = torch.autograd.grad(plain(x).sin().sum(), [x, *plain.parameters()])
+    model = recoup.Sequential(*stages, memory="sqrt")
+    got = torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "log", 1, 2])
+@pytest.mark.parametrize("kind", ["encoder in evaluation", "asks for the mode"])
+def test_a_second_run_knows_that_gradients_are_wanted(kind, memory):
+    class Asks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sin() * (2.0 if torch.is_grad_enabled() else 1.0)
+
+    torch.manual_seed(0)
+    if kind == "asks for the mode":
+        stages, x = [Asks(6, 6) for _ in range(8)], torch.randn(4, 6, requires_grad=True)
+    else:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        stages = [copy.deepcopy(layer).eval() for _ in range(8)]
+        x = torch.randn(2, 3, 8, requires_grad=True)
+    plain, model = nn.Sequential(*stages), recoup.Sequential(*stages, memory=memory)
+    want = torch.autograd.grad(plain(x).sin().sum(), [x, *plain.parameters()])
+    got = torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

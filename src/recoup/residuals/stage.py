@@ -1,0 +1,210 @@
+"""One stage of a chain: its first run, in forward, and the runs after it, in backward.
+
+NOTE [ A stage runs again ]
+
+Rule 1. A second run is given what the first was given, as leaves that want the gradients it did,
+        and runs with grad mode on, taped or not: what a module computes may depend on that.
+Rule 2. A stage may change what it is given in place, as an in-place activation does. Its later
+        runs get a copy then. A state that the schedule keeps is kept as a copy if the module says
+        that it is in place, or else that is an error in forward.
+Rule 3. An inverse runs without a graph; the networks that it evaluates are taped on their own.
+Rule 4. Draws in an inverted stage that no seed repeats come from the generators' state, in the
+        order in which forward drew. Whether the inverse drew in that order shows in the output of
+        the second forward, which must be the first one's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from recoup.errors import ReplayError
+from recoup.residuals.evaluation import Evaluations
+from recoup.residuals.guards import is_in_place
+from recoup.residuals.held import Held
+from recoup.residuals.hooks import version_of
+from recoup.residuals.region import Region, Untaped
+from recoup.residuals.rerun import Rerun
+
+__all__ = ["Stage", "StageRun", "State", "keeps_copy"]
+
+State = tuple[Tensor, ...]
+_NOTHING = nullcontext()
+
+
+class Stage(Protocol):
+    """One stage of a chain, as the executor sees it."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Whose parameters, buffers and modes it uses."""
+        ...
+
+    @property
+    def code(self) -> object:
+        """What it runs: a module, or the code object of a function; None if it cannot be told."""
+        ...
+
+    @property
+    def held(self) -> Held | None:
+        """What a function reads beside its arguments; None for a module."""
+        ...
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Return the next state, and a value beside the chain (a log-determinant)."""
+        ...
+
+    def inverse(self, state: State) -> State:
+        """Return the state before this stage."""
+        ...
+
+
+class StageRun:
+    """What the first run of one stage leaves for those after it."""
+
+    __slots__ = (
+        "_evaluations",
+        "_region",
+        "_requires_grad",
+        "_rerun",
+        "_shapes",
+        "_stage",
+        "changes_input",
+    )
+
+    def __init__(self, stage: Stage, state: State) -> None:
+        self._stage = stage
+        self._rerun = Rerun(stage.name, stage.modules, stage.code, stage.held)
+        self._region: weakref.ref[Region] | None = None
+        self._evaluations: Evaluations | None = None
+        self._requires_grad = tuple(value.requires_grad for value in state)
+        self._shapes = tuple(value.shape for value in state)
+        self.changes_input = False
+
+    # -- the first run ---------------------------------------------------------------------
+
+    def tape(self, state: State) -> tuple[State, Tensor | None]:
+        """Run the stage as any module is run, so that it can be run again."""
+        with self._rerun.first():
+            return self._forward(state)
+
+    def run_as_region(
+        self, state: State, make_region: Callable[[], Region], *, is_inverted: bool
+    ) -> tuple[State, Tensor | None]:
+        """Run the stage and leave slots where it would have kept residuals."""
+        # An input must not be taken for one of the stage's own parameters.
+        state = tuple(
+            value.view_as(value) if isinstance(value, nn.Parameter) else value for value in state
+        )
+        region = make_region()
+        self._region = weakref.ref(region)
+        if not is_inverted:
+            with self._rerun.first(), region.recording():
+                return self._forward(state)
+        evaluations = self._evaluations = Evaluations(self._stage.name)
+        with self._rerun.first(), region.recording(), evaluations.recording(make_region):
+            return self._forward(state)
+
+    def _forward(self, state: State) -> tuple[State, Tensor | None]:
+        versions = [version_of(value) for value in state]
+        result = self._stage.forward(state)
+        self.changes_input = [version_of(value) for value in state] != versions
+        return result
+
+    # -- later runs ------------------------------------------------------------------------
+
+    def advance(self, state: State) -> State:
+        """Run the stage again from its input, without a tape."""
+        inputs = self._inputs(state)
+        with self._rerun.again(), Untaped():
+            output, _ = self._stage.forward(inputs)
+        return tuple(value.detach() for value in output)
+
+    def fill(self, state: State, *, recall: bool = False) -> State:
+        """Run the stage again from its input, and fill its slots."""
+        inputs = self._inputs(state)
+        region = self._wanted_region()
+        taping = torch.enable_grad() if region is None else region.filling(inputs)
+        with self._rerun.again(), taping, self._answering(recall):
+            output, _ = self._stage.forward(inputs)
+        return tuple(value.detach() for value in output)
+
+    def invert(self, after: State, *, is_taped: bool) -> State:
+        """Invert the stage from its output, and fill its slots if `is_taped`."""
+        evaluations = self._evaluations
+        if evaluations is None:
+            raise ReplayError(f"{self._stage.name} did not run as a stage to be inverted.")
+        recall = is_taped and evaluations.are_shared
+        try:
+            with self._rerun.again(), evaluations.inverting(recall):
+                state = self._inverse(after)
+            if self._rerun.has_foreign_draws:  # See Rule 4
+                self._check_same(self.fill(state, recall=recall), after)
+            elif is_taped and (not recall or self._wanted_region() is not None):
+                del after  # a whole state, which the fill does without
+                self.fill(state, recall=recall)
+        finally:
+            evaluations.forget()
+        return state
+
+    def _wanted_region(self) -> Region | None:
+        region = self._region() if self._region is not None else None
+        return region if region is not None and region.is_wanted else None
+
+    def _inputs(self, state: State) -> State:
+        inputs = tuple(
+            value.detach().requires_grad_(flag)
+            for value, flag in zip(state, self._requires_grad, strict=True)
+        )
+        if not self.changes_input:
+            return inputs
+        with torch.enable_grad():  # autograd allows no change of a leaf
+            return tuple(value.clone() for value in inputs)
+
+    def _answering(self, recall: bool) -> AbstractContextManager[None]:
+        if self._evaluations is None:
+            return _NOTHING
+        return self._evaluations.recalling() if recall else self._evaluations.filling()
+
+    def _inverse(self, after: State) -> State:
+        name = self._stage.name
+        versions = [value._version for value in after]
+        before = tuple(value.detach() for value in self._stage.inverse(after))
+        if [value._version for value in after] != versions:
+            raise ReplayError(
+                f"`inverse` of {name} changed its input in place, which is the output that forward "
+                "gave to the caller. Change a clone."
+            )
+        shapes = tuple(value.shape for value in before)
+        if shapes != self._shapes:
+            raise ReplayError(
+                f"`inverse` of {name} made shapes {[tuple(s) for s in shapes]} where forward was "
+                f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
+            )
+        return before
+
+    def _check_same(self, again: State, after: State) -> None:
+        for value, expected in zip(again, after, strict=True):
+            allowed = torch.finfo(value.dtype).eps ** 0.5 * (1 + float(expected.abs().max()))
+            if float((value - expected).abs().max()) > allowed:
+                raise ReplayError(
+                    f"The inverse of {self._stage.name} draws random numbers in another order than "
+                    "forward, so it does not undo it. Call the networks that draw through "
+                    "`self.evaluate(network, x)` in `forward` and `inverse`, or choose "
+                    'memory="sqrt".'
+                )
+
+
+def keeps_copy(stage: Stage) -> bool:
+    """Whether a state that `stage` is given has to be kept as a copy (See Rule 2)."""
+    return isinstance(stage.code, nn.Module) and is_in_place(stage.code)
