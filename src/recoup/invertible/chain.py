@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
 from recoup.residuals.executor import Plan
 from recoup.residuals.stage import State
+from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory, schedule_for, shown
 
 __all__ = ["Chain"]
@@ -78,8 +79,16 @@ class Chain(InvertibleModule):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __getitem__(self, index: int) -> InvertibleModule:
-        return list(self)[index]
+    @overload
+    def __getitem__(self, index: int) -> InvertibleModule: ...
+    @overload
+    def __getitem__(self, index: slice) -> Chain: ...
+    def __getitem__(self, index: int | slice) -> InvertibleModule:
+        modules = list(self)
+        if isinstance(index, int):
+            return modules[index]
+        memory = "linear" if isinstance(self._memory, Schedule) else self._memory
+        return Chain(*modules[index], memory=memory)
 
     def __iter__(self) -> Iterator[InvertibleModule]:
         return cast("Iterator[InvertibleModule]", iter(self._modules.values()))

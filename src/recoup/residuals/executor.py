@@ -31,7 +31,7 @@ from torch import Tensor
 from recoup.errors import ReplayError, ScheduleError
 from recoup.residuals.compiler import is_loaded, uncompiled
 from recoup.residuals.evaluation import is_answered
-from recoup.residuals.hooks import Kept, pair_in_force
+from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force
 from recoup.residuals.region import Region
 from recoup.residuals.stage import Stage, StageRun, State, keeps_copy
 from recoup.schedules import (
@@ -89,6 +89,7 @@ class Plan:
                 f"The schedule is for {self.num_stages} stages and the chain has {len(stages)}. "
                 f"Make it anew for {len(stages)} stages."
             )
+        check_hooks_work()
         if is_answered():
             return _run_plainly(stages, state)  # the region around it owns every residual
         return (

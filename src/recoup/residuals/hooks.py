@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.errors import ChangedError
+from recoup.errors import ChangedError, RecoupError
 
-__all__ = ["Kept", "Pair", "pair_in_force", "saving", "version_of"]
+__all__ = ["Kept", "Pair", "check_hooks_work", "pair_in_force", "saving", "version_of"]
 
 saving = torch.autograd.graph.saved_tensors_hooks
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -30,6 +30,16 @@ def pair_in_force() -> Pair | None:
     """Return the innermost pair of saved-tensor hooks of this thread."""
     autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
     return autograd._top_saved_tensors_default_hooks(False)
+
+
+def check_hooks_work() -> None:
+    """Raise inside a transform of torch.func, where the seam does not exist."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
+    if functorch.peek_interpreter_stack() is not None:
+        raise RecoupError(
+            "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
+            'every memory mode but "linear" needs. Set memory="linear" for them.'
+        )
 
 
 def version_of(tensor: Tensor) -> int:
