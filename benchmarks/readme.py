@@ -45,7 +45,7 @@ def _table(couplings: dict, chains: dict, regions: dict) -> str:
             _mebibytes(peaks["8"]),
             _mebibytes(peaks["64"]),
             _mebibytes(dropped["64"]) if dropped else "wrong gradient",
-            f"{seconds[name]['min_over_plain']:.2f}",
+            f"{seconds[name]['median_over_plain']:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     sequential = {(row["name"], row["layers"]): row for row in chains["sequential"]}
@@ -63,7 +63,7 @@ def _table(couplings: dict, chains: dict, regions: dict) -> str:
     )
     conditions = (
         "<sub>Peaks by the allocator's events; time is processor time of one thread at 16 blocks "
-        f"over plain, least of {seconds['plain']['rounds']} interleaved rounds. "
+        f"over plain, median of {seconds['plain']['rounds']} interleaved rounds. "
         f"{couplings['device_name']}, {couplings['date']}, torch {versions['torch']}, memcnn "
         f"{versions['memcnn']}, revtorch {versions['revtorch']}, revlib {versions['revlib']}; "
         "`make bench`.</sub>"

@@ -175,17 +175,13 @@ def _value(module: nn.Module, output: Any) -> Any:
 class _Stage:
     """A module between two nested values, whose shapes the first run writes down."""
 
-    __slots__ = ("_index", "_module", "_name", "_trees")
+    __slots__ = ("_index", "_module", "_trees", "name")
 
     def __init__(self, index: int, name: str, module: nn.Module, trees: list[Tree]) -> None:
         self._index = index
-        self._name = name
+        self.name = f"module `{name}` ({type(module).__name__})"
         self._module: Any = module
         self._trees = trees
-
-    @property
-    def name(self) -> str:
-        return f"module `{self._name}` ({type(self._module).__name__})"
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -162,15 +162,11 @@ class Chain(InvertibleModule):
 class _Stage:
     """A module on the first tensor of the state; early latents pass by."""
 
-    __slots__ = ("_name", "module")
+    __slots__ = ("module", "name")
 
     def __init__(self, name: str, module: InvertibleModule) -> None:
-        self._name = name
+        self.name = f"module `{name}` ({type(module).__name__})"
         self.module = module
-
-    @property
-    def name(self) -> str:
-        return f"module `{self._name}` ({type(self.module).__name__})"
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -52,7 +52,7 @@ class _Coupling(InvertibleModule):
             )
         # Networks may run in half precision under autocast; the coupling stays in x's own type,
         # or the inverse would not find its way back.
-        return values.to(changed.dtype)
+        return values if values.dtype is changed.dtype else values.to(changed.dtype)
 
     def extra_repr(self) -> str:
         """Show which half conditions."""

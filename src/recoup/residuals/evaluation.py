@@ -61,9 +61,8 @@ def is_answered() -> bool:
 
 
 def _run(network: nn.Module, inputs: Inputs, draws: list[Draw]) -> Any:
-    if draws_nothing(network):
-        if not draws:
-            draws.append(None)
+    if not draws and draws_nothing(network):
+        draws.append(None)
         return network(*inputs)
     return seeded(lambda: network(*inputs), draws)  # See Rule 4
 

@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.hooks import version_of
+from recoup.residuals.quiet import QUIET
 
 __all__ = ["Guard", "is_in_place"]
 
@@ -58,22 +59,25 @@ class Guard:
         counts = isinstance(module, _NormBase) and module.training and module.track_running_stats
         if counts:
             self._norms.append(module)
-        is_sharded = is_sharded or hasattr(module, "unshard")
-        if not is_sharded:  # See Rule 4
+        is_sharded = is_sharded or hasattr(type(module), "unshard")
+        if module._parameters and not is_sharded:  # See Rule 4
             _note(module._parameters, self._tensors)
-        if not counts:
+        if module._buffers and not counts:
             _note(module._buffers, self._buffers)
-        own = module.__dict__
+        if type(module) not in QUIET:  # nobody changes what those of torch are made with
+            self._note_attributes(module.__dict__)
+        for child in module._modules.values():
+            if child is not None:
+                self._walk(child, is_sharded=is_sharded)
+
+    def _note_attributes(self, own: dict[str, Any]) -> None:
         for key, value in own.items():
             kind = cast("type[Any]", type(value))
             if kind in _NUMBERS:
                 if key != "training":
                     self._numbers.append((own, key, value))
-            elif kind is Tensor and value.grad_fn is None:  # neither, as an attribute
+            elif kind is Tensor and value.grad_fn is None:
                 self._tensors.append((own, key, value, version_of(value)))
-        for child in module._modules.values():
-            if child is not None:
-                self._walk(child, is_sharded=is_sharded)
 
     @property
     def is_training(self) -> bool:
@@ -90,16 +94,20 @@ class Guard:
                     'memory="linear", or a schedule that tapes it in the sweep.'
                 )
         # A flag that the first run has set says that something is done, once (a start).
-        self._numbers = [
-            (own, key, own.get(key) if type(value) is bool else value)
-            for own, key, value in self._numbers
-        ]
+        if self._numbers:
+            self._numbers = [
+                (own, key, own.get(key) if type(value) is bool else value)
+                for own, key, value in self._numbers
+            ]
         # What the first run has replaced (a cache), a second run replaces too.
-        self._tensors = [
-            (entries, key, value, version_of(value))
-            for entries, key, value, _ in self._tensors
-            if entries.get(key) is value
-        ]
+        for entries, key, value, version in self._tensors:
+            if entries.get(key) is not value or version_of(value) != version:
+                self._tensors = [
+                    (entries, key, value, version_of(value))
+                    for entries, key, value, _ in self._tensors
+                    if entries.get(key) is value
+                ]
+                break
 
     def check(self, name: str) -> None:
         """Raise if anything is not as the first run left it."""
@@ -153,7 +161,8 @@ def is_in_place(module: nn.Module) -> bool:
 def _note(entries: dict[str, Any], found: list[_Entry]) -> None:
     for key, value in entries.items():
         if value is not None:
-            found.append((entries, key, value, version_of(value)))
+            version = 0 if value.is_inference() else value._version
+            found.append((entries, key, value, version))
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["draws_nothing"]
+__all__ = ["QUIET", "draws_nothing"]
 
 # Modules of torch whose forward computes from input, parameters and buffers alone.
-_QUIET: frozenset[type[nn.Module]] = frozenset((
+QUIET: frozenset[type[nn.Module]] = frozenset((
     nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten, nn.Linear, nn.Bilinear, nn.Embedding,
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d,
@@ -36,6 +36,6 @@ def draws_nothing(module: nn.Module) -> bool:
     if kind in _DROPS:
         return not module.training or own.get("p") == 0
     # A subclass may do anything, but for a sequence that only brings its modules along.
-    if kind not in _QUIET and kind.forward is not nn.Sequential.forward:
+    if kind not in QUIET and kind.forward is not nn.Sequential.forward:
         return False
     return all(child is None or draws_nothing(child) for child in module._modules.values())

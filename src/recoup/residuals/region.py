@@ -20,6 +20,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ class Slot:
         self.dtype = tensor.dtype
         # A sparse tensor has no address of its own; what it is made of is saved by itself.
         self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        self.version = version_of(tensor)
+        self.version = 0 if tensor.is_inference() else tensor._version
 
 
 class Region:
@@ -92,6 +94,13 @@ def _is_parameter(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
 
 
+def _beneath_ours(pair: Pair | None) -> Pair | None:
+    """Skip the regions around: what is not ours goes through all of them untouched."""
+    if pair is not None and pair[1] is _unpack:
+        return cast("Region", cast("MethodType", pair[0]).__self__)._beneath
+    return pair
+
+
 class _Recording:
     __slots__ = ("_hooks", "_region")
 
@@ -100,7 +109,7 @@ class _Recording:
         self._hooks = saving(region._pack, _unpack)
 
     def __enter__(self) -> None:
-        self._region._beneath = pair_in_force()
+        self._region._beneath = _beneath_ours(pair_in_force())
         self._hooks.__enter__()
 
     def __exit__(self, kind: object, *_: object) -> None:
