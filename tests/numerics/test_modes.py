@@ -276,3 +276,17 @@ def test_fifty_steps_of_a_chain(memory):
     other_losses, other_parameters = trajectory(model, make_x, memory)
     assert_same_tensor("losses", other_losses, losses)
     assert_same_tensors(other_parameters, parameters)
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "log", 1, 2, 3, 5])
+def test_an_in_place_activation_behind_a_view_of_what_is_kept(memory):
+    torch.manual_seed(0)
+    modules = []
+    for _ in range(3):
+        modules += [nn.Conv1d(2, 2, 3, padding=1), nn.Flatten(), nn.ReLU(inplace=True)]
+        modules += [nn.Linear(8, 8), nn.Unflatten(1, (2, 4)), nn.ReLU(inplace=True)]
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    plain, model = nn.Sequential(*modules), recoup.Sequential(*modules, memory=memory)
+    want = torch.autograd.grad(plain(x).sin().sum(), [x, *plain.parameters()])
+    got = torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

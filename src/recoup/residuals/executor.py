@@ -31,9 +31,9 @@ from torch import Tensor
 from recoup.errors import ReplayError, ScheduleError
 from recoup.residuals.compiler import is_loaded, uncompiled
 from recoup.residuals.evaluation import is_answered
-from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force
+from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
 from recoup.residuals.region import Region
-from recoup.residuals.stage import Stage, StageRun, State, keeps_copy
+from recoup.residuals.stage import Stage, StageRun, State, is_said_in_place
 from recoup.schedules import (
     Action,
     Advance,
@@ -127,6 +127,7 @@ class _Run:
         self._stages = stages
         self._runs: list[StageRun | None] = [None] * len(stages)
         self._swept: dict[int, tuple[Kept, ...]] = {}
+        self._storages: set[int] = set()
         self._kept: dict[int, State] = {}
         self._inputs: dict[int, State] = {}
         self._working: tuple[int, State] = (-1, ())
@@ -166,15 +167,22 @@ class _Run:
         pair = pair_in_force()  # See Rule 5
         if index == len(self._stages):
             return tuple(Kept(value, "The output of the chain", pair) for value in state)
-        stage = self._stages[index]
-        if keeps_copy(stage):
-            state = tuple(value.detach().clone() for value in state)
-        return tuple(Kept(value, f"The input of {stage.name}", pair) for value in state)
+        name = f"The input of {self._stages[index].name}"
+        self._storages.update(map(storage_of, state))
+        return tuple(Kept(value, name, pair) for value in state)
+
+    def _spared(self, stage: Stage, state: State) -> State:
+        """Return a copy of `state` where `stage` would change what is kept in place."""
+        if not (self._storages and is_said_in_place(stage)):
+            return state
+        is_kept = not self._storages.isdisjoint(map(storage_of, state))
+        return tuple(value.clone() for value in state) if is_kept else state
 
     def _tape_first(
         self, index: int, state: State, is_run_again: bool
     ) -> tuple[State, Tensor | None]:
         stage = self._stages[index]
+        state = self._spared(stage, state)
         if not is_run_again:
             return stage.forward(state)
         run = self._runs[index] = StageRun(stage, state)
@@ -182,11 +190,12 @@ class _Run:
 
     def _advance_first(self, index: int, state: State) -> tuple[State, Tensor | None]:
         stage = self._stages[index]
+        state = self._spared(stage, state)
         run = self._runs[index] = StageRun(stage, state)
         result = run.run_as_region(
             state, partial(self._make_region, index), is_inverted=index in self._plan.inverted
         )
-        if run.changes_input and index in self._swept and not keeps_copy(stage):
+        if run.changes_input and index in self._swept and not is_said_in_place(stage):
             raise ReplayError(
                 f"{stage.name} changes its input in place, and the schedule keeps that input. "
                 "Make it change a clone (for an activation, inplace=False)."

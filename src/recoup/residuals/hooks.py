@@ -20,7 +20,15 @@ from torch import Tensor
 
 from recoup.errors import ChangedError, RecoupError
 
-__all__ = ["Kept", "Pair", "check_hooks_work", "pair_in_force", "saving", "version_of"]
+__all__ = [
+    "Kept",
+    "Pair",
+    "check_hooks_work",
+    "pair_in_force",
+    "saving",
+    "storage_of",
+    "version_of",
+]
 
 saving = torch.autograd.graph.saved_tensors_hooks
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -40,6 +48,11 @@ def check_hooks_work() -> None:
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
             'every memory mode but "linear" needs. Set memory="linear" for them.'
         )
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the memory that `tensor` looks at; 0 if it has none of its own."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def version_of(tensor: Tensor) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.compiler import never_compiled
-from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving, version_of
+from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving, storage_of, version_of
 
 __all__ = ["Region", "Slot", "Untaped"]
 
@@ -171,8 +171,7 @@ class _Filling:
             )
 
     def _is_input(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage().data_ptr()
-        return any(storage == value.untyped_storage().data_ptr() for value in self._inputs)
+        return any(storage_of(tensor) == storage_of(value) for value in self._inputs)
 
     def _check_count(self) -> None:
         if self._place != len(self._slots):

@@ -5,8 +5,9 @@ NOTE [ A stage runs again ]
 Rule 1. A second run is given what the first was given, as leaves that want the gradients it did,
         and runs with grad mode on, taped or not: what a module computes may depend on that.
 Rule 2. A stage may change what it is given in place, as an in-place activation does. Its later
-        runs get a copy then. A state that the schedule keeps is kept as a copy if the module says
-        that it is in place, or else that is an error in forward.
+        runs get a copy then. If it would change a state that the schedule keeps, or a view of one,
+        its first run gets a copy too where the module says that it is in place; where it does not
+        say so, that is an error in forward.
 Rule 3. An inverse runs without a graph; the networks that it evaluates are taped on their own.
 Rule 4. Draws in an inverted stage that no seed repeats come from the generators' state, in the
         order in which forward drew. Whether the inverse drew in that order shows in the output of
@@ -31,7 +32,7 @@ from recoup.residuals.hooks import version_of
 from recoup.residuals.region import Region, Untaped
 from recoup.residuals.rerun import Rerun
 
-__all__ = ["Stage", "StageRun", "State", "keeps_copy"]
+__all__ = ["Stage", "StageRun", "State", "is_said_in_place"]
 
 State = tuple[Tensor, ...]
 _NOTHING = nullcontext()
@@ -205,6 +206,6 @@ class StageRun:
                 )
 
 
-def keeps_copy(stage: Stage) -> bool:
-    """Whether a state that `stage` is given has to be kept as a copy (See Rule 2)."""
+def is_said_in_place(stage: Stage) -> bool:
+    """Whether the module of `stage` says that it changes its input in place (See Rule 2)."""
     return isinstance(stage.code, nn.Module) and is_in_place(stage.code)

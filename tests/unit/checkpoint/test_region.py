@@ -323,6 +323,10 @@ def test_sparse_matrices():
         recoup.checkpoint(lambda x: torch.sparse.mm(a, layer(x)), x).sin().sum(), x
     )
     assert torch.equal(got[0], want[0])
+    got = torch.autograd.grad(
+        recoup.checkpoint(lambda a, x: torch.sparse.mm(a, layer(x)), a, x).sin().sum(), x
+    )
+    assert torch.equal(got[0], want[0])
 
 
 def test_as_a_replacement_of_torch():
