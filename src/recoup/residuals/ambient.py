@@ -13,7 +13,7 @@ _NOTHING = nullcontext()
 
 
 def _is_autocast() -> bool:
-    return any(torch.is_autocast_enabled(kind) for kind in _DEVICE_TYPES)
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 _sdpa = torch.backends.cuda  # which kernels of scaled dot product attention are allowed

@@ -25,7 +25,6 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from recoup.errors import ReplayError, ScheduleError
@@ -211,16 +210,15 @@ class _Run:
         """Fill the slots of stage `index` (See Rules 2 and 3)."""
         target = self._plan.tape_at[index]
         try:
-            with torch.no_grad():
-                if index in self._inputs and target < self._position:
-                    self._run(index).fill(self._inputs[index])
-                    return
-                if target < self._position:
-                    self._restart()
-                while self._position <= target:
-                    action = self._plan.actions[self._position]
-                    self._position += 1
-                    self._execute(action, index)
+            if index in self._inputs and target < self._position:
+                self._run(index).fill(self._inputs[index])
+                return
+            if target < self._position:
+                self._restart()
+            while self._position <= target:
+                action = self._plan.actions[self._position]
+                self._position += 1
+                self._execute(action, index)
         except BaseException:
             self._forget()
             raise

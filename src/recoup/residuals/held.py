@@ -98,6 +98,8 @@ def _walk(fn: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 def _function(fn: types.FunctionType, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     code = fn.__code__
+    if not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or _global_names(code)):
+        return
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents

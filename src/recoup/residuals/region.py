@@ -28,7 +28,15 @@ from torch import Tensor, nn
 
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.compiler import never_compiled
-from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving, storage_of, version_of
+from recoup.residuals.hooks import (
+    Kept,
+    Pair,
+    pair_in_force,
+    saving,
+    set_grad_enabled,
+    storage_of,
+    version_of,
+)
 
 __all__ = ["Region", "Slot", "Untaped"]
 
@@ -118,7 +126,7 @@ class _Recording:
 
 
 class _Filling:
-    __slots__ = ("_grad_mode", "_hooks", "_inputs", "_name", "_place", "_slots")
+    __slots__ = ("_before", "_hooks", "_inputs", "_name", "_place", "_slots")
 
     def __init__(self, region: Region, inputs: Iterable[Tensor]) -> None:
         self._slots = region._slots
@@ -126,10 +134,11 @@ class _Filling:
         self._inputs = inputs
         self._place = 0
         self._hooks: saving | None = None
-        self._grad_mode = torch.enable_grad()
+        self._before = False
 
     def __enter__(self) -> None:
-        self._grad_mode.__enter__()
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(True)
         self._hooks = saving(self.pack, _itself)
         self._hooks.__enter__()
 
@@ -137,7 +146,7 @@ class _Filling:
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None  # it holds a method of ours: a reference cycle
-        self._grad_mode.__exit__(None, None, None)
+        set_grad_enabled(self._before)
         if kind is None:
             self._check_count()
 
@@ -185,19 +194,20 @@ class _Filling:
 class Untaped:
     """Around a second run that is not to be reversed: with a graph, and nothing kept in it."""
 
-    __slots__ = ("_grad_mode", "_hooks")
+    __slots__ = ("_before", "_hooks")
 
     def __init__(self) -> None:
-        self._grad_mode = torch.enable_grad()
+        self._before = torch.is_grad_enabled()
         self._hooks = saving(_nothing, _itself)
 
     def __enter__(self) -> None:
-        self._grad_mode.__enter__()
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(True)
         self._hooks.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
-        self._grad_mode.__exit__(None, None, None)
+        set_grad_enabled(self._before)
 
 
 @never_compiled

@@ -147,7 +147,7 @@ class StageRun:
             raise ReplayError(f"{self._stage.name} did not run as a stage to be inverted.")
         recall = is_taped and evaluations.are_shared
         try:
-            with self._rerun.again(), evaluations.inverting(recall):
+            with torch.no_grad(), self._rerun.again(), evaluations.inverting(recall):
                 state = self._inverse(after)
             if self._rerun.has_foreign_draws:  # See Rule 4
                 self._check_same(self.fill(state, recall=recall), after)
