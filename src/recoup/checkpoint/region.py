@@ -77,7 +77,17 @@ def _plan() -> Plan:
 class _Call:
     """A call as the one stage of a chain."""
 
-    __slots__ = ("_fn", "_has_kwargs", "_has_run", "_result", "_tree", "code", "held", "modules")
+    __slots__ = (
+        "_fn",
+        "_has_kwargs",
+        "_has_run",
+        "_result",
+        "_tree",
+        "code",
+        "held",
+        "modules",
+        "name",
+    )
 
     def __init__(self, fn: Callable[..., Any], tree: Tree, has_kwargs: bool) -> None:
         self._fn = fn
@@ -85,14 +95,11 @@ class _Call:
         self._has_kwargs = has_kwargs
         self._has_run = False
         self._result = tree
+        called = getattr(fn, "__qualname__", None) or type(fn).__name__
+        self.name = f"the checkpointed call of {called}"
         self.held = Held(fn)
         self.modules = (*self.held.modules, *tree.modules())
         self.code: object = fn if isinstance(fn, nn.Module) else code_of(fn)
-
-    @property
-    def name(self) -> str:
-        name = getattr(self._fn, "__qualname__", None) or type(self._fn).__name__
-        return f"the checkpointed call of {name}"
 
     def take_result(self) -> Tree:
         """Return the form of the result and forget it: it may hold what holds this call."""

@@ -121,6 +121,19 @@ def _sweep(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
 class _Run:
     """One forward of a chain and the backward that belongs to it."""
 
+    __slots__ = (
+        "_inputs",
+        "_kept",
+        "_lock",
+        "_plan",
+        "_position",
+        "_runs",
+        "_stages",
+        "_storages",
+        "_swept",
+        "_working",
+    )
+
     def __init__(self, plan: Plan, stages: Sequence[Stage]) -> None:
         self._plan = plan
         self._stages = stages
