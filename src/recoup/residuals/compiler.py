@@ -35,8 +35,9 @@ def uncompiled(fn: F) -> F:
     """Return `fn` as a function at which a graph breaks, with the marked functions out of reach."""
     if fn not in _uncompiled:
         frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        while _waiting:
-            frames.set_code_exec_strategy(_waiting.pop().__code__, skip)
+        if hasattr(frames, "set_code_exec_strategy"):  # not in every release of torch
+            skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+            while _waiting:
+                frames.set_code_exec_strategy(_waiting.pop().__code__, skip)
         _uncompiled[fn] = torch.compiler.disable(fn)
     return _uncompiled[fn]
