@@ -15,6 +15,7 @@ import torch
 from recoup.errors import RecoupError
 from recoup.memory.meter import check_device
 from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
+from recoup.memory.whole_files import write_whole
 
 __all__ = ["Curve", "curve"]
 
@@ -111,7 +112,7 @@ class Curve:
         for point in self.points:
             values = [getattr(point, name) for name in names]
             writer.writerow([self.build, self.device, *values])
-        return _write(Path(path), text.getvalue().encode())
+        return write_whole(Path(path), text.getvalue().encode())
 
     def figure(self, path: str | os.PathLike[str]) -> Path:
         """Draw peak memory and step time against depth; return the path of the picture.
@@ -131,7 +132,7 @@ class Curve:
         """
         from recoup.memory.figures import render
 
-        return _write(Path(path), render(self, Path(path).suffix))
+        return write_whole(Path(path), render(self, Path(path).suffix))
 
 
 def curve(
@@ -254,15 +255,3 @@ def _mebibytes(num_bytes: int | None) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.2f}"
-
-
-def _write(path: Path, content: bytes) -> Path:
-    """Write a file so that nobody ever finds half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from rich import progress as bars
 from rich.console import Console
 
-__all__ = ["LossRecord", "MetricsFile", "Progress", "progress_bar", "write_whole"]
+from recoup.memory.whole_files import write_whole
 
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that nobody ever finds half of it; missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+__all__ = ["LossRecord", "MetricsFile", "Progress", "progress_bar"]
 
 
 class MetricsFile(Callback):

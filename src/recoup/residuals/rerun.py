@@ -72,9 +72,11 @@ class _First:
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         rerun = self._rerun
-        self._draws.__exit__()
-        self._counted.__exit__(kind, value, traceback)
-        self._looking.__exit__(kind, value, traceback)
+        try:
+            self._draws.__exit__()
+        finally:
+            self._counted.__exit__(kind, value, traceback)
+            self._looking.__exit__(kind, value, traceback)
         if kind is None:
             rerun._guard.first_run_ended(rerun._name)
             if rerun._held is not None:
@@ -98,6 +100,8 @@ class _Again:
         self._draws.__enter__()
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        self._draws.__exit__()
-        self._as_it_was.__exit__(kind, value, traceback)
-        self._ambient.__exit__(kind, value, traceback)
+        try:
+            self._draws.__exit__()
+        finally:
+            self._as_it_was.__exit__(kind, value, traceback)
+            self._ambient.__exit__(kind, value, traceback)

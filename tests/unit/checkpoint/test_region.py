@@ -241,12 +241,12 @@ def test_a_result_that_cannot_be_seen_into_is_let_go():
 
 
 def test_what_was_appended_to_a_list_outside_is_let_go():
-    seen, layer = [], nn.Linear(4, 4).double()
+    seen, layer, scale = [], nn.Linear(4, 4).double(), 2.0
 
     def call(x):
         hidden = layer(x).sin()
         seen.append(hidden)
-        return hidden * 2
+        return hidden * scale
 
     gc.collect()
     gc.disable()

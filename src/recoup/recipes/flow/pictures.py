@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recoup.recipes.progress import write_whole
+from recoup.memory.whole_files import write_whole
 
 __all__ = ["check_picture", "grid", "rows_with_titles", "save"]
 
