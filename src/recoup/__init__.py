@@ -7,9 +7,10 @@ gradients whichever is chosen.
 
 from __future__ import annotations
 
-from recoup import errors, flows, invertible, schedules
-from recoup.checkpoint import Sequential, checkpoint
+from recoup import errors, flows, invertible, schedules, weights
+from recoup.checkpoint import Sequential, checkpoint, recompute
 from recoup.memory import curve, measure
+from recoup.weights import weight_dropout, weight_noise, weight_norm
 
 __version__ = "0.1.0"
 
@@ -22,5 +23,10 @@ __all__ = [
     "flows",
     "invertible",
     "measure",
+    "recompute",
     "schedules",
+    "weight_dropout",
+    "weight_noise",
+    "weight_norm",
+    "weights",
 ]

@@ -1,8 +1,9 @@
-"""Regions and chains that recompute: `checkpoint` and `Sequential`."""
+"""Regions by hand, values that are not kept, and chains with a memory mode."""
 
 from __future__ import annotations
 
+from recoup.checkpoint.recompute import recompute
 from recoup.checkpoint.region import checkpoint
 from recoup.checkpoint.sequential import Sequential
 
-__all__ = ["Sequential", "checkpoint"]
+__all__ = ["Sequential", "checkpoint", "recompute"]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError
-from recoup.residuals.executor import Plan
+from recoup.residuals.executor import Plan, Result
 from recoup.residuals.held import Held, code_of
-from recoup.residuals.stage import State
+from recoup.residuals.stage import Stage, State
 from recoup.residuals.tree import Tree, flatten
 from recoup.schedules import constant
 
-__all__ = ["checkpoint"]
+__all__ = ["call_to_values", "checkpoint"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,12 +60,26 @@ def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise ValueError(
             "`use_reentrant` is True, but recoup.checkpoint has no reentrant variant. Leave it out."
         )
+    return _run(fn, args, kwargs, _plan().execute)
+
+
+def call_to_values(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    """Call `fn` as `checkpoint` does, with the tensors that it returns not kept either."""
+    return _run(fn, args, kwargs, _plan().execute_to_values)
+
+
+def _run(
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    execute: Callable[[Sequence[Stage], State], Result],
+) -> T:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     # A call of plain tensors, the common one, is spared the walk through nested values.
     state, tree = flatten((args, kwargs) if kwargs else args)
     call = _Call(fn, tree, bool(kwargs))
-    state, _ = _plan().execute((call,), state)
+    state, _ = execute((call,), state)
     return call.take_result().unflatten(state)
 
 

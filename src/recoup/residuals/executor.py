@@ -15,13 +15,16 @@ Rule 4. The run holds what its stages left; a region holds the run, and is held 
         nothing here outlives the slots that autograd holds, without the garbage collector.
 Rule 5. What the sweep keeps goes to the pair of hooks beneath; what backward keeps, for a
         while, does not.
-Rule 6. What is above the stage that is asked for is not taped on the way: a loss of an early
+Rule 6. The last state may itself be a value that is not kept: a second run of the last stage gives
+        it to whoever asks, together with the residuals, in one run.
+Rule 7. What is above the stage that is asked for is not taped on the way: a loss of an early
         latent alone would otherwise pile up tapes that nobody takes.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -33,6 +36,7 @@ from recoup.residuals.evaluation import is_answered
 from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
 from recoup.residuals.region import Region
 from recoup.residuals.stage import Stage, StageRun, State, is_said_in_place
+from recoup.residuals.values import Source, as_value
 from recoup.schedules import (
     Action,
     Advance,
@@ -46,7 +50,7 @@ from recoup.schedules import (
     simulate,
 )
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "Result"]
 
 Result = tuple[State, list[Tensor | None]]
 
@@ -91,9 +95,16 @@ class Plan:
         check_hooks_work()
         if is_answered():
             return _run_plainly(stages, state)  # the region around it owns every residual
-        return (
-            uncompiled(_sweep)(self, stages, state) if is_loaded() else _sweep(self, stages, state)
-        )
+        sweep = uncompiled(_sweep) if is_loaded() else _sweep
+        return sweep(self, stages, state)
+
+    def execute_to_values(self, stages: Sequence[Stage], state: State) -> Result:
+        """Run the chain forward as `execute` does; the last state is not kept either."""
+        check_hooks_work()
+        if is_answered():
+            return _run_plainly(stages, state)
+        sweep = uncompiled(_sweep_to_values) if is_loaded() else _sweep_to_values
+        return sweep(self, stages, state)
 
 
 def _end_of_sweep(schedule: Schedule) -> int:
@@ -118,6 +129,26 @@ def _sweep(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
     return _Run(plan, stages).sweep(state)
 
 
+def _sweep_to_values(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
+    run = _Run(plan, stages)
+    given = set(map(storage_of, state))
+    last, beside = run.sweep(state)
+    return tuple(run.as_value(place, value, given) for place, value in enumerate(last)), beside
+
+
+class _Output(Source):
+    """A tensor of the last state, made by running the last stage again (See Rule 6)."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: _Run, name: str) -> None:
+        super().__init__(name, run._lock)
+        self._run = run
+
+    def make(self) -> None:
+        self._run._demand(len(self._run._stages) - 1)
+
+
 class _Run:
     """One forward of a chain and the backward that belongs to it."""
 
@@ -125,6 +156,7 @@ class _Run:
         "_inputs",
         "_kept",
         "_lock",
+        "_outputs",
         "_plan",
         "_position",
         "_runs",
@@ -145,6 +177,7 @@ class _Run:
         self._working: tuple[int, State] = (-1, ())
         self._position = 0
         self._lock = threading.RLock()
+        self._outputs: list[tuple[int, weakref.ref[_Output]]] = []
 
     # -- forward ---------------------------------------------------------------------------
 
@@ -217,6 +250,15 @@ class _Run:
     def _make_region(self, index: int) -> Region:
         return Region(self._stages[index].name, partial(self._demand, index), self._lock)
 
+    def as_value(self, place: int, value: Tensor, given: set[int]) -> Tensor:
+        """Return a tensor of the last state as a value, unless it is kept anyway (Rule 6)."""
+        if type(value) is not Tensor or value.is_sparse or storage_of(value) in given:
+            return value
+        source = _Output(self, f"What {self._stages[-1].name} returned")
+        self._outputs.append((place, weakref.ref(source)))
+        # An alias: what was returned may be held elsewhere, and is not ours to mark.
+        return as_value(value.view_as(value), source)
+
     # -- backward --------------------------------------------------------------------------
 
     def _demand(self, index: int) -> None:
@@ -224,7 +266,7 @@ class _Run:
         target = self._plan.tape_at[index]
         try:
             if index in self._inputs and target < self._position:
-                self._run(index).fill(self._inputs[index])
+                self._fill(index, self._inputs[index])
                 return
             if target < self._position:
                 self._restart()
@@ -265,13 +307,23 @@ class _Run:
                     self._advance(index)
             case Tape(index) if index <= demanded:
                 state = self._inputs[index] = self._state_at(index)
-                self._working = (index + 1, self._run(index).fill(state))
+                self._working = (index + 1, self._fill(index, state))
             case Tape(index):
-                self._advance(index)  # See Rule 6
+                self._advance(index)  # See Rule 7
             case Invert(index):
                 self._invert(index, is_taped=index <= demanded)
             case Reverse(index):
                 self._inputs.pop(index, None)  # autograd reverses; its slots are empty by now
+
+    def _fill(self, index: int, state: State) -> State:
+        output = self._run(index).fill(state)
+        if index + 1 < len(self._stages):
+            return output
+        for place, ref in self._outputs:
+            source = ref()
+            if source is not None:
+                source.give(output[place])
+        return ()  # nothing is run from the last state
 
     def _advance(self, index: int) -> None:
         self._working = (index + 1, self._run(index).advance(self._state_at(index)))

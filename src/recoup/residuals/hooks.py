@@ -24,6 +24,7 @@ __all__ = [
     "Kept",
     "Pair",
     "check_hooks_work",
+    "is_transformed",
     "pair_in_force",
     "saving",
     "set_grad_enabled",
@@ -43,10 +44,15 @@ def pair_in_force() -> Pair | None:
     return autograd._top_saved_tensors_default_hooks(False)
 
 
-def check_hooks_work() -> None:
-    """Raise inside a transform of torch.func, where the seam does not exist."""
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is around, in which the seam does not exist."""
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
-    if functorch.peek_interpreter_stack() is not None:
+    return functorch.peek_interpreter_stack() is not None
+
+
+def check_hooks_work() -> None:
+    """Raise inside a transform of torch.func."""
+    if is_transformed():
         raise RecoupError(
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
             'every memory mode but "linear" needs. Set memory="linear" for them.'

@@ -11,6 +11,8 @@ Rule 3. A foreign draw moves a default generator outside Rule 1 and Rule 2. A re
 Rule 4. A region run for the second time asks the region around it that is also run again, not
         the generator; a first run inside a second one writes down what it is given.
 Rule 5. After a second run the default generators are as they were before it.
+Rule 6. What is decided outside of a region and may be decided otherwise later (which draw a weight
+        has, which depends on the forward around it) is written down in the order of the seeds.
 """
 
 from __future__ import annotations
@@ -18,12 +20,26 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Draw", "Draws", "draw_seed", "seeded", "with_seed"]
+from recoup.errors import ReplayError
+
+__all__ = [
+    "Counted",
+    "Draw",
+    "Draws",
+    "counted",
+    "draw_seed",
+    "fingerprint",
+    "is_repeated",
+    "remembered",
+    "seeded",
+    "skip",
+    "with_seed",
+]
 
 T = TypeVar("T")
 States = tuple[Tensor, ...]
@@ -33,6 +49,7 @@ Draw = int | None  # a seed, or nothing was drawn
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.draws: list[Draws] = []
+        self.num_seeds = 0
 
 
 _stack = _Stack()
@@ -72,7 +89,7 @@ class Draws:
     __slots__ = ("_cursor", "_expected", "_foreign", "_replaying", "_seeds", "_start")
 
     def __init__(self) -> None:
-        self._seeds: list[Draw] = []
+        self._seeds: list[Any] = []  # draws, and what Rule 6 writes down
         self._start: States | None = None
         self._expected: States = ()
         self._foreign = False
@@ -96,7 +113,7 @@ class Draws:
         if not self._foreign and not _same(self._expected, states):
             self._foreign = True  # See Rule 3
 
-    def _next(self) -> Draw:
+    def _next(self) -> Any:
         seed = self._seeds[self._cursor] if self._cursor < len(self._seeds) else None
         self._cursor += 1
         return seed
@@ -157,6 +174,7 @@ def _writers() -> tuple[list[Draws], Draws | None]:
 
 
 def _fresh_seed() -> int:
+    _stack.num_seeds += 1
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
 
@@ -170,13 +188,72 @@ def draw_seed() -> int:
     seed = _fresh_seed()
     if known is not None:
         recorded = known._next()
-        seed = seed if recorded is None else recorded
+        seed = seed if not isinstance(recorded, int) else recorded
     if writers:
         states = _get_states()
         for draws in writers:
             draws._expected = states
             draws._seeds.append(seed)
     return seed
+
+
+class Counted(NamedTuple):
+    """What was decided, and how many seeds that took from the stream (See Rule 6)."""
+
+    value: Any
+    num_seeds: int
+
+
+def counted(decide: Callable[[], Any]) -> Counted:
+    """Return what `decide` decides, and how many seeds it drew."""
+    before = _stack.num_seeds
+    value = decide()
+    return Counted(value, _stack.num_seeds - before)
+
+
+def skip(num_seeds: int) -> None:
+    """Move the stream on by as many seeds, so that a foreign draw finds it in its place."""
+    for _ in range(num_seeds):
+        _fresh_seed()
+
+
+def is_repeated() -> bool:
+    """Whether a region is around that will run again, or does."""
+    return bool(_stack.draws)
+
+
+def remembered(decide: Callable[[], T]) -> T:
+    """Return what `decide` returns; a region that runs again gets what its first run was given."""
+    if not _stack.draws:
+        return decide()
+    writers, known = _writers()
+    states = _get_states() if writers else ()
+    for draws in writers:
+        draws._meet(states)
+    found = None if known is None else known._next()
+    if found is None:
+        around, _stack.draws = _stack.draws, []
+        try:
+            found = counted(decide)
+        finally:
+            _stack.draws = around
+    elif not isinstance(found, Counted):
+        raise ReplayError(
+            "A region that runs again draws in another order than its first run did: a weight is "
+            "read where a seed was drawn. Look for outside state that it reads."
+        )
+    else:
+        skip(found.num_seeds)
+    states = _get_states() if writers else ()
+    for draws in writers:
+        draws._expected = states
+        draws._seeds.append(found)
+    return found.value
+
+
+def fingerprint() -> int:
+    """Return a number for the place at which the stream of the default CPU generator is."""
+    return hash(_bytes(torch.default_generator.get_state()))
 
 
 def seeded(call: Callable[[], T], draws: list[Draw] | None = None) -> T:

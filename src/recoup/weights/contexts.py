@@ -1,0 +1,89 @@
+"""Contexts around forwards: one draw for several, noise off, noise on."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from recoup.residuals.seeds import draw_seed
+from recoup.weights.application import places_of
+from recoup.weights.forwards import Override, SameDraw
+
+__all__ = ["disabled", "enabled", "same_draw"]
+
+
+def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
+    """Give each weight one draw for all forwards within.
+
+    Around the forwards of a step (a layer called from outside its tree, windows of one sequence,
+    gradients that are accumulated) it makes them use the same noise; with a seed, that noise is a
+    function of the seed and of the names of the parameters, so that a whole data set can be run
+    through one sample, and every rank of a distributed run can have the same noise, as
+    ``same_draw(seed=step)``, or another, as ``same_draw(seed=step * world_size + rank)``.
+
+    Args:
+        seed: 0 or more; drawn from the default generator if None.
+
+    Returns:
+        A context.
+
+    Raises:
+        ValueError: when `seed` is not an int from 0.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer, x = recoup.weight_dropout(torch.nn.Linear(64, 64)), torch.ones(1, 64)
+        >>> with recoup.weights.same_draw(seed=3):
+        ...     torch.equal(layer(x), layer(x))
+        True
+        >>> torch.equal(layer(x), layer(x))
+        False
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
+    return SameDraw(draw_seed() if seed is None else seed)
+
+
+def disabled(module: nn.Module) -> AbstractContextManager[None]:
+    """Turn weight dropout and noise off in `module`, which may stay in training mode.
+
+    Weight norm is not noise, and stays. What was run within is also run again without noise.
+
+    Args:
+        module: a module, or a tree of modules.
+
+    Returns:
+        A context, for this thread.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer, x = recoup.weight_dropout(torch.nn.Linear(64, 64)), torch.ones(1, 64)
+        >>> with recoup.weights.disabled(layer):
+        ...     torch.equal(layer(x), layer(x))
+        True
+    """
+    return Override(frozenset(places_of(module)), is_on=False)
+
+
+def enabled(module: nn.Module) -> AbstractContextManager[None]:
+    """Turn weight dropout and noise on in `module`, which may be in evaluation mode.
+
+    Monte-Carlo evaluation draws noise and leaves dropout of activations and batch norms in
+    evaluation mode.
+
+    Args:
+        module: a module, or a tree of modules.
+
+    Returns:
+        A context, for this thread.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer = recoup.weight_dropout(torch.nn.Linear(64, 64)).eval()
+        >>> x = torch.ones(1, 64)
+        >>> with recoup.weights.enabled(layer):
+        ...     torch.equal(layer(x), layer(x))
+        False
+    """
+    return Override(frozenset(places_of(module)), is_on=True)

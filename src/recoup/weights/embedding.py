@@ -1,0 +1,35 @@
+"""Embeddings whose rows are dropped: on the rows that were looked up, not on a copy of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from recoup.residuals.hooks import is_transformed
+from recoup.weights.forwards import Forward, frames
+
+__all__ = ["forward_by_rows"]
+
+
+def forward_by_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward of an embedding that drops rows of its output where that is all there is."""
+
+    def run(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        around = frames()
+        top = around[-1] if around else None
+        place = self.__dict__["_recoup_attached"].places.get("weight")
+        if place is None or not isinstance(top, Forward) or is_transformed():
+            return forward(self, input, *args, **kwargs)
+        drawn = place.drawn(self)
+        if len(drawn) != 1 or not drawn[0].step.drops_rows:
+            return forward(self, input, *args, **kwargs)
+        top.reads_raw = True
+        try:
+            rows = forward(self, input, *args, **kwargs)
+        finally:
+            top.reads_raw = False
+        return drawn[0].step.apply_to_rows(rows, input, self.num_embeddings, drawn[0])
+
+    return run

@@ -1,0 +1,143 @@
+"""The forwards in progress, and which draw they give to a weight.
+
+NOTE [ One draw per forward ]
+
+Rule 1. A draw lasts for one forward of the module that the reparametrization was applied to: it is
+        made at the first read and is the same at every other. If that module is not running, but
+        one within it, the draw lasts for the forward of the outermost one that is.
+Rule 2. `same_draw` around forwards keeps their draws; the innermost one counts.
+Rule 3. `disabled` and `enabled` count from the innermost outwards, and before training mode does.
+Rule 4. What is in force is a matter of the thread, and is not in force in backward; what was
+        decided in code that runs again there is written down by it.
+Rule 5. A noisy weight lives while its module's forward does, and longer only where one forward
+        reads it again: a cell in a loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from recoup.residuals.seeds import draw_seed
+from recoup.weights.reparametrization import Application, Drawn, Reparametrization
+
+__all__ = ["Forward", "Frame", "Made", "Override", "SameDraw", "drawn_for", "frames"]
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+
+
+def frames() -> list[Frame]:
+    """Return what is in force in this thread, the innermost last."""
+    return _stack.frames
+
+
+class Frame:
+    """What is in force from entering to leaving it."""
+
+    def __enter__(self) -> None:
+        _stack.frames.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _stack.frames.pop()
+
+
+class Made(NamedTuple):
+    """A noisy weight of a forward, and what it was made from."""
+
+    weight: weakref.ref[Tensor]
+    held: Tensor | None
+    raw: Tensor
+    version: int
+    drawn: tuple[Drawn, ...]
+    with_graph: bool
+
+
+class Forward(Frame):
+    """A forward of a module that has, or covers, reparametrized weights (See Rule 1)."""
+
+    __slots__ = ("applications", "drawn", "held", "made", "owner", "reads_raw", "steps")
+
+    def __init__(self, owner: nn.Module, applications: frozenset[Application]) -> None:
+        self.owner = owner
+        self.applications = applications
+        self.drawn: dict[Reparametrization, Drawn] = {}
+        self.steps: dict[Application, int] = {}
+        self.made: dict[object, Made] = {}
+        self.held: list[Tensor] = []
+        self.reads_raw = False
+
+
+class SameDraw(Frame):
+    """Draws that last for several forwards (See Rule 2)."""
+
+    __slots__ = ("_num_named", "_seed", "drawn", "steps")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._num_named: dict[str, int] = {}
+        self.drawn: dict[Reparametrization, Drawn] = {}
+        self.steps: dict[Application, int] = {}
+
+    def seed_for(self, name: str) -> int:
+        """Return a seed for the weight: the same in every context of this seed, by its name."""
+        again = self._num_named[name] = self._num_named.get(name, -1) + 1
+        text = f"{self._seed} {name} {again}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+class Override(Frame):
+    """Noise turned on or off for some weights (See Rule 3)."""
+
+    __slots__ = ("is_on", "places")
+
+    def __init__(self, places: frozenset[object], is_on: bool) -> None:
+        self.places = places
+        self.is_on = is_on
+
+
+def drawn_for(
+    step: Reparametrization, place: object, name: str, *, is_training: bool
+) -> Drawn | None:
+    """Return what a reparametrization does in the forward that is running, or None."""
+    around: Forward | None = None
+    kept: SameDraw | None = None
+    is_on = is_training or step.mode == "always"
+    is_said = False
+    for frame in reversed(_stack.frames):
+        if isinstance(frame, Forward):
+            if step.application in frame.applications:
+                around = frame
+        elif isinstance(frame, SameDraw):
+            kept = frame if kept is None else kept
+        elif isinstance(frame, Override) and not is_said and place in frame.places:
+            is_on, is_said = frame.is_on or not step.is_random, True
+    if around is None or not is_on:
+        return None
+    lasting = around if kept is None else kept
+    drawn = lasting.drawn.get(step)
+    if drawn is None:
+        magnitude = step.magnitude(_step_of(step.application, lasting.steps, is_training))
+        seed = 0
+        if magnitude and step.is_random:
+            seed = draw_seed() if kept is None else kept.seed_for(f"{name} {step.kind}")
+        drawn = lasting.drawn[step] = Drawn(step, seed, magnitude)
+    return drawn if drawn.magnitude else None
+
+
+def _step_of(application: Application, steps: dict[Application, int], is_training: bool) -> int:
+    """Return the step of a forward, which is the same for all its weights."""
+    step = steps.get(application)
+    if step is None:
+        step = steps[application] = application.step
+        application.step += is_training
+    return step

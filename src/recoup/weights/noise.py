@@ -1,0 +1,104 @@
+"""Variational noise: Gaussian noise on a weight, new in each forward."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup.weights import draws
+from recoup.weights.application import apply_to
+from recoup.weights.reparametrization import (
+    Application,
+    Drawn,
+    Magnitude,
+    Operands,
+    Reparametrization,
+    shown,
+    value_of,
+)
+
+__all__ = ["WeightNoise", "weight_noise"]
+
+
+def weight_noise(
+    module: nn.Module, pattern: str = "weight", std: Magnitude = 0.01, *, mode: str = "training"
+) -> nn.Module:
+    """Add Gaussian noise to weights in each forward, and keep nothing for it but a seed.
+
+    Kept: 8 bytes a weight; neither the noise nor the noisy weight, whichever operator saves it.
+    Backward pays one draw a weight. The parameters stay the objects they are, under their names; in
+    evaluation the raw one is used.
+
+    Args:
+        module: the module, or a tree of modules. One forward of it has one draw.
+        pattern: a regular expression for the qualified names of its parameters (fullmatch).
+        std: the standard deviation of the noise, in the units of the weight. A number, a 0-dim
+            tensor, or a function from the step (forwards in training so far) to a number.
+        mode: "training", or "always" to draw in evaluation too.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ValueError: when no parameter matches, one has weight noise already, or an argument is out
+            of its range.
+        ChangedError: in backward, when a raw weight has changed in place since forward.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> layer = recoup.weight_noise(layer, std=lambda step: 0.0 if step < 20_000 else 0.0025)
+        >>> layer.eval()(torch.ones(1, 4)).shape
+        torch.Size([1, 4])
+
+    Source: Graves, "Practical variational inference for neural networks" (2011);
+    https://github.com/rwth-i6/returnn/issues/1518.
+    """
+    application = Application()
+    return apply_to(module, pattern, lambda: WeightNoise(application, std, mode))
+
+
+class WeightNoise(Reparametrization):
+    """Gaussian noise added to a weight."""
+
+    kind = "weight_noise"
+    order = 2
+
+    def __init__(self, application: Application, std: Magnitude, mode: str) -> None:
+        super().__init__(application, mode)
+        self.std = std
+        self.magnitude(application.step)
+
+    def __repr__(self) -> str:
+        mode = "" if self.mode == "training" else f', mode="{self.mode}"'
+        return f"weight_noise(std={shown(self.std)}{mode})"
+
+    def magnitude(self, step: int) -> float:
+        return value_of(self.std, step, "std", least=0.0, most=float("inf"), needed="0 or more")
+
+    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        return cast("Tensor", _Noised.apply(weight, drawn.seed, drawn.magnitude))
+
+    def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        noise = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        return weight + draws.noised_(noise, drawn.seed, drawn.magnitude)
+
+    def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
+        add = draws.noised_ if is_own else draws.noised
+        return add(weight, drawn.seed, drawn.magnitude)
+
+
+class _Noised(torch.autograd.Function):
+    """Addition of a constant that is drawn, in one pass over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seed: int, std: float) -> Tensor:
+        del ctx
+        return draws.noised(weight, seed, std)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        del ctx
+        return gradients[0], None, None

@@ -1,0 +1,106 @@
+"""Weight norm: direction and magnitude of a weight as two parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.weights.application import apply_to
+from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
+
+__all__ = ["WeightNorm", "weight_norm"]
+
+
+def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0) -> nn.Module:
+    """Give weights a magnitude of their own: forward uses ``g * v / ||v||``.
+
+    The parameter `weight` becomes the direction v and stays the object it is, and `weight_g` stands
+    beside it, from ``||v||`` at first, so that nothing changes yet; optimizers that exist have to
+    be given it. Kept: norms, as many as there are magnitudes, but not the product. Backward pays
+    one more product a weight.
+
+    A `state_dict` has `weight_g` too; one without it can be loaded, and sets it to the norms.
+
+    Args:
+        module: the module, or a tree of modules.
+        pattern: a regular expression for the qualified names of its parameters (fullmatch).
+        dim: the axis that has a magnitude for each index; None for a single magnitude.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ValueError: when no parameter matches, or one has a weight norm already.
+        ChangedError: in backward, when a parameter has changed in place since forward.
+
+    Example:
+        >>> import recoup, torch
+        >>> conv = recoup.weight_norm(torch.nn.Conv1d(4, 8, 3))
+        >>> conv.weight_g.shape
+        torch.Size([8, 1, 1])
+
+    Source: Salimans and Kingma, "Weight normalization", https://arxiv.org/abs/1602.07868.
+    """
+    application = Application()
+    return apply_to(module, pattern, lambda: WeightNorm(application, dim))
+
+
+class WeightNorm(Reparametrization):
+    """The product of a magnitude and a direction."""
+
+    kind = "weight_norm"
+    order = 0
+    is_random = False
+
+    def __init__(self, application: Application, dim: int | None) -> None:
+        super().__init__(application, "always")
+        self.dim = dim
+
+    def __repr__(self) -> str:
+        return f"weight_norm(dim={self.dim})"
+
+    def fit(self, weight: Tensor, name: str) -> None:
+        """Bring `dim` into the form that torch takes, or raise if `weight` has not so many."""
+        if self.dim is None:
+            return
+        if not -weight.dim() <= self.dim < weight.dim():
+            raise ValueError(
+                f"`dim` is {self.dim}, but `{name}` has shape {tuple(weight.shape)}: give an axis "
+                f"from {-weight.dim()} to {weight.dim() - 1}, or None."
+            )
+        self.dim %= weight.dim()
+
+    def applied_to(self, module: nn.Module, key: str) -> None:
+        weight = module._parameters[key]
+        if weight is not None:
+            norms = nn.Parameter(self._norms(weight), requires_grad=weight.requires_grad)
+            module.register_parameter(f"{key}_g", norms)
+
+    def removed_from(self, module: nn.Module, key: str) -> None:
+        weight = module._parameters[key]
+        if weight is not None:
+            with torch.no_grad():
+                weight.copy_(self._product(weight, self.operands(module, key)[0]))
+        del module._parameters[f"{key}_g"]
+
+    def complete(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        if name not in state_dict or f"{name}_g" in state_dict:
+            return state_dict
+        return {**state_dict, f"{name}_g": self._norms(state_dict[name])}
+
+    def _norms(self, weight: Tensor) -> Tensor:
+        return torch.norm_except_dim(weight.detach(), 2, -1 if self.dim is None else self.dim)
+
+    def _product(self, weight: Tensor, norms: Tensor) -> Tensor:
+        return torch._weight_norm(weight, norms, -1 if self.dim is None else self.dim)
+
+    def operands(self, module: nn.Module, name: str) -> Operands:
+        return (getattr(module, f"{name}_g"),)
+
+    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        return self._product(weight, operands[0])
+
+    def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
+        return self._product(weight, operands[0])

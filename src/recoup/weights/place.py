@@ -1,0 +1,144 @@
+"""One parameter of one module, with all that is applied to it."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recoup.errors import RecoupError
+from recoup.residuals.decisions import Decisions
+from recoup.residuals.hooks import Kept, is_transformed, version_of
+from recoup.residuals.seeds import is_repeated, remembered
+from recoup.residuals.values import Source, as_value
+from recoup.weights.forwards import Forward, Made, drawn_for, frames
+from recoup.weights.reparametrization import Drawn, Operands, Reparametrization
+
+__all__ = ["Place"]
+
+Resolution = tuple[Drawn, ...]
+
+
+class Place:
+    """A parameter under one of its names: each use of a shared parameter has its own.
+
+    Args:
+        key: its name in the module that owns it.
+        name: what errors call it.
+    """
+
+    def __init__(self, key: str, name: str) -> None:
+        self.key = key
+        self.name = name
+        self.steps: list[Reparametrization] = []
+        self._decisions = Decisions()
+        self._is_repeated = False
+
+    def add(self, step: Reparametrization) -> None:
+        """Add a reparametrization; they run in their own order, not in that of the calls."""
+        self.steps = sorted([*self.steps, step], key=lambda other: other.order)
+
+    def read(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """Return the weight that the forward in progress uses; the raw one outside of any."""
+        drawn = self.drawn(module)
+        return self._made(module, raw, drawn) if drawn else raw
+
+    def drawn(self, module: nn.Module) -> Resolution:
+        """Return what is done to the weight in the forward in progress: nothing if it is raw."""
+        around = frames()
+        if around:
+            top = around[-1]
+            if isinstance(top, Forward) and top.reads_raw and top.owner is module:
+                return ()
+        elif not self._decisions and not is_repeated():
+            return ()
+        resolve = partial(self._resolve, module)
+        return remembered(partial(self._decisions.decide, resolve, self.name))
+
+    def _resolve(self, module: nn.Module) -> Resolution:
+        found: list[Drawn] = []
+        for step in self.steps:
+            drawn = drawn_for(step, self, self.name, is_training=module.training)
+            if drawn is not None:
+                found.append(drawn)
+        return tuple(found)
+
+    def _made(self, module: nn.Module, raw: Tensor, drawn: Resolution) -> Tensor:
+        running = next((frame for frame in frames() if isinstance(frame, Forward)), None)
+        if running is None:
+            return self._make(module, raw, drawn)
+        made = running.made.get(self)
+        with_graph = torch.is_grad_enabled()
+        if (
+            made is not None
+            and made.raw is raw
+            and made.version == version_of(raw)
+            and made.with_graph is with_graph
+            and made.drawn == drawn
+        ):
+            weight = made.weight()
+            if weight is not None:
+                return weight
+            self._is_repeated = True
+        weight = self._make(module, raw, drawn)
+        held = weight if self._is_repeated else None
+        running.made[self] = Made(
+            weakref.ref(weight), held, raw, version_of(raw), drawn, with_graph
+        )
+        top = frames()[-1]
+        if held is None and isinstance(top, Forward) and top.owner is module:
+            top.held.append(weight)
+        return weight
+
+    def _make(self, module: nn.Module, raw: Tensor, drawn: Resolution) -> Tensor:
+        if type(raw) not in (nn.Parameter, Tensor) and is_traceable_wrapper_subclass(raw):
+            raise RecoupError(
+                f"{self.name} is a {type(raw).__name__}, and {drawn[0].step.kind} draws for plain "
+                "tensors: let FSDP2 gather it (read it within the forward of its module)."
+            )
+        operands = [each.step.operands(module, self.key) for each in drawn]
+        if not torch.is_grad_enabled():
+            return _remade(raw, operands, drawn)
+        weight = raw
+        if is_transformed():
+            for each, taken in zip(drawn, operands, strict=True):
+                weight = each.step.apply_plainly(weight, taken, each)
+            return weight
+        for each, taken in zip(drawn, operands, strict=True):
+            weight = each.step.apply(weight, taken, each)
+        return as_value(weight, _Weight(self.name, raw, operands, drawn))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_is_repeated": False}
+
+
+class _Weight(Source):
+    """A reparametrized weight, made from the raw one and seeds."""
+
+    __slots__ = ("_drawn", "_operands", "_raw")
+
+    def __init__(self, name: str, raw: Tensor, operands: list[Operands], drawn: Resolution) -> None:
+        super().__init__(name)
+        self._raw = Kept(raw, name, None)
+        self._operands = [
+            tuple(Kept(value, f"An operand of {name}", None) for value in taken)
+            for taken in operands
+        ]
+        self._drawn = drawn
+
+    def make(self) -> None:
+        operands = [tuple(kept.get() for kept in taken) for taken in self._operands]
+        with torch.no_grad():
+            self.give(_remade(self._raw.get(), operands, self._drawn))
+
+
+def _remade(weight: Tensor, operands: list[Operands], drawn: Resolution) -> Tensor:
+    is_own = False
+    for each, taken in zip(drawn, operands, strict=True):
+        weight = each.step.remake(weight, taken, each, is_own=is_own)
+        is_own = True
+    return weight

@@ -1,0 +1,157 @@
+"""Classes that stand in for the classes of modules with reparametrized weights.
+
+NOTE [ A module changes its class and nothing else ]
+
+Rule 1. The class is a subclass of the module's own, with the same name and signature, in which
+        each reparametrized parameter is a property. In a forward it reads as the weight that the
+        forward uses, and otherwise as the parameter itself, so that whatever initialises, assigns,
+        saves or steps sees the parameter. Parameters are never replaced or registered anew.
+Rule 2. There is one such class for each class and set of names. It cannot be imported, so a module
+        is copied and pickled as its own class and the names.
+Rule 3. Whatever belongs to one module is in its `__dict__`, and travels with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup.weights.embedding import forward_by_rows
+from recoup.weights.forwards import Forward
+from recoup.weights.place import Place
+from recoup.weights.recurrent import members_of_recurrent
+from recoup.weights.reparametrization import Application
+
+__all__ = ["Attached", "attach", "attached_to", "is_swapped", "restore_class", "swap_class"]
+
+_KEY = "_recoup_attached"
+_NAMES = "_recoup_names"
+_BASE = "_recoup_base"
+
+
+class Attached:
+    """What a module carries: its reparametrized parameters, and what was applied to its tree."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self.rooted: list[Application] = []
+        self.applications: frozenset[Application] = frozenset()
+
+    def refresh(self) -> None:
+        """Bring `applications` up to date: a forward of the module covers them."""
+        own = {step.application for place in self.places.values() for step in place.steps}
+        self.applications = frozenset(own.union(self.rooted))
+
+
+def attached_to(module: nn.Module) -> Attached | None:
+    """Return what `module` carries, if anything was applied to it."""
+    return module.__dict__.get(_KEY)
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Whether the class of `module` is one of these, and not a subclass of one."""
+    return _NAMES in vars(type(module))
+
+
+def attach(module: nn.Module) -> Attached:
+    """Return what `module` carries; nothing yet, if nothing was applied to it."""
+    return module.__dict__.setdefault(_KEY, Attached())
+
+
+def swap_class(module: nn.Module) -> None:
+    """Give `module` the class for the parameters that it carries."""
+    attached = attach(module)
+    attached.refresh()
+    base = vars(type(module))[_BASE] if is_swapped(module) else type(module)
+    module.__class__ = _class_for(base, tuple(sorted(attached.places)))
+
+
+def restore_class(module: nn.Module) -> None:
+    """Give `module` its own class back, and forget what it carried."""
+    del module.__dict__[_KEY]
+    if is_swapped(module):  # not where a wrapper has put its class on top of ours: it passes on
+        module.__class__ = vars(type(module))[_BASE]
+
+
+def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    for known in base.__subclasses__():
+        if vars(known).get(_NAMES) == names:
+            return known
+    members: dict[str, Any] = {name: _property(name) for name in names}
+    if issubclass(base, nn.RNNBase):
+        members |= members_of_recurrent(base)
+    run = forward_by_rows(base.forward) if issubclass(base, nn.Embedding) else base.forward
+    members |= {
+        _NAMES: names,
+        _BASE: base,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reducing(base, names),
+        "forward": _forward_through(base.forward, run),
+        "extra_repr": _shown(base),
+        "_load_from_state_dict": _loading(base),
+    }
+    return cast("type[nn.Module]", type(base)(base.__name__, (base,), members))
+
+
+def _property(name: str) -> property:
+    def read(module: nn.Module) -> Tensor | None:
+        raw = module._parameters.get(name) if name in module._parameters else module.__dict__[name]
+        attached = attached_to(module)
+        place = None if attached is None else attached.places.get(name)
+        return raw if place is None or raw is None else place.read(module, raw)
+
+    def assign(module: nn.Module, value: Any) -> None:
+        module.__dict__[name] = value  # a replica of DataParallel has tensors for parameters
+
+    return property(read, assign)
+
+
+def _forward_through(forward: Any, run: Any) -> Any:
+    @functools.wraps(forward)
+    def forward_in_progress(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        attached = attached_to(self)
+        if attached is None or torch.compiler.is_compiling():
+            return run(self, *args, **kwargs)
+        with Forward(self, attached.applications):
+            return run(self, *args, **kwargs)
+
+    return forward_in_progress
+
+
+def _reducing(base: type[nn.Module], names: tuple[str, ...]) -> Any:
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made, given, *rest = cast("Any", super(type(self), self).__reduce_ex__(protocol))
+        # A class that says itself how it is made, says it with its own name.
+        return (_new, (base, names), *rest) if given[:1] == (type(self),) else (made, given, *rest)
+
+    return reduce
+
+
+def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    return nn.Module.__new__(_class_for(base, names))
+
+
+def _shown(base: type[nn.Module]) -> Any:
+    def extra_repr(self: nn.Module) -> str:
+        attached = attached_to(self)
+        places = [] if attached is None else attached.places.values()
+        parts = [f"{step!r} of {place.key}" for place in places for step in place.steps]
+        return ", ".join(part for part in (base.extra_repr(self), *parts) if part)
+
+    return extra_repr
+
+
+def _loading(base: type[nn.Module]) -> Any:
+    def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        attached = attached_to(self)
+        for place in () if attached is None else attached.places.values():
+            for step in place.steps:
+                state_dict = step.complete(state_dict, prefix + place.key)
+        base._load_from_state_dict(self, state_dict, prefix, *rest)
+
+    return load
