@@ -12,7 +12,7 @@ from torch import nn
 import recoup
 from recoup.errors import RecoupError
 from recoup.invertible import AdditiveCoupling, Chain, Dequantize, Logit
-from recoup.residuals.seeds import Draws, draw_seed, seeded
+from recoup.residuals.seeds import Draws, SeededCall, draw_seed
 from recoup.schedules import constant
 from tests.oracle import assert_same_step, loss_of_all, run_step
 from tests.zoo import Direct, DrawsItself, chain_of, couplings, dense, invertible_chain_of, leaf
@@ -210,23 +210,23 @@ def test_no_state_is_kept_in_constant_memory(monkeypatch):
 
 
 def test_seeded_repeats_itself_and_leaves_the_stream():
-    seeds = []
+    call = SeededCall()
     torch.manual_seed(0)
-    first = seeded(lambda: torch.rand(3), seeds)
+    first = call.run(lambda: torch.rand(3))
     after = torch.get_rng_state()
-    again = seeded(lambda: torch.rand(3), seeds)
+    again = call.run(lambda: torch.rand(3))
     assert torch.equal(first, again)
     assert torch.equal(torch.get_rng_state(), after)
     torch.manual_seed(0)
-    seeded(lambda: torch.rand(300))
+    SeededCall().run(lambda: torch.rand(300))
     assert torch.equal(torch.get_rng_state(), after), "the stream depends on how much was drawn"
 
 
 def test_seeded_without_a_draw_leaves_the_stream():
     before = torch.get_rng_state()
-    seeds = []
-    assert seeded(lambda: 7, seeds) == 7
-    assert seeds == [None]
+    call = SeededCall()
+    assert call.run(lambda: 7) == 7
+    assert not call.draws
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -235,7 +235,7 @@ def test_seeded_gives_the_stream_back_after_an_exception():
     for breaks in (False, True):
         torch.manual_seed(0)
         try:
-            seeded(lambda b=breaks: [torch.rand(3), {0: 0}[int(b)]])
+            SeededCall().run(lambda b=breaks: [torch.rand(3), {0: 0}[int(b)]])
         except KeyError:
             assert breaks
         after.append(torch.get_rng_state())
@@ -247,8 +247,8 @@ def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
 
     def run():
         values = [torch.rand(2), torch.tensor(float(draw_seed() % 1000))]
-        values += [seeded(lambda: torch.rand(2) + draw_seed() % 1000), torch.rand(1)]
-        values += [seeded(lambda: torch.zeros(2)), torch.rand(1)]
+        values += [SeededCall().run(lambda: torch.rand(2) + draw_seed() % 1000), torch.rand(1)]
+        values += [SeededCall().run(lambda: torch.zeros(2)), torch.rand(1)]
         return values
 
     torch.manual_seed(0)
@@ -272,14 +272,15 @@ def test_a_first_run_within_a_second_one_writes_down_what_it_is_given():
         inner = Draws()
         inners.append(inner)
         with inner.recording():
-            return [seeded(lambda: torch.rand(2)), torch.tensor(draw_seed()), torch.rand(2)]
+            first = SeededCall().run(lambda: torch.rand(2))
+            return [first, torch.tensor(draw_seed()), torch.rand(2)]
 
     with outer.recording():
         first = run()
     with outer.replaying():
         second = run()
     with inners[1].replaying():
-        third = [seeded(lambda: torch.rand(2)), torch.tensor(draw_seed()), torch.rand(2)]
+        third = [SeededCall().run(lambda: torch.rand(2)), torch.tensor(draw_seed()), torch.rand(2)]
     for other in (second, third):
         for got, want in zip(other, first, strict=True):
             assert torch.equal(got, want)
@@ -302,3 +303,17 @@ def test_dropout_that_is_switched_on_later(memory, switch):
                 module.p = 0.5
     new.memory = "linear"
     assert_same_step(run_step(model, x), run_step(new, x), rtol=1e-10)
+
+
+def test_what_is_drawn_by_seeds_within_a_seeded_call_is_repeated_in_any_order():
+    calls = [SeededCall(), SeededCall()]
+    draws = Draws()
+
+    def run(order):
+        return {k: calls[k].run(lambda: (draw_seed(), draw_seed())) for k in order}
+
+    with draws.recording():
+        first = run([0, 1])
+    with draws.replaying():
+        assert run([1, 0]) == first
+    assert first[0] != first[1]

@@ -16,7 +16,6 @@ import torch
 __all__ = ["is_loaded", "never_compiled", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_waiting: list[Any] = []
 _uncompiled: dict[Any, Any] = {}
 
 
@@ -27,17 +26,27 @@ def is_loaded() -> bool:
 
 def never_compiled(fn: F) -> F:
     """Mark a function that the compiler shall leave alone, and all that it calls."""
-    _waiting.append(fn)
+    _mark(fn, "SKIP")
     return fn
 
 
+def not_compiled_itself(fn: F) -> F:
+    """Mark a function that the compiler shall leave alone, though not what it calls."""
+    _mark(fn, "DEFAULT")
+    return fn
+
+
+def _mark(fn: Any, what_it_calls: str) -> None:
+    # The part of the compiler that is written in C, which is there before the rest is imported.
+    frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+    if hasattr(frames, "set_code_exec_strategy"):  # not in every release of torch
+        actions = frames._FrameAction
+        strategy = frames._FrameExecStrategy(actions.SKIP, getattr(actions, what_it_calls))
+        frames.set_code_exec_strategy(fn.__code__, strategy)
+
+
 def uncompiled(fn: F) -> F:
-    """Return `fn` as a function at which a graph breaks, with the marked functions out of reach."""
+    """Return `fn` as a function at which a graph breaks."""
     if fn not in _uncompiled:
-        frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
-        if hasattr(frames, "set_code_exec_strategy"):  # not in every release of torch
-            skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-            while _waiting:
-                frames.set_code_exec_strategy(_waiting.pop().__code__, skip)
         _uncompiled[fn] = torch.compiler.disable(fn)
     return _uncompiled[fn]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from recoup.errors import ReplayError
 from recoup.residuals.quiet import draws_nothing
 from recoup.residuals.region import Region, Untaped
-from recoup.residuals.seeds import Draw, seeded
+from recoup.residuals.seeds import SeededCall
 from recoup.residuals.tree import Tree, flatten
 
 __all__ = ["Evaluations", "evaluate", "is_answered"]
@@ -50,7 +50,7 @@ def evaluate(network: nn.Module, inputs: Inputs) -> Any:
         return network(*inputs)  # seeds do not go into a graph; compiled draws are its own anyway
     answer = _local.answer
     if answer is None:
-        return _run(network, inputs, [])
+        return _run(network, inputs, SeededCall())
     with _Answering(None):
         return answer(network, inputs)
 
@@ -60,11 +60,11 @@ def is_answered() -> bool:
     return _local.answer is not None
 
 
-def _run(network: nn.Module, inputs: Inputs, draws: list[Draw]) -> Any:
-    if not draws and draws_nothing(network):
-        draws.append(None)
+def _run(network: nn.Module, inputs: Inputs, call: SeededCall) -> Any:
+    if not call.is_known and draws_nothing(network):
+        call.draws_nothing()
         return network(*inputs)
-    return seeded(lambda: network(*inputs), draws)  # See Rule 4
+    return call.run(lambda: network(*inputs))  # See Rule 4
 
 
 def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any:
@@ -73,7 +73,7 @@ def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any
         for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
     )
     with Untaped():
-        return _run(network, inputs, evaluation.draws)
+        return _run(network, inputs, evaluation.call)
 
 
 class _Answering:
@@ -96,11 +96,11 @@ class _Answering:
 class _Evaluation:
     """One evaluation: where its residuals belong, its seed, and its output while needed."""
 
-    __slots__ = ("draws", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
+    __slots__ = ("call", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
 
     def __init__(self, inputs: Inputs, region: Region) -> None:
         self.requires_grad = tuple(value.requires_grad for value in inputs)
-        self.draws: list[Draw] = []
+        self.call = SeededCall()
         self.region = weakref.ref(region)
         self.output: tuple[Tensor, ...] | None = None
         self.versions: list[int] = []
@@ -163,7 +163,7 @@ class Evaluations:
         evaluation = _Evaluation(inputs, region)
         self._by_network.setdefault(network, []).append(evaluation)
         with region.recording():
-            output = _run(network, inputs, evaluation.draws)
+            output = _run(network, inputs, evaluation.call)
         values, evaluation.tree = flatten(output)
         evaluation.wants_grad = tuple(value.requires_grad for value in values)
         return output
@@ -196,12 +196,12 @@ class Evaluations:
             for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
         )
         with region.filling(taped):
-            output = flatten(_run(network, taped, evaluation.draws))[0]
+            output = flatten(_run(network, taped, evaluation.call))[0]
         return tuple(value.detach() for value in output)
 
     def _only_run(self, network: nn.Module, inputs: Inputs) -> Any:
         evaluation = self._only(network)
-        if len(self._by_network[network]) > 1 and evaluation.draws[0] is not None:
+        if len(self._by_network[network]) > 1 and evaluation.call.draws:
             raise ReplayError(
                 f"{self._name} evaluates one {type(network).__name__} twice in a forward, and it "
                 "draws random numbers: which draw belongs to which evaluation cannot be told in "

@@ -37,6 +37,7 @@ from recoup.residuals.hooks import (
     storage_of,
     version_of,
 )
+from recoup.residuals.listening import here
 
 __all__ = ["Region", "Slot", "Untaped"]
 
@@ -94,6 +95,8 @@ class Region:
             return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
         slot = Slot(self, tensor)
         self._slots.append(weakref.ref(slot))
+        if here.listener is not None:
+            here.listener.told(tensor, slot)
         return slot
 
 

@@ -29,21 +29,19 @@ from recoup.errors import ReplayError
 
 __all__ = [
     "Counted",
-    "Draw",
     "Draws",
+    "SeededCall",
     "counted",
     "draw_seed",
     "fingerprint",
     "is_repeated",
     "remembered",
-    "seeded",
     "skip",
     "with_seed",
 ]
 
 T = TypeVar("T")
 States = tuple[Tensor, ...]
-Draw = int | None  # a seed, or nothing was drawn
 
 
 class _Stack(threading.local):
@@ -148,7 +146,7 @@ class _Replaying:
     def __enter__(self) -> None:
         draws = self._draws
         start = draws._start
-        if start is not None or any(seed is not None for seed in draws._seeds):
+        if start is not None or any(map(_moves, draws._seeds)):
             self._before = _get_states()
         self._outer = (draws._replaying, draws._cursor)
         draws._replaying, draws._cursor = True, 0
@@ -161,6 +159,13 @@ class _Replaying:
         draws._replaying, draws._cursor = self._outer
         if self._before is not None:
             _set_states(self._before)  # See Rule 5
+
+
+def _moves(entry: Any) -> bool:
+    """Whether repeating an entry of a region moves a default generator."""
+    if isinstance(entry, SeededCall):
+        return entry.draws
+    return not isinstance(entry, Counted) or entry.num_seeds > 0
 
 
 def _writers() -> tuple[list[Draws], Draws | None]:
@@ -256,70 +261,108 @@ def fingerprint() -> int:
     return hash(_bytes(torch.default_generator.get_state()))
 
 
-def seeded(call: Callable[[], T], draws: list[Draw] | None = None) -> T:
-    """Run `call` with its default-generator draws made from one seed (See Rules 1 and 2).
+class SeededCall:
+    """A call whose default-generator draws come from one seed, to be repeated in any order.
 
-    Args:
-        call: what to run.
-        draws: an empty list, to be given what this call drew, or the list of an earlier call,
-            whose draws are then repeated.
-
-    Returns:
-        What `call` returned.
+    What is drawn by seeds within belongs to the call, and not to the regions around it.
     """
-    if draws:
-        return _repeat(call, draws[0])
-    writers, known = _writers()
-    before = _get_states()
-    for region in writers:
-        region._meet(before)
-    # The place in the list is taken before the call, since calls within it take theirs.
-    places = [len(region._seeds) for region in writers]
-    for region in writers:
-        region._seeds.append(None)
-    if known is None:
-        result, draw = _first_run(call, before)
-    else:
-        draw = known._next()
-        if draw is not None:
-            _fresh_seed()  # so that a foreign draw after this one finds the stream in its place
-        result = _repeat(call, draw)
-    after = _get_states()
-    for region, place in zip(writers, places, strict=True):
-        region._seeds[place] = draw
-        region._expected = after
-    if draws is not None:
-        draws.append(draw)
-    return result
+
+    __slots__ = ("_draw", "_is_known", "_within")
+
+    def __init__(self) -> None:
+        self._draw: int | None = None
+        self._is_known = False
+        self._within = Draws()
+
+    @property
+    def draws(self) -> bool:
+        """Whether it drew when it ran first."""
+        return self._draw is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has run, or is known to draw nothing."""
+        return self._is_known
+
+    def draws_nothing(self) -> None:
+        """Say that the call draws nothing, so that nobody has to watch it."""
+        self._is_known = True
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Run `call`, or repeat it (See Rules 1 and 2)."""
+        if self._is_known:
+            return self._again(call)
+        writers, known = _writers()
+        before = _get_states()
+        for region in writers:
+            region._meet(before)
+        found = None if known is None else known._next()
+        if isinstance(found, SeededCall):
+            if found._draw is not None:
+                skip(1)
+            self._draw, self._within = found._draw, found._within
+            result = self._again(call)
+        else:
+            result = self._first(call, before)
+        self._is_known = True
+        after = _get_states()
+        for region in writers:
+            region._seeds.append(self)
+            region._expected = after
+        return result
+
+    def _first(self, call: Callable[[], T], before: States) -> T:
+        seed = _fresh_seed()
+        after = _get_states()
+        drew = True
+        try:
+            _seed_generators(seed)
+            probe = _get_states()
+            with _Within(self._within, is_replaying=False):
+                result = call()
+            drew = not _same(probe, _get_states())
+        finally:
+            _set_states(after if drew else before)  # See Rule 2
+        self._draw = seed if drew else None
+        return result
+
+    def _again(self, call: Callable[[], T]) -> T:
+        with _Within(self._within, is_replaying=True):
+            return call() if self._draw is None else with_seed(call, self._draw)
+
+
+class _Within:
+    """Around a seeded call: what is drawn within is written down, or repeated, by it alone."""
+
+    __slots__ = ("_around", "_draws", "_is_replaying", "_outer")
+
+    def __init__(self, draws: Draws, *, is_replaying: bool) -> None:
+        self._draws = draws
+        self._is_replaying = is_replaying
+        self._around: list[Draws] = []
+        self._outer = (False, 0)
+
+    def __enter__(self) -> None:
+        draws = self._draws
+        self._around, _stack.draws = _stack.draws, [draws]
+        self._outer = (draws._replaying, draws._cursor)
+        draws._replaying, draws._cursor = self._is_replaying, 0
+
+    def __exit__(self, *_: object) -> None:
+        _stack.draws = self._around
+        self._draws._replaying, self._draws._cursor = self._outer
 
 
 def with_seed(call: Callable[[], T], seed: int) -> T:
     """Run `call` with the default generators at `seed`, and leave them as they were."""
-    return _repeat(call, seed)
-
-
-def _first_run(call: Callable[[], T], before: States) -> tuple[T, Draw]:
-    seed = _fresh_seed()
-    after = _get_states()
-    drew = True
-    try:
-        for generator in _generators():
-            generator.manual_seed(seed)
-        probe = _get_states()
-        result = call()
-        drew = not _same(probe, _get_states())
-    finally:
-        _set_states(after if drew else before)  # See Rule 2
-    return result, seed if drew else None
-
-
-def _repeat(call: Callable[[], T], draw: Draw) -> T:
-    if draw is None:
-        return call()
     before = _get_states()
     try:
-        for generator in _generators():
-            generator.manual_seed(draw)
+        _seed_generators(seed)
         return call()
     finally:
         _set_states(before)
+
+
+def _seed_generators(seed: int) -> None:
+    for generator in _generators():
+        generator.manual_seed(seed)

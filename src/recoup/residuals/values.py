@@ -31,6 +31,7 @@ from torch import Tensor
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.compiler import never_compiled
 from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving, version_of
+from recoup.residuals.listening import here
 
 __all__ = ["Source", "Value", "as_value"]
 
@@ -98,6 +99,8 @@ class Source:
     def _slot(self, tensor: Tensor, dtype: torch.dtype | None) -> _Slot:
         slot = _Slot(self, tensor, dtype)
         self._slots.append(weakref.ref(slot))
+        if here.listener is not None:
+            here.listener.told(tensor, slot)
         return slot
 
     def _get(self, slot: _Slot) -> Tensor:
@@ -165,6 +168,7 @@ class Value(Tensor):
     _recoup_source: Source
 
     @classmethod
+    @never_compiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -194,8 +198,10 @@ _LOOKS: frozenset[Any] = frozenset(
      Tensor.storage_offset, Tensor.data_ptr, Tensor.untyped_storage, Tensor.is_contiguous,
      Tensor.is_complex, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.__hash__,
      Tensor.__repr__, Tensor.register_hook, Tensor.backward, torch.autograd.backward,
-     torch.autograd.grad}  # fmt: skip
-_COPIES: frozenset[Any] = frozenset((Tensor.__deepcopy__, Tensor.__reduce_ex__))
+     torch.autograd.grad, Tensor.as_subclass}  # fmt: skip
+_COPIES: frozenset[Any] = frozenset(
+    getattr(Tensor, name) for name in ("__deepcopy__", "__reduce_ex__")
+)
 
 
 def as_value(tensor: Tensor, source: Source) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from recoup.weights.graph import register_operators
 from recoup.weights.place import Place
 from recoup.weights.reparametrization import Reparametrization
 from recoup.weights.swapped import attach, attached_to, restore_class, swap_class
@@ -25,14 +27,15 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
         raise ValueError(f"`module` is a {type(module).__name__}, but must be an nn.Module.")
     found = _matching(module, pattern)
     _check_module(module)
+    register_operators()
     steps: list[Reparametrization] = []
-    for name, owner, key in found:
+    for each in found:
         step = make()
-        _check_module(owner)
-        _check(step, name, owner, key)
-        step.fit(owner._parameters[key], name)
+        _check_module(each.owner)
+        _check(step, each)
+        step.fit(each.parameter, each.name)
         steps.append(step)
-    for step, (name, owner, key) in zip(steps, found, strict=True):
+    for step, (name, owner, key, _) in zip(steps, found, strict=True):
         places = attach(owner).places
         if key not in places:
             places[key] = Place(key, f"`{name}` of {type(module).__name__}")
@@ -44,8 +47,17 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
     return module
 
 
-def _matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module, str]]:
-    """Return name, owner and local name of each parameter that matches, each owner's once."""
+class _Named(NamedTuple):
+    """A parameter by its qualified name, and by its name in the module that owns it."""
+
+    name: str
+    owner: nn.Module
+    key: str
+    parameter: nn.Parameter
+
+
+def _matching(module: nn.Module, pattern: str) -> list[_Named]:
+    """Return the parameters that match, those of a shared module once."""
     try:
         matches = re.compile(pattern).fullmatch
     except (re.error, TypeError) as error:
@@ -53,12 +65,12 @@ def _matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module, str
             f"`pattern` is {pattern!r}, but must be a regular expression: {error}."
         ) from None
     named = list(_named(module))
-    found: dict[tuple[int, str], tuple[str, nn.Module, str]] = {}
-    for name, owner, key in named:
-        if matches(name):
-            found.setdefault((id(owner), key), (name, owner, key))
+    found: dict[tuple[int, str], _Named] = {}
+    for each in named:
+        if matches(each.name):
+            found.setdefault((id(each.owner), each.key), each)
     if not found:
-        names = ", ".join(name for name, _, _ in named[:8]) or "none"
+        names = ", ".join(each.name for each in named[:8]) or "none"
         more = ", ..." if len(named) > 8 else ""
         raise ValueError(
             f"`pattern` {pattern!r} matches no parameter of {type(module).__name__}. It must match "
@@ -67,20 +79,21 @@ def _matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module, str
     return list(found.values())
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for key, parameter in owner._parameters.items():
+def _named(module: nn.Module) -> Iterator[_Named]:
+    modules: Any = module.named_modules(remove_duplicate=False)
+    for prefix, owner in cast("Iterator[tuple[str, nn.Module]]", modules):
+        for key, parameter in cast("dict[str, nn.Parameter | None]", owner._parameters).items():
             if parameter is not None:
-                yield f"{prefix}.{key}" if prefix else key, owner, key
+                yield _Named(f"{prefix}.{key}" if prefix else key, owner, key, parameter)
 
 
-def _check(step: Reparametrization, name: str, owner: nn.Module, key: str) -> None:
-    parameter = owner._parameters[key]
+def _check(step: Reparametrization, each: _Named) -> None:
+    name, owner, key, parameter = each
     if is_lazy(parameter):
         raise ValueError(
             f"`{name}` has no shape yet. Run a batch through {type(owner).__name__} first."
         )
-    if parameter is None or not parameter.is_floating_point():
+    if not parameter.is_floating_point():
         raise ValueError(
             f"`{name}` is not of a floating-point type, which {step.kind} needs. Let `pattern` "
             "leave it out."
@@ -162,7 +175,7 @@ def places_of(module: nn.Module) -> Iterator[Place]:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, Place]]:
-    for name, owner, key in _named(module):
+    for name, owner, key, _ in _named(module):
         attached = attached_to(owner)
         if attached is not None and key in attached.places:
             yield name, attached.places[key]
@@ -191,9 +204,9 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
         []
     """
     found = [
-        (owner, key)
-        for _, owner, key in _matching(module, pattern)
-        if (attached := attached_to(owner)) is not None and key in attached.places
+        (each.owner, each.key)
+        for each in _matching(module, pattern)
+        if (attached := attached_to(each.owner)) is not None and each.key in attached.places
     ]
     if not found:
         raise ValueError(

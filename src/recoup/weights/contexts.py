@@ -40,7 +40,7 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
         >>> torch.equal(layer(x), layer(x))
         False
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+    if seed is not None and (type(seed) is not int or seed < 0):
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
     return SameDraw(draw_seed() if seed is None else seed)
 

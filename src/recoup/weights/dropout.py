@@ -113,6 +113,9 @@ class WeightDropout(Reparametrization):
     def apply_to_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
         return _dropped_rows(rows, ids, num_rows, drawn.seed, drawn.magnitude)
 
+    def transpose_(self, gradient: Tensor, drawn: Drawn) -> Tensor:
+        return draws.dropped_(gradient, drawn.seed, drawn.magnitude, self.axes)
+
     def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
         drop = draws.dropped_ if is_own else draws.dropped
         return drop(weight, drawn.seed, drawn.magnitude, self.axes)

@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from recoup.residuals.seeds import draw_seed
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization
 
-__all__ = ["Forward", "Frame", "Made", "Override", "SameDraw", "drawn_for", "frames"]
+__all__ = [
+    "Forward",
+    "Frame",
+    "Made",
+    "Override",
+    "SameDraw",
+    "drawn_for",
+    "frames",
+    "is_overridden",
+]
 
 
 class _Stack(threading.local):
@@ -67,7 +76,7 @@ class Forward(Frame):
 
     __slots__ = ("applications", "drawn", "held", "made", "owner", "reads_raw", "steps")
 
-    def __init__(self, owner: nn.Module, applications: frozenset[Application]) -> None:
+    def __init__(self, owner: nn.Module | None, applications: tuple[Application, ...]) -> None:
         self.owner = owner
         self.applications = applications
         self.drawn: dict[Reparametrization, Drawn] = {}
@@ -103,6 +112,22 @@ class Override(Frame):
     def __init__(self, places: frozenset[object], is_on: bool) -> None:
         self.places = places
         self.is_on = is_on
+
+    def __enter__(self) -> None:
+        _overriding.append(self)
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _overriding.remove(self)
+
+
+_overriding: list[Override] = []  # of all threads
+
+
+def is_overridden() -> bool:
+    """Whether any weight may be noisy that would not be otherwise, or the other way round."""
+    return len(_overriding) > 0
 
 
 def drawn_for(

@@ -85,6 +85,9 @@ class WeightNoise(Reparametrization):
         noise = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         return weight + draws.noised_(noise, drawn.seed, drawn.magnitude)
 
+    def transpose_(self, gradient: Tensor, drawn: Drawn) -> Tensor:
+        return gradient
+
     def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
         add = draws.noised_ if is_own else draws.noised
         return add(weight, drawn.seed, drawn.magnitude)

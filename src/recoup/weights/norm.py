@@ -94,7 +94,7 @@ class WeightNorm(Reparametrization):
         return torch.norm_except_dim(weight.detach(), 2, -1 if self.dim is None else self.dim)
 
     def _product(self, weight: Tensor, norms: Tensor) -> Tensor:
-        return torch._weight_norm(weight, norms, -1 if self.dim is None else self.dim)
+        return torch.ops.aten._weight_norm(weight, norms, -1 if self.dim is None else self.dim)
 
     def operands(self, module: nn.Module, name: str) -> Operands:
         return (getattr(module, f"{name}_g"),)

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup.errors import RecoupError
+from recoup.residuals.compiler import never_compiled
 from recoup.residuals.decisions import Decisions
 from recoup.residuals.hooks import Kept, is_transformed, version_of
 from recoup.residuals.seeds import is_repeated, remembered
 from recoup.residuals.values import Source, as_value
 from recoup.weights.forwards import Forward, Made, drawn_for, frames
-from recoup.weights.reparametrization import Drawn, Operands, Reparametrization
+from recoup.weights.graph import new_handle
+from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
 __all__ = ["Place"]
 
@@ -35,6 +37,7 @@ class Place:
         self.key = key
         self.name = name
         self.steps: list[Reparametrization] = []
+        self.handle = new_handle(self)
         self._decisions = Decisions()
         self._is_repeated = False
 
@@ -42,11 +45,25 @@ class Place:
         """Add a reparametrization; they run in their own order, not in that of the calls."""
         self.steps = sorted([*self.steps, step], key=lambda other: other.order)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"key": self.key, "name": self.name, "steps": self.steps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["key"], state["name"])
+        self.steps = state["steps"]
+
+    @property
+    def applications(self) -> tuple[Application, ...]:
+        """The calls that applied its reparametrizations."""
+        return tuple(dict.fromkeys(step.application for step in self.steps))
+
+    @never_compiled
     def read(self, module: nn.Module, raw: Tensor) -> Tensor:
         """Return the weight that the forward in progress uses; the raw one outside of any."""
         drawn = self.drawn(module)
         return self._made(module, raw, drawn) if drawn else raw
 
+    @never_compiled
     def drawn(self, module: nn.Module) -> Resolution:
         """Return what is done to the weight in the forward in progress: nothing if it is raw."""
         around = frames()
@@ -56,13 +73,17 @@ class Place:
                 return ()
         elif not self._decisions and not is_repeated():
             return ()
-        resolve = partial(self._resolve, module)
+        return self.resolution(is_training=module.training)
+
+    def resolution(self, *, is_training: bool) -> Resolution:
+        """Return what is done in the forward in progress, or what was when this code ran first."""
+        resolve = partial(self._resolve, is_training=is_training)
         return remembered(partial(self._decisions.decide, resolve, self.name))
 
-    def _resolve(self, module: nn.Module) -> Resolution:
+    def _resolve(self, *, is_training: bool) -> Resolution:
         found: list[Drawn] = []
         for step in self.steps:
-            drawn = drawn_for(step, self, self.name, is_training=module.training)
+            drawn = drawn_for(step, self, self.name, is_training=is_training)
             if drawn is not None:
                 found.append(drawn)
         return tuple(found)
@@ -111,9 +132,6 @@ class Place:
         for each, taken in zip(drawn, operands, strict=True):
             weight = each.step.apply(weight, taken, each)
         return as_value(weight, _Weight(self.name, raw, operands, drawn))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_repeated": False}
 
 
 class _Weight(Source):

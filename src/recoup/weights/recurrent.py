@@ -25,7 +25,8 @@ def members_of_recurrent(base: type[nn.RNNBase]) -> dict[str, Any]:
             return kept
         if around[-1].owner is not self:
             return kept
-        return [getattr(self, name) for name in self._flat_weights_names]
+        names: list[str] = self.__dict__["_flat_weights_names"]
+        return [getattr(self, name) for name in names]
 
     def keep(self: nn.RNNBase, kept: list[Tensor]) -> None:
         self.__dict__["_flat_weights"] = kept

@@ -87,6 +87,10 @@ class Reparametrization:
         """Return the rows that were looked up in the raw weight as the weight would have them."""
         raise NotImplementedError
 
+    def transpose_(self, gradient: Tensor, drawn: Drawn) -> Tensor:
+        """Return the gradient of the weight from that of the result, without a graph, in place."""
+        raise NotImplementedError
+
     def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
         """Return the same without a graph; a weight that is our own may be changed in place."""
         raise NotImplementedError

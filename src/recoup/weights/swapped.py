@@ -19,8 +19,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup.residuals.compiler import not_compiled_itself, uncompiled
 from recoup.weights.embedding import forward_by_rows
 from recoup.weights.forwards import Forward
+from recoup.weights.graph import forward_in_graph, read_in_graph
 from recoup.weights.place import Place
 from recoup.weights.recurrent import members_of_recurrent
 from recoup.weights.reparametrization import Application
@@ -38,12 +40,12 @@ class Attached:
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
         self.rooted: list[Application] = []
-        self.applications: frozenset[Application] = frozenset()
+        self.applications: tuple[Application, ...] = ()
 
     def refresh(self) -> None:
         """Bring `applications` up to date: a forward of the module covers them."""
-        own = {step.application for place in self.places.values() for step in place.steps}
-        self.applications = frozenset(own.union(self.rooted))
+        own = [a for place in self.places.values() for a in place.applications]
+        self.applications = tuple(dict.fromkeys((*self.rooted, *own)))
 
 
 def attached_to(module: nn.Module) -> Attached | None:
@@ -81,7 +83,8 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         if vars(known).get(_NAMES) == names:
             return known
     members: dict[str, Any] = {name: _property(name) for name in names}
-    if issubclass(base, nn.RNNBase):
+    is_recurrent = issubclass(base, nn.RNNBase)  # the compiler does not go into those either
+    if is_recurrent:
         members |= members_of_recurrent(base)
     run = forward_by_rows(base.forward) if issubclass(base, nn.Embedding) else base.forward
     members |= {
@@ -91,11 +94,12 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reducing(base, names),
-        "forward": _forward_through(base.forward, run),
+        "forward": _forward_through(base.forward, run, may_be_compiled=not is_recurrent),
         "extra_repr": _shown(base),
         "_load_from_state_dict": _loading(base),
     }
-    return cast("type[nn.Module]", type(base)(base.__name__, (base,), members))
+    make: Any = type(base)  # a metaclass of the base stays in force
+    return cast("type[nn.Module]", make(base.__name__, (base,), members))
 
 
 def _property(name: str) -> property:
@@ -103,7 +107,11 @@ def _property(name: str) -> property:
         raw = module._parameters.get(name) if name in module._parameters else module.__dict__[name]
         attached = attached_to(module)
         place = None if attached is None else attached.places.get(name)
-        return raw if place is None or raw is None else place.read(module, raw)
+        if place is None or raw is None:
+            return raw
+        if torch.compiler.is_compiling():
+            return read_in_graph(place, module, raw)
+        return place.read(module, raw)
 
     def assign(module: nn.Module, value: Any) -> None:
         module.__dict__[name] = value  # a replica of DataParallel has tensors for parameters
@@ -111,14 +119,22 @@ def _property(name: str) -> property:
     return property(read, assign)
 
 
-def _forward_through(forward: Any, run: Any) -> Any:
+def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
+    @not_compiled_itself
+    def in_progress(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
+        with Forward(self, attached.applications):
+            return run(self, *args, **kwargs)
+
     @functools.wraps(forward)
     def forward_in_progress(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         attached = attached_to(self)
-        if attached is None or torch.compiler.is_compiling():
+        if attached is None:
             return run(self, *args, **kwargs)
-        with Forward(self, attached.applications):
-            return run(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return in_progress(self, attached, args, kwargs)
+        if may_be_compiled:
+            return forward_in_graph(run, self, attached.applications, args, kwargs)
+        return uncompiled(in_progress)(self, attached, args, kwargs)
 
     return forward_in_progress
 
@@ -139,7 +155,7 @@ def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 def _shown(base: type[nn.Module]) -> Any:
     def extra_repr(self: nn.Module) -> str:
         attached = attached_to(self)
-        places = [] if attached is None else attached.places.values()
+        places: list[Place] = [] if attached is None else list(attached.places.values())
         parts = [f"{step!r} of {place.key}" for place in places for step in place.steps]
         return ", ".join(part for part in (base.extra_repr(self), *parts) if part)
 

@@ -1,0 +1,226 @@
+"""Reparametrized weights and values under torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+import recoup
+from recoup.weights import draws
+
+BATCH = 4
+# What the compiler does on its own account.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Loop(nn.Module):
+    """A cell over time: many reads in one forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x):
+        h = torch.zeros_like(x)
+        for _ in range(4):
+            h = self.cell(x, h)
+        return h
+
+
+class Stateful(nn.Module):
+    """A cell with a state that is not zero, so that its recurrent weight matters."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 8)
+
+    def forward(self, x):
+        return self.cell(x, (x.sin(), x.cos()))[0]
+
+
+class Between(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.lstm = nn.LSTM(8, 8)
+        self.after = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.after(self.lstm(self.before(x).unsqueeze(0))[0].tanh())
+
+
+def noisy_norm():
+    layer = recoup.weight_norm(recoup.weight_dropout(nn.Linear(8, 8)))
+    return recoup.weight_noise(layer, std=0.1)
+
+
+def tree_of(num_layers):
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+
+
+MODULES = {
+    "linear": lambda: recoup.weight_dropout(nn.Linear(8, 8)),
+    "noise": lambda: recoup.weight_noise(nn.Linear(8, 8), std=0.1),
+    "stacked": noisy_norm,
+    "embedding": lambda: recoup.weight_dropout(nn.Embedding(16, 8), axes=(1,)),
+    "cell": lambda: recoup.weight_dropout(Stateful(), r".*weight_hh"),
+    "tree": lambda: recoup.weight_dropout(tree_of(3), r"\d.weight"),
+    "loop": lambda: recoup.weight_dropout(Loop(), r".*weight_.."),
+}  # fmt: skip
+
+
+def step(module, x, seed):
+    torch.manual_seed(seed)
+    module.zero_grad()
+    y = module(x)
+    y.square().sum().backward()
+    return y.detach(), [p.grad.clone() for p in module.parameters()], torch.get_rng_state()
+
+
+def given(name):
+    return torch.randint(16, (BATCH, 3)) if name == "embedding" else torch.randn(BATCH, 8)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_whole_graph_equals_eager_and_draws_anew_each_call(name):
+    torch.manual_seed(0)
+    module, x = MODULES[name](), given(name)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    outputs = []
+    for seed in range(3):
+        got, want = step(compiled, x, seed), step(module, x, seed)
+        torch.testing.assert_close(got[0], want[0])
+        for a, b in zip(got[1], want[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert torch.equal(got[2], want[2]), "the stream differs"
+        outputs.append(got[0])
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.equal(step(compiled, x, 1)[0], outputs[1])
+
+
+def test_the_optimizing_backend_does_not_fold_the_noise():
+    module = recoup.weight_dropout(nn.Linear(8, 8))
+    compiled, x = torch.compile(module, fullgraph=True), torch.randn(BATCH, 8)
+    got, want = step(compiled, x, 0), step(module, x, 0)
+    torch.testing.assert_close(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1])
+    assert not torch.equal(got[0], step(compiled, x, 1)[0])
+
+
+def test_one_draw_for_all_reads_of_a_forward(monkeypatch):
+    num_draws = []
+    drop = draws.dropped_
+    monkeypatch.setattr(draws, "dropped_", lambda *a: (num_draws.append(1), drop(*a))[1])
+    compiled = torch.compile(MODULES["loop"](), fullgraph=True, backend="aot_eager")
+    compiled(torch.randn(BATCH, 8))
+    assert len(num_draws) == 2, "one for each of the two weights of the cell"
+
+
+def test_evaluation_mode_has_nothing_of_ours_in_the_graph():
+    graphs = []
+    module = recoup.weight_dropout(nn.Linear(8, 8)).eval()
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    torch.compile(module, fullgraph=True, backend=backend)(torch.randn(BATCH, 8))
+    assert len(graphs) == 1
+    assert "ops.recoup" not in graphs[0]
+    module.train()
+    torch._dynamo.reset()
+    torch.compile(module, fullgraph=True, backend=backend)(torch.randn(BATCH, 8))
+    assert "ops.recoup" in graphs[1]
+
+
+def test_contexts_around_a_compiled_module():
+    module, x = recoup.weight_dropout(nn.Linear(8, 8)), torch.randn(BATCH, 8)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    plain = nn.functional.linear(x, module.weight, module.bias)
+    with recoup.weights.same_draw(seed=1):
+        assert torch.equal(compiled(x), compiled(x))
+        torch.testing.assert_close(compiled(x), module(x))
+    with recoup.weights.disabled(module):
+        torch.testing.assert_close(compiled(x), plain)
+    module.eval()
+    torch.testing.assert_close(compiled(x), plain)
+    with recoup.weights.enabled(module):
+        assert not torch.equal(compiled(x), compiled(x))
+
+
+def test_a_compiled_module_within_an_eager_tree_has_the_draw_of_the_tree():
+    layer = nn.Linear(8, 8)
+    tree = recoup.weight_dropout(nn.Sequential(layer, layer), r"0.weight")
+    x = torch.randn(BATCH, 8)
+    torch.manual_seed(0)
+    want = tree(x)
+    layer.compile(fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    torch.testing.assert_close(tree(x), want)
+
+
+@pytest.mark.parametrize("recurrent", [Between, lambda: nn.LSTM(8, 8)])
+def test_recurrent_layers_break_the_graph_once(recurrent):
+    module = recoup.weight_dropout(recurrent(), r".*weight_.*")
+    counter = CompileCounter()
+    compiled = torch.compile(module, backend=counter)
+    x = torch.randn(1, BATCH, 8) if isinstance(module, nn.LSTM) else torch.randn(BATCH, 8)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        got = compiled(x)
+        torch.manual_seed(seed)
+        want = module(x)
+        torch.testing.assert_close(got, want)
+        if seed == 0:
+            num_frames = counter.frame_count
+    assert num_frames <= 2, "code of ours was compiled"
+    assert counter.frame_count == num_frames, "it is compiled again in later calls"
+
+
+def test_many_compiled_layers_share_a_graph():
+    layers = [recoup.weight_dropout(nn.Linear(8, 8)) for _ in range(12)]
+    counter = CompileCounter()
+    x = torch.randn(BATCH, 8)
+    for layer in layers:
+        layer.compile(fullgraph=True, backend=counter)
+        layer(x)
+    assert counter.frame_count <= len(layers)
+
+
+def test_a_value_given_to_a_compiled_function():
+    w = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(BATCH, 8, requires_grad=True)
+    compiled = torch.compile(lambda y: (y @ w).sin(), backend="aot_eager")
+    grads = []
+    for make in (nn.functional.gelu, recoup.recompute(nn.functional.gelu)):
+        y = make(x).as_subclass(torch.Tensor)
+        assert type(y) is torch.Tensor
+        grads.append(torch.autograd.grad(compiled(y).sum(), (x, w)))
+    torch.testing.assert_close(grads[1], grads[0])
+    with pytest.raises(TypeError, match="NotImplemented"):  # torch's own: no subclasses at first
+        compiled(recoup.recompute(nn.functional.gelu)(x))
+
+
+def test_a_compiled_function_recomputed():
+    compiled = torch.compile(lambda x: nn.functional.gelu(x).sin(), backend="aot_eager")
+    x = torch.randn(BATCH, 8, requires_grad=True)
+    w = torch.randn(8, 8, requires_grad=True)
+    grads = [
+        torch.autograd.grad((make(x) @ w).sum(), (x, w))
+        for make in (compiled, recoup.recompute(compiled))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
