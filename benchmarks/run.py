@@ -1,9 +1,10 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
-    python benchmarks/run.py [couplings chains regions] [--device cpu]
+    python benchmarks/run.py [couplings chains regions weights] [--device cpu]
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
-turn. Numbers are valid for the machine and the versions in the file.
+turn; that of weights is wall time of all cores, since draws use them. Numbers are valid for the
+machine and the versions in the file.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import couplings
 import readme
 import regions
 import torch
+import weights
 
 HERE = Path(__file__).parent
 SUITES = {
@@ -31,12 +33,13 @@ SUITES = {
         "binomial": chains.binomial(),
     },
     "regions": lambda device: {"overhead": regions.overhead()},
+    "weights": weights.rows,
 }
 
 
 def conditions(device: str) -> dict:
     versions = {"python": platform.python_version()}
-    for package in ("torch", "memcnn", "revtorch", "revlib"):
+    for package in ("torch", "memcnn", "revtorch", "revlib", "returnn", "pytorch-nlp"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -65,9 +68,10 @@ def main() -> None:
     parser.add_argument("suites", nargs="*", choices=[[], *SUITES], default=[])
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    num_cores = torch.get_num_threads()
     for name in arguments.suites or SUITES:
         print(f"== {name}", flush=True)
+        torch.set_num_threads(num_cores if name == "weights" else 1)
         result = {"suite": name, **conditions(arguments.device), **SUITES[name](arguments.device)}
         path = HERE / "results" / f"{name}_{arguments.device}.json"
         path.parent.mkdir(exist_ok=True)

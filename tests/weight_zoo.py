@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -142,6 +143,9 @@ LAYERS: dict[str, Kind] = {
         lambda: Uses(lambda x, w: torch.cat([x @ v.t() for v in w.chunk(3)], 1), 96, 128),
         _x(3, 128),
     ),
+    "chunks of w @ each other": Kind(
+        lambda: Uses(lambda x, w: x @ (w[:64].t() @ torch.mm(*w.chunk(2))), 128, 64), _x(3, 64)
+    ),
     "x * w": Kind(lambda: Uses(lambda x, w: (x * w).sum(1), 128, 96), _x(128, 1)),
     "einsum": Kind(
         lambda: Uses(lambda x, w: torch.einsum("bi,oi->bo", x, w), 96, 128), _x(3, 128)
@@ -181,7 +185,7 @@ LAYERS: dict[str, Kind] = {
     "lstm with projection": Kind(lambda: nn.LSTM(48, 56, proj_size=40), _SEQUENCE, _RNN),
     "lstm with dropout": Kind(lambda: nn.LSTM(48, 56, 2, dropout=0.2), _SEQUENCE, _RNN),
     "lstm, packed": Kind(lambda: Packed(nn.LSTM(48, 56, 2)), _SEQUENCE, _RNN),
-    "lstm, recurrent weights": Kind(lambda: nn.LSTM(48, 56, 2), _SEQUENCE, r"weight_hh_l\d"),
+    "lstm, recurrent weights": Kind(lambda: nn.LSTM(48, 56, 2), _SEQUENCE, r"(.*\.)?weight_hh_l\d"),
     "gru": Kind(lambda: nn.GRU(48, 56), _SEQUENCE, _RNN),
     "gru of layers, both ways": Kind(
         lambda: nn.GRU(48, 56, 2, bidirectional=True), _SEQUENCE, _RNN
@@ -298,8 +302,6 @@ def _parametrized(module: nn.Module, pattern: str, make: Callable[[Tensor], Tens
 
 def matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Parameter]]:
     """The parameters that a pattern means."""
-    import re
-
     return [pair for pair in module.named_parameters() if re.fullmatch(pattern, pair[0])]
 
 

@@ -3,48 +3,46 @@
 NOTE [ Listening to what is saved ]
 
 Rule 1. A pair of hooks of ours is the outermost one, and hands everything to the pair beneath. As
-        autograd calls the innermost pair alone, one that others push within takes its place on the
-        stack wrapped in one of ours, at the next operator or module. Whoever pushed it pops it.
-Rule 2. Our own regions and values own what they save, and tell. Who has been told of a tensor by
-        the pair beneath does not count it again.
+        autograd calls the innermost pair alone, one that others push within is wrapped in one of
+        ours, in its place on the stack, at the next operator. Whoever pushed it pops it.
+Rule 2. Our own regions and values own what they save, and tell. What was told by a pair beneath is
+        not counted again.
 Rule 3. What counts is what autograd still holds when the function has returned. So all that it is
-        given here can be referred to weakly: our wrapping, or a slot.
-Rule 4. Storages are told apart by their address while they live, and by a weak reference when
-        the address was given to another.
+        given is referred to weakly: a slot, or our wrapping of what the pair beneath gave.
+Rule 4. torch.compile cannot listen, so compiled code runs as it was written. What looks at tensors
+        here is out of reach of `__torch_function__`, or it would listen to itself.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup.residuals.compiler import never_compiled
-from recoup.residuals.executor import _Output, _Run
+from recoup.residuals.compiler import is_loaded, never_compiled
 from recoup.residuals.held import Held
 from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving
 from recoup.residuals.listening import here
-from recoup.residuals.region import Region, Slot
+from recoup.residuals.running import Place, Running, named
+from recoup.residuals.tokens import Tokens
+from recoup.residuals.ways import Way, way_beneath, way_of_slot
 
-__all__ = ["Save", "Way", "saves_of"]
+__all__ = ["Save", "saves_of"]
 
-Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
-Place = tuple[nn.Module, str]  # the root of a tree of modules, and a qualified name within it
-_OURS = __name__.rpartition(".")[0]
+_ROOM = __name__.rpartition(".")[0]
+_CHECKPOINT = torch.utils.checkpoint.__name__
+_HOOKS_AND_COMPILER = r"Using `torch.compile\(module\)` when there are global hooks"
+_MOST_FRAMES = 6  # from a hook up to who saves: those of this file, and of a region
 _plainly = torch._C.DisableTorchFunction
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 _pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
@@ -58,7 +56,7 @@ class Save(NamedTuple):
         shape: its shape.
         dtype: its type.
         module: the module that was running; empty outside of any.
-        num_bytes: of its storages, unless an earlier save has counted them.
+        num_bytes: of its storages, unless another save has counted them.
         way: what is done instead of keeping it, or "keep".
     """
 
@@ -77,14 +75,14 @@ def saves_of(fn: Callable[[], object]) -> list[Save]:
         with watch:
             result = fn()
         found = watch.found()
-        del result  # alive until here: what it does not hold, autograd does not either
+        del result  # alive until here: the graph hangs on it
         return found
     finally:
         watch.close()
 
 
 class _Packed:
-    """What autograd holds, by way of a pair of ours, for a tensor that is not ours."""
+    """What a pair of ours gives to autograd: what the pair beneath gave, or the tensor."""
 
     __slots__ = ("__weakref__", "packed", "unpack")
 
@@ -117,28 +115,25 @@ class _Watch(TorchFunctionMode):
     def __init__(self, fn: Callable[[], object]) -> None:
         super().__init__()
         self._noted: list[_Noted] = []
-        self._storages = _Storages()
-        self._parameters: set[object] = set()
-        self._places: dict[int, Place] = {}
-        self._running: list[nn.Module] = []
+        self._tokens = Tokens()
+        self._running = Running(Held(fn).modules)
         self._operator: str | None = None
-        self._thread = threading.get_ident()
         self._within = ExitStack()
-        # A tree that holds another one, if both are seen, gives the names.
-        for module in sorted(Held(fn).modules, key=_size, reverse=True):
-            self._know(module)
 
     def __enter__(self) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            if is_loaded():  # See Rule 4
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", _HOOKS_AND_COMPILER, UserWarning)
             stack.enter_context(saving(partial(self._pack, pair_in_force()), _unpack))
-            stack.callback(register_module_forward_pre_hook(self._enter_module).remove)
-            leave = register_module_forward_hook(self._leave_module, always_call=True)
-            stack.callback(leave.remove)
+            stack.enter_context(self._running.followed())
             stack.callback(setattr, here, "listener", here.listener)
             here.listener = self
             super().__enter__()
-            stack.push(super().__exit__)
+            leave = cast("Any", super().__exit__)
+            stack.push(leave)
             self._within = stack.pop_all()
         return self
 
@@ -147,8 +142,7 @@ class _Watch(TorchFunctionMode):
 
     def close(self) -> None:
         """Let go of all: what autograd was given holds on to the hooks, and so to this."""
-        self._noted, self._places, self._running = [], {}, []
-        self._parameters, self._storages = set(), _Storages()
+        self._noted, self._tokens, self._running = [], Tokens(), Running(())
 
     # -- what runs -------------------------------------------------------------------------
 
@@ -164,33 +158,10 @@ class _Watch(TorchFunctionMode):
         finally:
             self._operator = outer
 
-    @never_compiled
-    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
-        del inputs
-        if threading.get_ident() == self._thread:
-            with _plainly():
-                self._wrap_innermost()
-                if not self._running:  # it may have other parameters now (functional_call)
-                    self._know(module)
-            self._running.append(module)
-
-    @never_compiled
-    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        del inputs, output
-        if threading.get_ident() == self._thread and self._running:
-            self._running.pop()
-
-    def _know(self, module: nn.Module) -> None:
-        for name, each in module.named_modules():
-            self._places.setdefault(id(each), (module, name))
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not is_lazy(tensor):
-                self._parameters.update(token for token, _ in self._storages.of(tensor))
-
     def _wrap_innermost(self) -> None:
         """Put a pair of ours in the place of one that others pushed (See Rule 1)."""
         pair = pair_in_force()
-        if pair is not None and not _is_ours(pair):
+        if pair is not None and getattr(pair[1], "__module__", "").rpartition(".")[0] != _ROOM:
             _pop()
             saving(partial(self._pack, pair), _unpack).__enter__()
 
@@ -208,60 +179,49 @@ class _Watch(TorchFunctionMode):
         packed = _Packed(beneath[0](tensor), beneath[1])
         if len(self._noted) == num_noted:  # See Rule 2
             with _plainly():
-                way, counted = _way_beneath(tensor, packed.packed, beneath)
+                way, counted = way_beneath(tensor, packed.packed, beneath)
                 self._note(tensor, packed, way, counted)
         return packed
 
     def told(self, tensor: Tensor, slot: Any) -> None:
         """Take note that autograd holds `slot` in the place of `tensor`."""
         with _plainly():
-            if isinstance(slot, Slot):
-                way = _way_of_region(slot.region)
-            else:
-                way = "recompute" if isinstance(slot._source, _Output) else "regenerate"
-            self._note(tensor, slot, way, [tensor])
+            self._note(tensor, slot, way_of_slot(slot), [tensor])
 
     def _note(self, tensor: Tensor, held: Any, way: Way, counted: list[Tensor]) -> None:
+        of_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         self._noted.append(
             _Noted(
                 held=weakref.ref(held),
                 operator=self._said(),
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
-                place=self._place(),
+                place=self._running.place,
                 way=way,
-                storages=[each for value in counted for each in self._storages.of(value)],
-                is_parameter=isinstance(tensor, nn.Parameter)
-                or isinstance(tensor._base, nn.Parameter),
+                storages=[each for value in counted for each in self._tokens.of(value)],
+                is_parameter=of_parameter,
             )
         )
 
     def _said(self) -> str:
-        return self._operator or _operator_of_frames()
-
-    def _place(self) -> Place | None:
-        for module in reversed(self._running):
-            place = self._places.get(id(module))
-            if place is None:
-                self._know(module)
-            return self._places[id(module)]
-        return None
+        return self._operator or _operator_of(sys._getframe(1))
 
     # -- afterwards ------------------------------------------------------------------------
 
     def found(self) -> list[Save]:
-        """Return what autograd still holds; a storage counts for the first who saved it."""
-        for root in {id(root): root for root, _ in self._places.values()}.values():
-            self._know(root)  # lazy ones have their parameters by now
+        """Return what autograd still holds; each storage counts once, where it is kept if it is."""
+        parameters = {
+            token for value in self._running.tensors() for token, _ in self._tokens.of(value)
+        }
         alive = [
             noted
             for noted in self._noted
             if noted.held() is not None
             and not noted.is_parameter
-            and not all(token in self._parameters for token, _ in noted.storages)
+            and any(size and token not in parameters for token, size in noted.storages)
         ]
-        shown = _shown([noted.place for noted in alive if noted.place is not None])
-        counted = set(self._parameters)
+        name_of = named(noted.place for noted in alive if noted.place is not None)
+        counted: set[object] = set(parameters)
         num_bytes: dict[int, int] = {}
         for noted in sorted(alive, key=lambda noted: noted.way != "keep"):
             fresh = {token: size for token, size in noted.storages if token not in counted}
@@ -272,7 +232,7 @@ class _Watch(TorchFunctionMode):
                 noted.operator,
                 noted.shape,
                 noted.dtype,
-                "" if noted.place is None else shown(noted.place),
+                "" if noted.place is None else name_of(noted.place),
                 num_bytes[id(noted)],
                 noted.way,
             )
@@ -280,130 +240,21 @@ class _Watch(TorchFunctionMode):
         ]
 
 
-class _Storages:
-    """A token for each storage (See Rule 4)."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[int, tuple[weakref.ref[torch.UntypedStorage], object]] = {}
-
-    def of(self, tensor: Tensor) -> list[tuple[object, int]]:
-        """Return a token and the bytes of each storage of `tensor`."""
-        return [
-            (self._token(part.untyped_storage()), part.untyped_storage().nbytes())
-            for part in _parts(tensor)
-        ]
-
-    def _token(self, storage: torch.UntypedStorage) -> object:
-        found = self._tokens.get(storage._cdata)
-        if found is None or found[0]() is None:
-            found = self._tokens[storage._cdata] = weakref.ref(storage), object()
-        return found[1]
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with memory of their own that `tensor` is made of."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
-        yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-
-
-def _is_ours(pair: Pair) -> bool:
-    return getattr(pair[1], "__module__", "").rpartition(".")[0] == _OURS
-
-
-def _size(module: nn.Module) -> int:
-    return sum(1 for _ in module.modules())
-
-
 def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__).strip("_").partition(".")[0]
 
 
-def _operator_of_frames() -> str:
-    """Name who saves outside of torch's own operators: a Function, or a region of ours."""
-    frame = sys._getframe(2)
-    for _ in range(4):
+def _operator_of(frame: FrameType | None) -> str:
+    """Name who saves outside of torch's operators: a Function, a checkpoint, a region of ours."""
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
         if frame.f_code is Kept.__init__.__code__:
             return frame.f_locals["name"].removeprefix("The ")
+        if frame.f_globals.get("__name__") == _CHECKPOINT:
+            return "input of checkpoint"
         if frame.f_code.co_name == "apply" and "cls" in frame.f_locals:
             cls = frame.f_locals["cls"]
-            is_checkpoint = cls.__module__ == "torch.utils.checkpoint"
-            return "input of checkpoint" if is_checkpoint else cls.__name__
-        if frame.f_back is None:
-            break
+            return "input of checkpoint" if cls.__module__ == _CHECKPOINT else cls.__name__
         frame = frame.f_back
     return "an operator"
-
-
-def _way_of_region(region: Region) -> Way:
-    fill: Any = region._fill
-    run = getattr(getattr(fill, "func", None), "__self__", None)
-    is_inverted = isinstance(run, _Run) and fill.args[0] in run._plan.inverted
-    return "invert" if is_inverted else "recompute"
-
-
-def _way_beneath(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]:
-    """Return what hooks of others do with `tensor`, and whose bytes count.
-
-    A placeholder of a checkpoint is recomputed. What went out of sight, to another device, to
-    pinned memory, or into a copy as large as itself was offloaded; anything else is kept.
-    """
-    held = list(_tensors(packed))
-    own = {part.untyped_storage()._cdata for part in _parts(tensor)}
-    if not held:
-        is_checkpoint = "checkpoint" in getattr(pair[0], "__module__", "")
-        return "recompute" if is_checkpoint else "offload", [tensor]
-    if any(part.untyped_storage()._cdata in own for value in held for part in _parts(value)):
-        return "keep", [tensor]
-    for value in held:
-        is_copy = value.dtype is tensor.dtype and value.shape == tensor.shape
-        if value.device != tensor.device or is_copy or value.is_pinned():
-            return "offload", [tensor]
-    return "keep", held
-
-
-def _tensors(packed: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors within what a hook returned."""
-    if isinstance(packed, Tensor):
-        yield packed
-    elif depth > 3:
-        return
-    elif isinstance(packed, Kept | _Packed):
-        yield from _tensors(packed._packed if isinstance(packed, Kept) else packed.packed, depth)
-    elif isinstance(packed, tuple | list):
-        for item in cast("tuple[Any, ...]", packed):
-            yield from _tensors(item, depth + 1)
-    elif isinstance(packed, dict):
-        for item in cast("dict[Any, Any]", packed).values():
-            yield from _tensors(item, depth + 1)
-    else:
-        for item in getattr(packed, "__dict__", {}).values():
-            yield from _tensors(item, depth + 1)
-
-
-def _shown(places: list[Place]) -> Callable[[Place], str]:
-    """Return how places are shown: by the class of the root too if there are several roots."""
-    titles: dict[int, str] = {}
-    num_named: dict[str, int] = {}
-    for root, _ in places:
-        if id(root) not in titles:
-            kind = type(root).__name__
-            num_named[kind] = num_named.get(kind, 0) + 1
-            titles[id(root)] = kind if num_named[kind] == 1 else f"{kind}#{num_named[kind]}"
-
-    def show(place: Place) -> str:
-        root, name = place
-        title = titles[id(root)]
-        if not name:
-            return title
-        return name if len(titles) == 1 else f"{title}.{name}"
-
-    return show

@@ -96,8 +96,8 @@ class Source:
             return False
         return not (tensor.is_conj() or tensor.is_neg())  # their numbers are not the storage's
 
-    def _slot(self, tensor: Tensor, dtype: torch.dtype | None) -> _Slot:
-        slot = _Slot(self, tensor, dtype)
+    def _slot(self, tensor: Tensor, cast_from: Tensor | None) -> _Slot:
+        slot = _Slot(self, tensor, cast_from)
         self._slots.append(weakref.ref(slot))
         if here.listener is not None:
             here.listener.told(tensor, slot)
@@ -148,18 +148,23 @@ class _Forgetting:
 class _Slot:
     """What autograd holds in the place of a value, or of a view or a cast of it."""
 
-    __slots__ = ("__weakref__", "_dtype", "_geometry", "_source")
+    __slots__ = ("__weakref__", "_cast", "_geometry", "_source")
 
-    def __init__(self, source: Source, tensor: Tensor, dtype: torch.dtype | None) -> None:
+    def __init__(self, source: Source, tensor: Tensor, cast_from: Tensor | None) -> None:
         self._source = source
-        self._dtype = dtype
-        self._geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self._cast = None if cast_from is None else (_geometry(cast_from), tensor.dtype)
+        self._geometry = _geometry(tensor)
 
     def get(self) -> Tensor:
         made = self._source._get(self)
-        if self._dtype is not None:
-            made = made.to(self._dtype)  # See Rule 3
+        if self._cast is not None:
+            geometry, dtype = self._cast
+            made = made.as_strided(*geometry).to(dtype)  # See Rule 3
         return made.as_strided(*self._geometry)
+
+
+def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 class Value(Tensor):
@@ -270,24 +275,21 @@ class _Seam:
                 if source._owns(tensor):
                     return source._slot(tensor, None)  # See Rule 2
             elif tensor.grad_fn is not None:
-                source = self._source_of_cast(tensor)
-                if source is not None:
-                    return source._slot(tensor, tensor.dtype)
+                value = self._cast_value(tensor)
+                if value is not None:
+                    return value._recoup_source._slot(tensor, value)
         return Kept(tensor, self._name, self._beneath)
 
-    def _source_of_cast(self, tensor: Tensor) -> Source | None:
-        """Return the source of the value that `tensor` is a cast of, or a view of one."""
+    def _cast_value(self, tensor: Tensor) -> Value | None:
+        """Return the value that `tensor` is a cast of, or a view of a cast of."""
         base = tensor if tensor._base is None else tensor._base
         node = base.grad_fn
-        if node is None or node.name() != "ToCopyBackward0":
+        if node is None or node.name() != "ToCopyBackward0" or version_of(base) != 0:
             return None
         before = node.next_functions[0][0]
         for value in self._values:
-            if value.grad_fn is before and before is not None:
-                source = value._recoup_source
-                same = value.shape == base.shape and value.stride() == base.stride()
-                is_whole = value.storage_offset() == 0 and version_of(base) == 0
-                return source if same and is_whole and source._owns(value) else None
+            if before is not None and value.grad_fn is before:
+                return value if value._recoup_source._owns(value) else None
         return None
 
     def close(self) -> None:

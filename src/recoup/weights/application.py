@@ -42,9 +42,18 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
         places[key].add(step)
         step.applied_to(owner, key)
         swap_class(owner)
-    attach(module).rooted.append(steps[0].application)
-    swap_class(module)
+    for part in _covering(module, {id(each.owner) for each in found}):
+        attach(part).covered.append(steps[0].application)
+        swap_class(part)
     return module
+
+
+def _covering(module: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules of the tree whose forwards give a draw to what is in them."""
+    for part in module.modules():
+        has_forward = type(part).forward is not nn.Module.forward and "forward" not in vars(part)
+        if part is module or (has_forward and any(id(inner) in owners for inner in part.modules())):
+            yield part
 
 
 class _Named(NamedTuple):
@@ -80,9 +89,10 @@ def _matching(module: nn.Module, pattern: str) -> list[_Named]:
 
 
 def _named(module: nn.Module) -> Iterator[_Named]:
-    modules: Any = module.named_modules(remove_duplicate=False)
-    for prefix, owner in cast("Iterator[tuple[str, nn.Module]]", modules):
-        for key, parameter in cast("dict[str, nn.Parameter | None]", owner._parameters).items():
+    named_modules = cast("Any", module.named_modules)  # torch says less of it than it knows
+    modules: Iterator[tuple[str, nn.Module]] = named_modules(remove_duplicate=False)
+    for prefix, owner in modules:
+        for key, parameter in owner._parameters.items():
             if parameter is not None:
                 yield _Named(f"{prefix}.{key}" if prefix else key, owner, key, parameter)
 
@@ -227,8 +237,8 @@ def _tidy(module: nn.Module) -> None:
     if attached is None:
         return
     alive = {step.application for _, place in _places(module) for step in place.steps}
-    attached.rooted = [application for application in attached.rooted if application in alive]
-    if not attached.places and not attached.rooted:
+    attached.covered = [application for application in attached.covered if application in alive]
+    if not attached.places and not attached.covered:
         restore_class(module)
     else:
         swap_class(module)

@@ -127,7 +127,7 @@ def scales(
         return out.fill_(num_dropped == 0)
     kernels = _kernels(out.device)
     if kernels is not None:
-        kernels.write_scales(out, _key(seed), num_dropped)
+        kernels.write_scales(out, _key(seed), num_dropped, _scale(num_dropped, dtype))
         return out
     flat, scale = out.view(-1), _scale(num_dropped, dtype)
     for start, piece in _mask_pieces(out, seed, num_dropped):
@@ -175,19 +175,16 @@ def _drop(weight: Tensor, out: Tensor, seed: int, p: float, axes: tuple[int, ...
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
         mask = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
         return torch.mul(weight, mask, out=out)
+    numel, scale = out.numel(), _scale(num_dropped, out.dtype)
     kernels = _kernels(out.device)
     if kernels is not None:
-        kernels.drop(weight.contiguous(), out, _key(seed), num_dropped)
+        kernels.drop(weight.contiguous(), out, _key(seed), num_dropped, scale)
         return out
-    numel = out.numel()
     if numel <= _PIECE and _is_small(out):
         lanes = _few_lanes(numel, _generator(seed), num_dropped - 32768).view_as(out)
-        return torch.mul(weight, lanes, out=out).mul_(_scale(num_dropped, out.dtype))
+        return torch.mul(weight, lanes, out=out).mul_(scale)
     source, flat = _flat(weight, out), out.view(-1)
-    zero, scale = (
-        torch.zeros((), dtype=out.dtype, device=out.device),
-        _scale(num_dropped, out.dtype),
-    )
+    zero = torch.zeros((), dtype=out.dtype, device=out.device)
     for start, piece in _mask_pieces(out, seed, num_dropped):
         place = slice(start, start + piece.numel())
         torch.addcmul(zero, source[place], piece, value=scale, out=flat[place])
@@ -228,12 +225,11 @@ def _mask_pieces(out: Tensor, seed: int, num_dropped: int) -> Iterator[tuple[int
     for first in range(0, num_words, words.numel()):
         _write_words(words, spare, _key(seed) + first)
         for begin, end in ((0, min(half, numel)), (half, numel)):
-            if begin:
+            if begin == half:
                 _hash_on(words, spare)
-            begin += 4 * first
-            for start in range(begin, min(begin + lanes.numel(), end), piece.numel()):
-                size = min(piece.numel(), end - start)
-                part = lanes[start - begin : start - begin + size]
+            for at in range(0, min(lanes.numel(), end - begin - 4 * first), piece.numel()):
+                start = begin + 4 * first + at
+                part = lanes[at : at + min(piece.numel(), end - start)]
                 yield start, torch.ge(part, least, out=piece[: part.numel()])
 
 
@@ -247,7 +243,7 @@ def _noise_pieces(out: Tensor, seed: int, std: float) -> Iterator[tuple[int, Ten
             noise = torch.empty(min(_PIECE, numel - start), dtype=dtype, device=out.device)
             yield start, noise.normal_(0.0, std, generator=generator)
         return
-    words, spare, third = _buffers(3, 24, out)
+    words, spare, third = _buffers(3, 28, out)
     radius, angle, sine = spare.view(dtype), third.view(dtype), words.view(dtype)
     half, whole = -(-numel // 2), 2.0 ** (63 if is_wide else 31)
     for start in range(0, half, radius.numel()):
@@ -302,7 +298,7 @@ def _signed(number: int) -> int:
 
 def _write_words(words: Tensor, spare: Tensor, first: int) -> None:
     """Write the first words of the numbers from `first` on (See Rule 1)."""
-    torch.arange(first, first + words.numel(), out=words)
+    torch.arange(first, first + words.numel(), out=words, device=words.device)
     words.mul_(_signed(_GOLDEN))
     words.bitwise_xor_(torch.bitwise_right_shift(words, 30, out=spare)).mul_(_signed(_FIRST))
     words.bitwise_xor_(torch.bitwise_right_shift(words, 27, out=spare)).mul_(_signed(_SECOND))
@@ -326,7 +322,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
     try:
         from recoup.weights import kernels
 
-        kernels.write_scales(torch.empty(1, device=device), 0, 1)
+        kernels.write_scales(torch.empty(1, device=device), 0, 1, 1.0)
     except ImportError:
         return None
     except Exception as error:  # noqa: BLE001  # Compilers raise whatever they like.

@@ -147,7 +147,11 @@ def _dropped_entries(gradient: Tensor, seed: int, p: float, axes: tuple[int, ...
     scales = draws.scales(shape, seed, p, dtype=gradient.dtype, device=gradient.device)
     rows = scales.expand(gradient.shape)[tuple(gradient.indices())]
     return torch.sparse_coo_tensor(
-        gradient.indices(), gradient.values() * rows, gradient.shape, is_coalesced=True
+        gradient.indices(),
+        gradient.values() * rows,
+        gradient.shape,
+        is_coalesced=True,
+        check_invariants=False,
     )
 
 

@@ -14,13 +14,20 @@ __all__ = ["forward_by_rows"]
 
 
 def forward_by_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward of an embedding that drops rows of its output where that is all there is."""
+    """Return a forward of an embedding that drops rows of its output where that is all there is.
+
+    A forward of a user's own may do more with the weight, and gets one whose rows are dropped.
+    """
+    if forward is not nn.Embedding.forward:
+        return forward
 
     def run(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         around = frames()
         top = around[-1] if around else None
+        if not isinstance(top, Forward) or top.owner is not self or is_transformed():
+            return forward(self, input, *args, **kwargs)  # not in progress: it reads the parameter
         place = self.__dict__["_recoup_attached"].places.get("weight")
-        if place is None or not isinstance(top, Forward) or is_transformed():
+        if place is None:
             return forward(self, input, *args, **kwargs)
         drawn = place.drawn(self)
         if len(drawn) != 1 or not drawn[0].step.drops_rows:

@@ -9,8 +9,10 @@ Rule 2. `same_draw` around forwards keeps their draws; the innermost one counts.
 Rule 3. `disabled` and `enabled` count from the innermost outwards, and before training mode does.
 Rule 4. What is in force is a matter of the thread, and is not in force in backward; what was
         decided in code that runs again there is written down by it.
-Rule 5. A noisy weight lives while its module's forward does, and longer only where one forward
-        reads it again: a cell in a loop.
+Rule 5. A noisy weight lives while the forward of its module does. Where a tree runs that module
+        again it is made again, and then lives as long as the tree's forward; its gradients meet at
+        the first one's node, so that they are summed before they are scaled, as those of one
+        weight are. A cell is expected to be run again.
 """
 
 from __future__ import annotations
@@ -57,7 +59,12 @@ class Frame:
         _stack.frames.append(self)
 
     def __exit__(self, *_: object) -> None:
-        _stack.frames.pop()
+        # From the end: contexts of generators may end in another order.
+        frames = _stack.frames
+        for place in range(len(frames) - 1, -1, -1):
+            if frames[place] is self:
+                del frames[place]
+                break
 
 
 class Made(NamedTuple):
@@ -65,6 +72,7 @@ class Made(NamedTuple):
 
     weight: weakref.ref[Tensor]
     held: Tensor | None
+    stub: Tensor | None
     raw: Tensor
     version: int
     drawn: tuple[Drawn, ...]

@@ -80,7 +80,8 @@ def _made(place: Place, module: nn.Module, raw: Tensor, *, is_in_forward: bool) 
         if step.is_random:
             is_on = is_on or module.training or step.mode == "always"
         elif is_in_forward:
-            weight = step.apply(weight, step.operands(module, place.key), Drawn(step, 0, 1.0))
+            operands = step.operands(module, place.key)
+            weight = step.apply_plainly(weight, operands, Drawn(step, 0, 1.0))
     if not is_on:
         return weight
     seeds = torch.ops.recoup.seeds(
@@ -125,10 +126,12 @@ def _fake_seeds(
 
 
 def _drawn(seeds: Tensor, handle: Tensor) -> list[Drawn]:
-    numbers = seeds[1].view(torch.float64).tolist()
     steps = _places[int(handle)].steps
-    entries = zip(steps, seeds[0].tolist(), numbers, strict=True)
-    return [Drawn(*entry) for entry in entries if entry[0].is_random and entry[2]]
+    numbers = seeds[1].view(torch.float64)
+    drawn = [
+        Drawn(step, int(seeds[0, place]), float(numbers[place])) for place, step in enumerate(steps)
+    ]
+    return [each for each in drawn if each.step.is_random and each.magnitude]
 
 
 @never_compiled

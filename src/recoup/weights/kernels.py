@@ -25,21 +25,21 @@ _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 _SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
 _THIRD = tl.constexpr(0x6A09E667F3BCC909)
 
-_NUM_EACH = 256  # words, or pairs of normals, in a program
+_NUM_EACH = 512  # numbers that are hashed, or pairs of normals, in a program
 # Else a kernel is compiled again, in the middle of training, for a seed that divides by 16.
-_NUMBERS = ("numel", "key", "num_dropped")
+_NUMBERS = ("num_units", "key", "num_dropped")
 # Noise is a product. Fused with the addition, it would not be what it is when added to zeros.
 _EXACTLY = {"enable_fp_fusion": False}
 
 
-def drop(weight: Tensor, out: Tensor, key: int, num_dropped: int) -> None:
+def drop(weight: Tensor, out: Tensor, key: int, num_dropped: int, scale: float) -> None:
     """Write `weight` times a mask to `out`, which may be `weight`; both are contiguous."""
-    _launch(_drop, -(-out.numel() // 8), weight, out, key, num_dropped, True)
+    _launch(_drop, -(-out.numel() // 8), weight, out, key, num_dropped, scale, True)
 
 
-def write_scales(out: Tensor, key: int, num_dropped: int) -> None:
+def write_scales(out: Tensor, key: int, num_dropped: int, scale: float) -> None:
     """Write a mask to `out`, which is contiguous."""
-    _launch(_drop, -(-out.numel() // 8), out, out, key, num_dropped, False)
+    _launch(_drop, -(-out.numel() // 8), out, out, key, num_dropped, scale, False)
 
 
 def add_noise(weight: Tensor, out: Tensor, key: int, std: float) -> None:
@@ -48,11 +48,13 @@ def add_noise(weight: Tensor, out: Tensor, key: int, std: float) -> None:
 
 
 def _launch(kernel: Any, num: int, weight: Tensor, out: Tensor, *args: Any) -> None:
-    if num == 0:
+    numel = out.numel()
+    if numel == 0:
         return
+    unit = 16 if numel % 16 == 0 else 1
     with torch.cuda.device_of(out):  # Triton launches on the current device.
         kernel[(-(-num // _NUM_EACH),)](
-            weight, out, out.numel(), *args, out.numel() % 16 == 0, _NUM_EACH, **_EXACTLY
+            weight, out, numel // unit, *args, unit, _NUM_EACH, **_EXACTLY
         )
 
 
@@ -89,19 +91,24 @@ def _drop_entries(weight, out, word, scale, num_dropped, begin, end, MULTIPLIES:
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _drop(weight, out, numel, key, num_dropped, MULTIPLIES: tl.constexpr, NUM_WORDS: tl.constexpr):
-    kind = out.dtype.element_ty
-    # Divided in float64 and rounded through float32, as torch rounds a number of Python.
-    scale = 65536.0 / (65536 - num_dropped).to(tl.float64)
-    if kind != tl.float64:
-        scale = scale.to(tl.float32)
-    if kind == tl.float16:
-        scale = tl.minimum(scale, 65504.0)
+def _drop(
+    weight,
+    out,
+    num_units,
+    key,
+    num_dropped,
+    scale: tl.float64,
+    MULTIPLIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+):
+    numel = num_units.to(tl.int64) * UNIT
+    scale = tl.full([], scale, out.dtype.element_ty)
     # A thread owns four entries that lie side by side, and the word they come from.
     number = tl.program_id(0).to(tl.int64) * NUM_WORDS + tl.arange(0, NUM_WORDS)
-    half = tl.cdiv(numel, 8).to(tl.int64) * 4
+    half = tl.cdiv(numel, 8) * 4
     first = _first_word(key + number)
-    end = tl.minimum(half, numel)
+    end = half if UNIT == 16 else tl.minimum(half, numel)
     _drop_entries(weight, out, first, scale, num_dropped, 4 * number, end, MULTIPLIES)
     second = _second_word(first)
     begin = half + 4 * number
@@ -112,16 +119,15 @@ def _drop(weight, out, numel, key, num_dropped, MULTIPLIES: tl.constexpr, NUM_WO
 def _add_noise(
     weight,
     out,
-    numel,
+    num_units,
     key,
     std: tl.float64,
-    IS_EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
 ):
     kind = out.dtype.element_ty
-    if IS_EVEN:
-        numel = tl.multiple_of(numel, 16)
-    half = tl.cdiv(numel, 2).to(tl.int64)
+    numel = num_units.to(tl.int64) * UNIT
+    half = num_units.to(tl.int64) * 8 if UNIT == 16 else tl.cdiv(numel, 2)
     pair = tl.program_id(0).to(tl.int64) * NUM_PAIRS + tl.arange(0, NUM_PAIRS)
     if kind == tl.float64:
         first = _first_word(key + pair) | 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class WeightNorm(Reparametrization):
         return torch.norm_except_dim(weight.detach(), 2, -1 if self.dim is None else self.dim)
 
     def _product(self, weight: Tensor, norms: Tensor) -> Tensor:
-        return torch.ops.aten._weight_norm(weight, norms, -1 if self.dim is None else self.dim)
+        return cast("Tensor", _Product.apply(weight, norms, -1 if self.dim is None else self.dim))
 
     def operands(self, module: nn.Module, name: str) -> Operands:
         return (getattr(module, f"{name}_g"),)
@@ -102,5 +102,44 @@ class WeightNorm(Reparametrization):
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         return self._product(weight, operands[0])
 
+    def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        return _product(weight, operands[0], -1 if self.dim is None else self.dim)
+
     def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
         return self._product(weight, operands[0])
+
+
+class _Product(torch.autograd.Function):
+    """What torch computes, with a second derivative that is right, and no copy of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, norms: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        if dim not in (0, weight.dim() - 1):
+            ctx.save_for_backward(weight, norms)
+            return _product(weight, norms, dim)
+        product, lengths = torch.ops.aten._weight_norm_interface(weight, norms, dim)
+        ctx.save_for_backward(weight, norms, lengths)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        weight, norms, *lengths = ctx.saved_tensors
+        if lengths and not torch.is_grad_enabled():
+            fused = torch.ops.aten._weight_norm_interface_backward
+            return (*fused(gradients[0].contiguous(), weight, norms, *lengths, ctx.dim), None)
+        # Differentiated again, the fused one would take the lengths for constants.
+        is_again = torch.is_grad_enabled()
+        if not is_again:
+            weight = weight.detach().requires_grad_(weight.requires_grad)
+            norms = norms.detach().requires_grad_(norms.requires_grad)
+        with torch.enable_grad():
+            product = _product(weight, norms, ctx.dim)
+        wanted = [value for value in (weight, norms) if value.requires_grad]
+        found = iter(torch.autograd.grad(product, wanted, gradients[0], create_graph=is_again))
+        of_weight = next(found) if weight.requires_grad else None
+        return of_weight, next(found) if norms.requires_grad else None, None
+
+
+def _product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
+    return weight * (norms / torch.norm_except_dim(weight, 2, dim))

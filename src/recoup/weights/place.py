@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup.errors import RecoupError
 from recoup.residuals.compiler import never_compiled
-from recoup.residuals.decisions import Decisions
+from recoup.residuals.decisions import Decisions, may_run_again
 from recoup.residuals.hooks import Kept, is_transformed, version_of
 from recoup.residuals.seeds import is_repeated, remembered
 from recoup.residuals.values import Source, as_value
-from recoup.weights.forwards import Forward, Made, drawn_for, frames
+from recoup.weights.forwards import Forward, Made, drawn_for, frames, is_overridden
 from recoup.weights.graph import new_handle
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
@@ -39,7 +39,6 @@ class Place:
         self.steps: list[Reparametrization] = []
         self.handle = new_handle(self)
         self._decisions = Decisions()
-        self._is_repeated = False
 
     def add(self, step: Reparametrization) -> None:
         """Add a reparametrization; they run in their own order, not in that of the calls."""
@@ -77,6 +76,11 @@ class Place:
 
     def resolution(self, *, is_training: bool) -> Resolution:
         """Return what is done in the forward in progress, or what was when this code ran first."""
+        may_draw = is_training or is_overridden()
+        if not any(step.is_random and (may_draw or step.mode == "always") for step in self.steps):
+            return self._resolve(is_training=is_training)  # nothing is drawn, whoever runs it again
+        if not is_repeated() and not may_run_again():
+            return self._resolve(is_training=is_training)
         resolve = partial(self._resolve, is_training=is_training)
         return remembered(partial(self._decisions.decide, resolve, self.name))
 
@@ -89,33 +93,37 @@ class Place:
         return tuple(found)
 
     def _made(self, module: nn.Module, raw: Tensor, drawn: Resolution) -> Tensor:
-        running = next((frame for frame in frames() if isinstance(frame, Forward)), None)
-        if running is None:
-            return self._make(module, raw, drawn)
-        made = running.made.get(self)
+        around = [frame for frame in frames() if isinstance(frame, Forward)]
+        if not around:
+            return self._make(module, raw, drawn, None)
+        made = around[0].made.get(self)
         with_graph = torch.is_grad_enabled()
-        if (
+        is_same = (
             made is not None
             and made.raw is raw
             and made.version == version_of(raw)
             and made.with_graph is with_graph
             and made.drawn == drawn
-        ):
-            weight = made.weight()
-            if weight is not None:
-                return weight
-            self._is_repeated = True
-        weight = self._make(module, raw, drawn)
-        held = weight if self._is_repeated else None
-        running.made[self] = Made(
-            weakref.ref(weight), held, raw, version_of(raw), drawn, with_graph
         )
-        top = frames()[-1]
-        if held is None and isinstance(top, Forward) and top.owner is module:
-            top.held.append(weight)
+        weight = made.weight() if made is not None and is_same else None
+        if weight is not None:
+            return weight
+        stub = made.stub if made is not None and is_same else None
+        weight = self._make(module, raw, drawn, stub)
+        is_run_again = is_same or isinstance(module, nn.RNNCellBase)  # See Rule 5 of forwards
+        if stub is None and not is_run_again and around[0].owner is not module:
+            stub = _stub_of(weight)
+        held = weight if is_run_again else None
+        around[0].made[self] = Made(
+            weakref.ref(weight), held, stub, raw, version_of(raw), drawn, with_graph
+        )
+        if around[-1].owner is module:
+            around[-1].held.append(weight)
         return weight
 
-    def _make(self, module: nn.Module, raw: Tensor, drawn: Resolution) -> Tensor:
+    def _make(
+        self, module: nn.Module, raw: Tensor, drawn: Resolution, stub: Tensor | None
+    ) -> Tensor:
         if type(raw) not in (nn.Parameter, Tensor) and is_traceable_wrapper_subclass(raw):
             raise RecoupError(
                 f"{self.name} is a {type(raw).__name__}, and {drawn[0].step.kind} draws for plain "
@@ -124,14 +132,49 @@ class Place:
         operands = [each.step.operands(module, self.key) for each in drawn]
         if not torch.is_grad_enabled():
             return _remade(raw, operands, drawn)
-        weight = raw
         if is_transformed():
+            weight = raw
             for each, taken in zip(drawn, operands, strict=True):
                 weight = each.step.apply_plainly(weight, taken, each)
             return weight
-        for each, taken in zip(drawn, operands, strict=True):
-            weight = each.step.apply(weight, taken, each)
+        if stub is None:
+            weight = raw
+            for each, taken in zip(drawn, operands, strict=True):
+                weight = each.step.apply(weight, taken, each)
+        else:
+            with torch.no_grad():
+                weight = _remade(raw, operands, drawn)
+            weight = cast("Tensor", _MadeAgain.apply(stub, weight))
         return as_value(weight, _Weight(self.name, raw, operands, drawn))
+
+
+def _stub_of(weight: Tensor) -> Tensor | None:
+    """Return a tensor without memory through which gradients reach the node of `weight`."""
+    return cast("Tensor", _Stub.apply(weight)) if weight.requires_grad else None
+
+
+class _Stub(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        del ctx
+        return weight.new_empty(()).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        del ctx
+        return gradients[0]
+
+
+class _MadeAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stub: Tensor, weight: Tensor) -> Tensor:
+        del ctx, stub
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradients[0], None
 
 
 class _Weight(Source):

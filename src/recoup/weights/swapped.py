@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from recoup.residuals.compiler import not_compiled_itself, uncompiled
 from recoup.weights.embedding import forward_by_rows
-from recoup.weights.forwards import Forward
+from recoup.weights.forwards import Forward, frames
 from recoup.weights.graph import forward_in_graph, read_in_graph
 from recoup.weights.place import Place
 from recoup.weights.recurrent import members_of_recurrent
@@ -39,13 +39,13 @@ class Attached:
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
-        self.rooted: list[Application] = []
+        self.covered: list[Application] = []
         self.applications: tuple[Application, ...] = ()
 
     def refresh(self) -> None:
         """Bring `applications` up to date: a forward of the module covers them."""
         own = [a for place in self.places.values() for a in place.applications]
-        self.applications = tuple(dict.fromkeys((*self.rooted, *own)))
+        self.applications = tuple(dict.fromkeys((*self.covered, *own)))
 
 
 def attached_to(module: nn.Module) -> Attached | None:
@@ -86,6 +86,8 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     is_recurrent = issubclass(base, nn.RNNBase)  # the compiler does not go into those either
     if is_recurrent:
         members |= members_of_recurrent(base)
+    if issubclass(base, nn.ParameterList):
+        members["__getitem__"] = _slicing(base)
     run = forward_by_rows(base.forward) if issubclass(base, nn.Embedding) else base.forward
     members |= {
         _NAMES: names,
@@ -98,13 +100,19 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         "extra_repr": _shown(base),
         "_load_from_state_dict": _loading(base),
     }
-    make: Any = type(base)  # a metaclass of the base stays in force
-    return cast("type[nn.Module]", make(base.__name__, (base,), members))
+    # The base comes in afterwards: it is not told that it has a subclass, which it may register.
+    made = type.__new__(type(base), base.__name__, (nn.Module,), members)
+    made.__bases__ = (base,)
+    return cast("type[nn.Module]", made)
 
 
 def _property(name: str) -> property:
     def read(module: nn.Module) -> Tensor | None:
-        raw = module._parameters.get(name) if name in module._parameters else module.__dict__[name]
+        own = module.__dict__
+        parameters = own.get("_parameters") or own
+        if name not in parameters and name not in own:
+            raise AttributeError(name)  # which asks the class, as for any other attribute
+        raw = parameters[name] if name in parameters else own[name]
         attached = attached_to(module)
         place = None if attached is None else attached.places.get(name)
         if place is None or raw is None:
@@ -139,11 +147,22 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
     return forward_in_progress
 
 
+def _slicing(base: type[nn.ParameterList]) -> Any:
+    def get_item(self: nn.ParameterList, index: Any) -> Any:
+        if isinstance(index, slice) and frames():
+            # A list of parameters would make parameters of its own of what is none.
+            return [self[place] for place in range(*index.indices(len(self)))]
+        get: Any = base.__getitem__
+        return get(self, index)
+
+    return get_item
+
+
 def _reducing(base: type[nn.Module], names: tuple[str, ...]) -> Any:
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        made, given, *rest = cast("Any", super(type(self), self).__reduce_ex__(protocol))
-        # A class that says itself how it is made, says it with its own name.
-        return (_new, (base, names), *rest) if given[:1] == (type(self),) else (made, given, *rest)
+        made, given, *rest = cast("Any", base.__reduce_ex__(self, protocol))
+        is_ours = is_swapped(self) and given[:1] == (type(self),)
+        return (_new, (base, names), *rest) if is_ours else (made, given, *rest)
 
     return reduce
 

@@ -85,10 +85,11 @@ def weights_used(module: nn.Module, made: list[Drawn], raw: dict[str, Tensor]) -
     """The weights that the last forward of `made` was given, as functions of `raw`."""
     drawn = {each.step: each for each in made}
     used = dict(raw)
-    for entry in applied(module):
+    # A magnitude before the weight that it belongs to.
+    for entry in sorted(applied(module), key=lambda entry: not entry.name.endswith("_g")):
         if entry.reparametrization in drawn:
             used[entry.name] = reparametrized(
-                used[entry.name], drawn[entry.reparametrization], raw.get(f"{entry.name}_g")
+                used[entry.name], drawn[entry.reparametrization], used.get(f"{entry.name}_g")
             )
     return used
 

@@ -1,0 +1,167 @@
+"""What autograd keeps after a forward: who keeps it, and in which way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from recoup.residuals.saves import saves_of
+from recoup.residuals.ways import Way
+
+__all__ = ["Residual", "Residuals", "residuals"]
+
+_WAYS: tuple[Way, ...] = ("keep", "recompute", "regenerate", "invert", "offload")
+_VALUE_WIDTH, _MODULE_WIDTH = 40, 28  # of 100 columns
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """A tensor that backward will ask for.
+
+    Args:
+        value: the operator that saved it, its shape and its type.
+        module: qualified name of the module that was running; the name of its class for the
+            outermost one, "-" outside of any.
+        num_bytes: what it keeps or, if it is not kept, what keeping it would cost; 0 if another
+            residual looks at the same memory and counts it.
+        way: "keep", "recompute", "regenerate", "invert" or "offload".
+    """
+
+    value: str
+    module: str
+    num_bytes: int
+    way: Way
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """The residuals of a call, in the order in which they were saved; printable.
+
+    Args:
+        entries: the residuals.
+    """
+
+    entries: tuple[Residual, ...]
+
+    def __iter__(self) -> Iterator[Residual]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def total_bytes(self, way: Way | None = None) -> int:
+        """Return the bytes of the residuals of one way, or of all.
+
+        Raises:
+            ValueError: if there is no such way.
+        """
+        if way is not None and way not in _WAYS:
+            raise ValueError(f"`way` is {way!r}, but must be one of {', '.join(_WAYS)}, or None.")
+        return sum(each.num_bytes for each in self.entries if way in (None, each.way))
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, Way], list[int]] = {}
+        for each in self.entries:
+            if each.num_bytes:
+                groups.setdefault((each.value, each.module, each.way), []).append(each.num_bytes)
+        ordered = sorted(groups.items(), key=lambda group: -sum(group[1]))
+        rows = [("value", "module", "count", "MiB", "way")] + [
+            (
+                _cut_operator(value, _VALUE_WIDTH),
+                _cut_front(module, _MODULE_WIDTH),
+                str(len(sizes)),
+                _mib(sum(sizes)),
+                way,
+            )
+            for (value, module, way), sizes in ordered
+        ]
+        totals = [
+            ("total" if way == "keep" else "", "", "", _mib(self.total_bytes(way)), way)
+            for way in _WAYS
+            if way == "keep" or any(each.way == way for each in self.entries)
+        ]
+        lines = _aligned(rows, totals)
+        num_shared = sum(not each.num_bytes for each in self.entries)
+        if num_shared:
+            lines.append(f"{num_shared} more look at memory that is counted above")
+        return "\n".join(lines)
+
+
+def residuals(fn: Callable[[], object]) -> Residuals:
+    """List what autograd keeps for backward, and what it will make again instead.
+
+    `fn` is called once, with grad, and what it returns is let go. It is a forward like any other:
+    statistics of normalization and the random stream move on. What counts is what autograd holds
+    when `fn` returns, so a backward within leaves little to see.
+
+    Bytes are counted in distinct storages, each for the first residual that looks at it, parameters
+    and buffers left out. So the kept bytes are those that `fn` leaves allocated for backward, and
+    those of its inputs. With hooks of others, "offload" is what they put on another device, into
+    pinned memory, into a copy, or out of sight. Not seen: what other threads save; what runs
+    without a graph (reentrant checkpoints); what a checkpoint that selects has cached. Compiled
+    code runs as if it were not.
+
+    Args:
+        fn: takes no arguments, and returns what holds the graph, such as a loss.
+
+    Returns:
+        The residuals, printable: values, modules, bytes and ways, the largest first.
+
+    Raises:
+        RuntimeError: from torch, if `fn` uses a transform of torch.func.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU())
+        >>> x = torch.zeros(1024, 256)
+        >>> print(residuals(lambda: model(x)))
+        value                       module  count    MiB  way
+        linear [1024, 256] float32  0           1  1.000  keep
+        gelu [1024, 256] float32    1           1  1.000  keep
+        total                                      2.000  keep
+
+    Source: the hooks of `torch.autograd.graph.saved_tensors_hooks`.
+    """
+    return Residuals(
+        tuple(
+            Residual(
+                value=_shown(save.operator, save.shape, str(save.dtype)),
+                module=save.module or "-",
+                num_bytes=save.num_bytes,
+                way=save.way,
+            )
+            for save in saves_of(fn)
+        )
+    )
+
+
+Row = tuple[str, str, str, str, str]
+
+
+def _aligned(rows: list[Row], totals: list[Row]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, *totals, strict=True)]
+    value, module, count, mib, _ = widths
+    return [
+        f"{row[0]:{value}}  {row[1]:{module}}  {row[2]:>{count}}  {row[3]:>{mib}}  {row[4]}"
+        for row in (*rows, *totals)
+    ]
+
+
+def _shown(operator: str, shape: tuple[int, ...], dtype: str) -> str:
+    return f"{operator} {list(shape)} {dtype.removeprefix('torch.')}"
+
+
+def _cut_operator(text: str, width: int) -> str:
+    """Shorten the name of the operator: shape and type tell more."""
+    operator, bracket, shape = text.rpartition(" [")
+    if len(text) <= width:
+        return text
+    return f"{operator[: max(width - len(bracket + shape) - 3, 0)]}...{bracket}{shape}"[:width]
+
+
+def _cut_front(text: str, width: int) -> str:
+    return text if len(text) <= width else f"...{text[3 - width :]}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.3f}"

@@ -1,0 +1,69 @@
+"""In which way a saved tensor is had again, told by what autograd holds in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from recoup.residuals.executor import _Run
+from recoup.residuals.hooks import Pair
+from recoup.residuals.region import Slot
+from recoup.residuals.tokens import parts_of
+
+__all__ = ["Way", "way_beneath", "way_of_slot"]
+
+Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
+_ROOM = __name__.rpartition(".")[0]
+_DEEPEST = 3
+
+
+def way_of_slot(slot: Any) -> Way:
+    """Return what fills a slot of ours, of a region or of a value."""
+    if not isinstance(slot, Slot):
+        # This room makes a value by running again what made it; others do by a seed.
+        room = type(slot._source).__module__.rpartition(".")[0]
+        return "recompute" if room == _ROOM else "regenerate"
+    fill: Any = slot.region._fill
+    run = getattr(getattr(fill, "func", None), "__self__", None)
+    is_inverted = isinstance(run, _Run) and fill.args[0] in run._plan.inverted
+    return "invert" if is_inverted else "recompute"
+
+
+def way_beneath(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]:
+    """Return what hooks of others do with `tensor`, and whose bytes count.
+
+    What a checkpoint left is recomputed. What went out of sight, to another device, to pinned
+    memory, or into a copy of the same shape and type was offloaded; anything else is kept.
+    """
+    held = list(_tensors(packed))
+    own = {part.untyped_storage()._cdata for part in parts_of(tensor)}
+    if any(part.untyped_storage()._cdata in own for value in held for part in parts_of(value)):
+        return "keep", [tensor]
+    if "checkpoint" in getattr(pair[0], "__module__", ""):
+        return "recompute", [tensor]
+    for value in held:
+        is_copy = value.dtype is tensor.dtype and value.shape == tensor.shape
+        if value.device != tensor.device or is_copy or value.is_pinned():
+            return "offload", [tensor]
+    return ("keep", held) if held else ("offload", [tensor])
+
+
+def _tensors(packed: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors within what a hook returned."""
+    if isinstance(packed, Tensor):
+        yield packed
+    elif depth < _DEEPEST:
+        for item in _items(packed):
+            yield from _tensors(item, depth + 1)
+
+
+def _items(packed: Any) -> Iterable[Any]:
+    if isinstance(packed, tuple | list):
+        return cast("Iterable[Any]", packed)
+    if isinstance(packed, dict):
+        return cast("dict[Any, Any]", packed).values()
+    kind: type[object] = type(cast("object", packed))
+    names: Iterable[str] = getattr(packed, "__dict__", getattr(kind, "__slots__", ()))
+    return [getattr(packed, name, None) for name in names]

@@ -1,0 +1,158 @@
+"""What is alive: after a forward, at the worst moment of a backward, and when all is over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recoup.residuals import values
+from recoup.residuals.tracking import StorageTracker
+from tests.oracle import tensors
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Without the garbage collector: what is freed within is freed by its last reference."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Held(NamedTuple):
+    """What lives on after a forward, with its output.
+
+    Attributes:
+        num_bytes: of all storages that forward made.
+        cast_bytes: of these, of copies of weights in another type, which autocast makes.
+    """
+
+    num_bytes: int
+    cast_bytes: int
+
+
+class _Casts(TorchDispatchMode):
+    """Follows the copies in another type that are made of some tensors."""
+
+    def __init__(self, originals: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._originals = {tensor.untyped_storage()._cdata for tensor in originals}
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].untyped_storage()._cdata in self._originals
+        ):
+            self._made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes() for ref in self._made if (storage := ref()) is not None)
+
+
+def held_after(
+    run: Callable[[], Any], weights: Iterable[Tensor] = (), around: Any = nullcontext
+) -> Held:
+    """What the graph of `run()` holds, beside what was there before."""
+    with StorageTracker() as tracker, _Casts(weights) as casts:
+        with around():
+            output = run()
+        held = Held(tracker.current_bytes, casts.num_bytes)
+    del output
+    return held
+
+
+class Step(NamedTuple):
+    """The bytes of one step: at worst in forward, between, at worst in backward, and after it."""
+
+    forward_peak: int
+    held: int
+    backward_peak: int
+    left: int
+
+
+def step_of(
+    module: nn.Module,
+    inputs: Iterable[Tensor],
+    *,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    with_gradients: bool = True,
+) -> Step:
+    """Run a step; gradients are there before it, or else go with it."""
+    leaves = [*module.parameters(), *(x for x in inputs if x.requires_grad)]
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf) if with_gradients else None
+    with no_collector(), StorageTracker() as tracker:
+        with around():
+            output = module(*inputs)
+        # A loss of its own type for each output: sums keep nothing.
+        loss = sum(part.sum() for part in tensors(output) if part.is_floating_point())
+        del output
+        forward_peak, held = tracker.peak_bytes, tracker.current_bytes
+        tracker.peak_bytes = held
+        backward(loss)
+        del loss
+        if not with_gradients:
+            for leaf in leaves:
+                leaf.grad = None
+        return Step(forward_peak, held, tracker.peak_bytes, tracker.current_bytes)
+
+
+class Remade:
+    """A context that counts the values made again within, and how many of them live at once."""
+
+    def __init__(self) -> None:
+        self.num_made = 0
+        self.most_alive = 0
+        self._alive: list[weakref.ref[torch.UntypedStorage]] = []
+        self._give = values.Source.give
+
+    def __enter__(self) -> Remade:
+        def give(source: values.Source, made: Tensor) -> None:
+            self._give(source, made)
+            self._alive = [ref for ref in self._alive if ref() is not None]
+            self._alive.append(weakref.ref(made.untyped_storage()))
+            self.num_made += 1
+            self.most_alive = max(self.most_alive, len(self._alive))
+
+        values.Source.give = give
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        values.Source.give = self._give
+
+
+def histories(module: nn.Module) -> list[Tensor]:
+    """The tensors with a history that can be reached from what belongs to `module`."""
+    found: list[Tensor] = []
+    seen: dict[int, Any] = {}
+    todo: list[Any] = [module.__dict__]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, (type, ModuleType)):
+            continue
+        seen[id(value)] = value  # alive, or another object might get its id
+        if isinstance(value, Tensor):
+            found += [value] if value.grad_fn is not None else []
+        elif isinstance(value, FunctionType):  # without its globals
+            todo += [value.__closure__, value.__defaults__]
+        else:
+            todo += gc.get_referents(value)
+    return found
