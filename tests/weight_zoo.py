@@ -57,6 +57,19 @@ class Loop(nn.Module):
         return state[0] if isinstance(state, tuple) else state
 
 
+class Again(nn.Module):
+    """A layer that is run on its own output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.layer(x).tanh()
+        return x
+
+
 class Bags(nn.Module):
     """Bags of an embedding, with or without a weight for each entry."""
 
@@ -134,6 +147,7 @@ LAYERS: dict[str, Kind] = {
     "linear 3-D": Kind(lambda: nn.Linear(128, 96), _x(2, 3, 128)),
     "linear, no bias": Kind(lambda: nn.Linear(128, 96, bias=False), _x(3, 128)),
     "linear 3-D, no bias": Kind(lambda: nn.Linear(128, 96, bias=False), _x(2, 3, 128)),
+    "linear, in a loop": Kind(lambda: Again(nn.Linear(96, 96)), _x(3, 96)),
     "x @ w": Kind(lambda: Uses(lambda x, w: x @ w, 128, 96), _x(3, 128)),
     "x @ w.t()": Kind(lambda: Uses(lambda x, w: x @ w.t(), 96, 128), _x(3, 128)),
     "w.t() @ x": Kind(lambda: Uses(lambda x, w: w.t() @ x, 128, 96), _x(128, 3)),

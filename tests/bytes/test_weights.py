@@ -49,15 +49,17 @@ pytestmark = [
 
 
 def held_by(kind: Kind, precision: str, apply: Apply | None) -> tuple[Held, int]:
-    """What a second forward leaves, and how many bytes of norms the layer may keep."""
+    """What a forward leaves, and how many bytes of norms the layer may keep."""
     module, inputs = built(kind, precision)
     weights = [weight for _, weight in matching(module, kind.pattern)]
     if apply is not None:
         module = apply(module, kind.pattern)
-    for _ in range(2):
-        held = held_after(lambda: module(*inputs), weights, functools.partial(around, precision))
+    again = [
+        held_after(lambda: module(*inputs), weights, functools.partial(around, precision))
+        for _ in range(2)
+    ]
     norms = [norm for name, norm in module.named_parameters() if name.endswith("_g")]
-    return held, sum(4 * norm.numel() for norm in norms)  # in float32 for bfloat16, too
+    return max(again), sum(4 * norm.numel() for norm in norms)  # in float32 for bfloat16, too
 
 
 @functools.cache
@@ -91,17 +93,6 @@ def test_the_law_is_broken_by_what_keeps_noisy_weights(how):
         kept_nothing = {n for n in LAYERS if beyond_the_law(n, precision, NAIVE[how]) <= 0}
         # A mask is kept whatever the layer does; a weight by whoever saves it.
         assert kept_nothing == (UNSAVED if "noise" in how else set()), precision
-
-
-@pytest.mark.parametrize("how", OURS)
-def test_the_first_forward_of_a_loop_holds_no_weight_either(how):
-    # It makes each weight twice, since it cannot know yet that it is read again.
-    kind = LAYERS["lstm cell, in a loop"]
-    module, inputs = built(kind, "float32")
-    plain = held_after(lambda: module(*inputs)).num_bytes
-    OURS[how](module, kind.pattern)
-    norms = sum(p.nbytes for name, p in module.named_parameters() if name.endswith("_g"))
-    assert held_after(lambda: module(*inputs)).num_bytes <= plain + 2 * (norms + BYTES_A_WEIGHT)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, 3, None])

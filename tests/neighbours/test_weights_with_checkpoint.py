@@ -35,6 +35,16 @@ from tests.zoo import conv_net, leaf
 # Reentrant checkpoints say so, whenever they run without gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Layers are small, and threads that wait for each other are not."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 # -- who runs code again ---------------------------------------------------------------------------
 
 
@@ -196,6 +206,22 @@ def step_of(model, x, call=plain, seed=11, around=nullcontext, backward=None):
         {},
         torch.get_rng_state(),
     )
+
+
+def right_or(errors, match, act, want, rtol=0.0):
+    """`act` does what `want` did, or raises an error with the way out; says which."""
+    try:
+        got = act()
+    except errors as raised:
+        assert hooks_in_force() is None
+        assert torch.is_grad_enabled()
+        assert match in str(raised)
+        return False
+    if rtol:
+        assert_same_tensor("output", got.outputs[0], want.outputs[0], 1e-5)
+        got.outputs = want.outputs
+    assert_same_step(got, want, rtol)
+    return True
 
 
 def assert_like_plain(call, model, x, num_steps=2, **settings):
@@ -372,7 +398,7 @@ CONTEXTS = {
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("around", ["forward", "backward", "both"])
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("call", FEW)
+@pytest.mark.parametrize("call", ["torch", "reentrant", "ours", "torch in ours"])
 def test_contexts_count_in_forward(call, context, around, is_training):
     model, x = built("dense", "stacked", "model")
     model.train(is_training)
@@ -390,7 +416,13 @@ def test_contexts_count_in_forward(call, context, around, is_training):
         return {name: g.clone() for name, g in gradients.items()}, torch.get_rng_state()
 
     want, stream = run(plain, "forward" if around == "both" else around)
-    got, stream_after = run(CALLS[call], around)
+    try:
+        got, stream_after = run(CALLS[call], around)
+    except ReplayError:
+        # Nothing was written down where nothing was to be drawn, and now something may be.
+        assert (call, around, is_training) == ("reentrant", "backward", False)
+        assert context != "same draw"
+        return
     assert_same_tensors(got, want, 1e-5 if "reentrant" in call else 0.0)
     assert torch.equal(stream, stream_after)
 
@@ -461,12 +493,14 @@ def test_a_stream_that_is_not_put_back(kind, where, reentrant):
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
     want = step_of(copy.deepcopy(model), x)
+    want_drawn = step_of(copy.deepcopy(model), x, around=lambda: same_draw(seed=3))
     call = torchs(use_reentrant=reentrant, preserve_rng_state=False)
-    is_right = right_or(ReplayError, "preserve_rng_state=True", lambda: step_of(model, x, call), want)
-    assert not is_right
-    with same_draw(seed=3):
-        want = step_of(model, x)
-        right_or(ReplayError, "preserve_rng_state=True", lambda: step_of(model, x, call), want, 1e-4)
+    said, rtol = "preserve_rng_state=True", 1e-4 if reentrant else 0.0
+    is_right = right_or(ReplayError, said, lambda: step_of(model, x, call), want, rtol)
+    assert not (is_right and reentrant)
+    model = copy.deepcopy(model)
+    drawn = functools.partial(step_of, model, x, call, around=lambda: same_draw(seed=3))
+    right_or(ReplayError, said, drawn, want_drawn, rtol)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -501,20 +535,29 @@ def test_the_mode_changed_before_backward(call):
     )
 
 
-@pytest.mark.parametrize("call", FEW)
-def test_a_weight_changed_before_backward(call):
-    model, x = built("dense", "dropout", "model")
+REENTRANT_IS_SILENT = pytest.mark.xfail(
+    strict=True, reason="a reentrant checkpoint runs the block with the weight that is there now"
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, marks=[REENTRANT_IS_SILENT] if "reentrant" in call else [])
+        for call in FEW
+    ],
+)
+@pytest.mark.parametrize("way", OURS)
+def test_a_weight_changed_before_backward(way, call):
+    model, x = built("dense", way, "model")
     model.call = CALLS[call]
     output = model(x)
     with torch.no_grad():
         model.blocks[1][0].weight.mul_(2.0)
-    if "ours" in call:
-        with pytest.raises(ChangedError, match=r"`(blocks\.1\.)?0\.weight` of .* changed in place"):
-            loss_of_all(output).backward()
-    else:
-        # Torch runs the block again with what is there now, as it does without us.
+    with pytest.raises(ChangedError, match=r"`(blocks\.1\.)?0\.weight` of .* changed in place"):
         loss_of_all(output).backward()
     assert hooks_in_force() is None
+    assert model.blocks[1][0].weight is model.blocks[1][0]._parameters["weight"]
 
 
 class Breaks(nn.Module):
@@ -534,7 +577,7 @@ class Breaks(nn.Module):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [call for call in CALLS if "selective" not in call])
 def test_an_exception_leaves_nothing_behind(call, at):
     torch.manual_seed(0)
     breaks = Breaks()
@@ -688,34 +731,78 @@ def test_values_within(call, dropout, way):
         assert_same_step(step_of(model, x, CALLS[call]), want)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_values_as_arguments_and_results(call):
-    """A value that goes into a checkpoint and one that comes out of it, used by another."""
+# Within another one, torch and ours give a plain tensor to what they run again.
+GIVEN_PLAIN = [call for call in CALLS if "nested" in call or "our" in call or "torch in" in call]
+ARGUMENTS = [
+    pytest.param(
+        call,
+        marks=pytest.mark.xfail(strict=True, reason="what is saved of a value is not counted")
+        if call in GIVEN_PLAIN and call not in ("reentrant, nested", "reentrant in ours")
+        else (),
+    )
+    for call in CALLS
+]
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+@pytest.mark.parametrize("num", [4, 6])
+def test_values_as_arguments_and_results(call, num):
+    """A value that goes into a checkpoint and one that comes out of it.
+
+    With six rows, all shapes are one: what is mistaken for something else is not noticed by torch.
+    """
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6) for _ in range(2)]
-    x = torch.randn(4, 6, requires_grad=True)
+    x = torch.randn(num, 6, requires_grad=True)
 
     def run(called, through):
         x.grad = None
         value = through(nn.functional.gelu)(layers[0](x))
-        value = called(lambda v: through(torch.sin)(layers[1](v) * v), value)
-        loss_of_all(value * value.t().mean()).backward()
+        value = called(lambda v: through(torch.sin)((layers[1](v) * v).exp() * v), value)
+        loss_of_all(value * value.mean(0)).backward()
         return x.grad
 
     assert_same_tensor(call, run(CALLS[call], recoup.recompute), run(plain, lambda fn: fn))
 
 
+class Uses(nn.Module):
+    """A weight that goes into a checkpoint as an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def forward(self, x):
+        return self.called(lambda x, w: ((x @ w).sin() @ w).tanh(), x, self.weight)
+
+
+@pytest.mark.parametrize("call", ARGUMENTS)
+def test_weights_as_arguments(call):
+    model, x = recoup.weight_noise(Uses(), std=0.1), torch.randn(6, 6, requires_grad=True)
+
+    def run(called):
+        model.called = called
+        torch.manual_seed(4)
+        x.grad = None
+        model.zero_grad()
+        loss_of_all(model(x)).backward()
+        return {"x": x.grad, "weight": model.weight.grad.clone()}
+
+    want = run(plain)
+    assert_same_tensors(run(CALLS[call]), want, 1e-5 if "reentrant" in call else 0.0)
+
+
 # -- chains of ours --------------------------------------------------------------------------------
 
-MEMORIES = ["sqrt", "log", "constant", 1, 2]
+MEMORIES = ["sqrt", "constant", 1]
 
 
 def chain(kind, way, where):
     build, size, pattern = BLOCKS[kind]
     torch.manual_seed(0)
-    blocks = [build() for _ in range(6)]
+    blocks = [build() for _ in range(5)]
     if where == "shared":
-        blocks[4] = blocks[1]
+        blocks[3] = blocks[1]
     model = recoup.Sequential(*blocks, otherwise="recompute")
     for module in list(dict.fromkeys(blocks)) if where == "blocks" else [model]:
         OURS[way](module, pattern)
@@ -837,13 +924,13 @@ def flow(kind, where, way):
 def test_a_flow_in_constant_memory(kind, where, way):
     model, x = flow(kind, where, way)
     want = run_step(model, x, memory="linear")
-    for memory in ("constant", "sqrt", 1):
+    for memory in ("constant", 1):
         rtol = 1e-9 if memory == "constant" else 0.0
         try:
             got = run_step(model, x, memory=memory)
         except ReplayError as raised:
-            assert kind == "twice"
-            assert memory == "constant"
+            if kind != "twice" or memory != "constant":
+                raise
             assert "Use two networks" in str(raised)
         else:
             assert_same_step(got, want, rtol)

@@ -31,7 +31,7 @@ from recoup.residuals.compiler import is_loaded, never_compiled, uncompiled
 from recoup.residuals.hooks import Kept, Pair, is_transformed, pair_in_force, saving
 from recoup.residuals.recorded import Look, Memory, Operator, Record, layout_of
 from recoup.residuals.storages import Storages
-from recoup.residuals.streams import Draw, Streams
+from recoup.residuals.streams import Streams
 from recoup.residuals.values import _marked
 
 __all__ = ["Recording", "place_in_code"]
@@ -123,7 +123,6 @@ class _Recorder(TorchDispatchMode):
         self._streams = Streams()
         self._beneath = beneath
         self._results: list[weakref.ref[Tensor]] = []
-        self._is_paused = False
 
     @never_compiled
     def __torch_dispatch__(
@@ -135,8 +134,6 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an operator and write it down."""
         kwargs = kwargs or {}
-        if self._is_paused:
-            return func(*args, **kwargs)
         if not hasattr(func, "_schema") or func.namespace in _BETWEEN_PROCESSES:  # See Rule 4
             result = func(*args, **kwargs)
             self._storages.forget((args, tuple(kwargs.values())))
@@ -169,7 +166,10 @@ class _Recorder(TorchDispatchMode):
             for tensor in tensors_in(given[key]):
                 self._storages.will_change(tensor, str(func), is_overwritten=traits.overwrites)
             looks[key] = mapped(given[key], Tensor, partial(self._look, changed))
-        result, draw = self._run(func, traits, args, kwargs)
+        if traits.may_draw:
+            result, draw = self._streams.draw(func, args, kwargs)
+        else:
+            result, draw = func(*args, **kwargs), None
         makes: dict[int, Look] = {}
         for place, tensor in enumerate(tensors_in(result)):
             memory = self._storages.made(tensor, is_blank=traits.allocates)
@@ -195,14 +195,6 @@ class _Recorder(TorchDispatchMode):
         memories.add(look.memory)
         return look
 
-    def _run(
-        self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Draw | None]:
-        if not traits.may_draw:
-            return func(*args, **kwargs), None
-        generator = kwargs.get("generator")
-        return self._streams.watch(str(func), lambda: func(*args, **kwargs), generator)
-
     @never_compiled
     def pack(self, tensor: Tensor) -> Any:
         """Keep what an operator within the block saves, unless the block makes it."""
@@ -211,11 +203,7 @@ class _Recorder(TorchDispatchMode):
             with torch._C._DisableTorchDispatch():  # the mode need not see what we do
                 return self._record.source(memory, tensor)._slot(tensor, None)
         name = f"A tensor of shape {tuple(tensor.shape)} that was saved in {self._record.name}"
-        self._is_paused = True
-        try:
-            return Kept(tensor, name, self._beneath)
-        finally:
-            self._is_paused = False
+        return Kept(tensor, name, self._beneath)
 
     def finish(self) -> None:
         """Keep what the block took, and mark what came out of it (See Rule 2)."""

@@ -87,10 +87,9 @@ class Storages:
             met.memory.begins = Begins.BLANK
             return
         self._check(met)
-        storage = tensor.untyped_storage()
-        everything = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         met.memory.begins = Begins.COPY
-        met.start = everything.clone()
+        num_entries = tensor.untyped_storage().nbytes() // tensor.element_size()
+        met.start = tensor.detach().as_strided((num_entries,), (1,), 0).clone()
         met.reads.clear()
 
     def made(self, tensor: Tensor, *, is_blank: bool) -> Memory | None:

@@ -2,20 +2,20 @@
 
 NOTE [ One operator, one state ]
 
-Rule 1. Around an operator that may draw, the generators that it may draw from are looked at. One
-        that has moved was drawn from.
+Rule 1. An operator draws from the generator that it is given, or from the default one of the device
+        that it works on. It has drawn if that one has moved.
 Rule 2. A stream is a generator as a block saw it. Its state is kept where it is not what the draw
         before has left: at the first draw, and where somebody seeded or drew in between. A
         generator that was only seeded is kept as its seed, 8 bytes.
-Rule 3. A repeated draw comes from a generator of our own. Where an operator takes none, it finds
-        the default one in that state, which is then put back; one operator at a time does that.
+Rule 3. The numbers come from a generator of our own in the same state, in forward too, since other
+        threads may draw from the one that it stands for. An operator that takes none draws from the
+        default one, which is put into that state and back when the draw is repeated.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor
 from recoup.errors import ReplayError
 from recoup.residuals import seeds
 from recoup.residuals.arguments import tensors_in
+from recoup.residuals.sources import own_generator
 
 __all__ = ["Draw", "Redrawing", "Streams"]
 
-_REPEATED = ("cpu", "cuda", "meta")
 # Overloads that take a generator, by the names of those that take none.
 _WITH_GENERATOR = {
     "default": "generator",
@@ -35,7 +35,7 @@ _WITH_GENERATOR = {
     "low_dtype": "low_generator_dtype",
     "Tensor": "Tensor_generator",
 }
-_lock = threading.RLock()  # around the default generators
+_lock = threading.RLock()  # blocks of several threads draw one after the other
 
 
 class _Stream:
@@ -60,35 +60,35 @@ class Streams:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[_Stream, torch.Generator, Tensor]] = {}
 
-    def watch(
-        self, name: str, run: Callable[[], Any], generator: torch.Generator | None
-    ) -> tuple[Any, Draw | None]:
+    def draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
         """Run an operator that may draw; return its result, and what it drew (See Rule 1)."""
-        watched = seeds._generators() if generator is None else (generator,)
-        before = [each.get_state() for each in watched]
-        result = run()
-        moved = [
-            (each, state)
-            for each, state in zip(watched, before, strict=True)
-            if not _same(state, each.get_state())
-        ]
-        if len(moved) > 1:
-            raise ReplayError(
-                f"{name} draws from two generators at once, which cannot be repeated. Call it "
-                "before the block."
-            )
-        if moved:
-            return result, self._draw(*moved[0])
-        _check_device(name, result)
-        return result, None
+        generator = kwargs.get("generator")
+        if generator is None:
+            generator = _default(_device_of(func, args, kwargs))
+        if generator is None:
+            return func(*args, **kwargs), None
+        with _lock:
+            before = generator.get_state()
+            with_generator = _with_generator(func)
+            if with_generator is None:
+                result = func(*args, **kwargs)
+                after = generator.get_state()
+            else:
+                ours = own_generator(generator.device, 0)
+                ours.set_state(before)
+                result = with_generator(*args, **kwargs | {"generator": ours})
+                after = ours.get_state()
+                generator.set_state(after)
+        if _same(before, after):
+            return result, None
+        return result, self._noted(generator, before, after)
 
-    def _draw(self, generator: torch.Generator, before: Tensor) -> Draw:
-        key: int = cast(
-            "Any", generator
-        )._cdata  # operators get a new Python object for the same generator
+    def _noted(self, generator: torch.Generator, before: Tensor, after: Tensor) -> Draw:
+        # Operators get a new Python object for the same generator.
+        key: int = cast("Any", generator)._cdata
         seen = self._seen.get(key)
         stream = _Stream(generator.device) if seen is None else seen[0]
-        self._seen[key] = (stream, generator, generator.get_state())
+        self._seen[key] = (stream, generator, after)
         if seen is not None and _same(seen[2], before):
             return Draw(stream, None)
         return Draw(stream, _as_seed(generator, before))
@@ -100,18 +100,28 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _as_seed(generator: torch.Generator, state: Tensor) -> Tensor | int:
     seed = generator.initial_seed()
-    fresh = torch.Generator(generator.device).manual_seed(seed)
+    fresh = own_generator(generator.device, seed)
     return seed if _same(fresh.get_state(), state) else state
 
 
-def _check_device(name: str, result: Any) -> None:
-    """Raise where the generators are out of our sight."""
-    first = next(tensors_in(result), None)
-    if first is not None and first.device.type not in _REPEATED:
+def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    if device is None:
+        first = next(tensors_in((args, tuple(kwargs.values()))), None)
+        device = torch.device("cpu") if first is None else first.device
+    if device.type not in ("cpu", "cuda", "meta"):
         raise ReplayError(
-            f"{name} draws on {first.device.type}, whose generators are not known here, so it "
-            "cannot be repeated. Draw before the block, or on the CPU."
+            f"{func} draws on {device.type}, whose generators are not known here, so it could not "
+            "be repeated. Draw before the block, or on the CPU."
         )
+    return device
+
+
+def _default(device: torch.device) -> torch.Generator | None:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator if device.type == "cpu" else None
 
 
 class Redrawing:
@@ -124,7 +134,7 @@ class Redrawing:
         """Run an operator that draws what it drew."""
         generator = self._generators.get(draw.stream)
         if generator is None:
-            generator = self._generators[draw.stream] = torch.Generator(draw.stream.device)
+            generator = self._generators[draw.stream] = own_generator(draw.stream.device, 0)
         if isinstance(draw.state, int):
             generator.manual_seed(draw.state)
         elif draw.state is not None:
@@ -132,7 +142,16 @@ class Redrawing:
         with_generator = _with_generator(func)
         if with_generator is not None:
             return with_generator(*args, **kwargs | {"generator": generator})
-        return _with_default(generator, lambda: func(*args, **kwargs))
+        default = cast("torch.Generator", _default(generator.device))
+        with _lock:
+            before = default.get_state()
+            try:
+                default.set_state(generator.get_state())
+                result = func(*args, **kwargs)
+                generator.set_state(default.get_state())
+            finally:
+                default.set_state(before)
+        return result
 
 
 @functools.cache
@@ -142,18 +161,3 @@ def _with_generator(func: Any) -> Any:
         return func
     name = _WITH_GENERATOR.get(func._overloadname, "")
     return getattr(func.overloadpacket, name, None) if name else None
-
-
-def _with_default(generator: torch.Generator, run: Callable[[], Any]) -> Any:
-    device = generator.device
-    is_cuda = device.type == "cuda"
-    default = torch.cuda.default_generators[device.index] if is_cuda else torch.default_generator
-    with _lock:
-        before = default.get_state()
-        try:
-            default.set_state(generator.get_state())
-            result = run()
-            generator.set_state(default.get_state())
-        finally:
-            default.set_state(before)
-    return result

@@ -50,6 +50,7 @@ class Source:
     __slots__ = (
         "__weakref__",
         "_dtype",
+        "_is_exposed",
         "_lock",
         "_made",
         "_slots",
@@ -68,6 +69,7 @@ class Source:
         self._witness: Tensor | None = None
         self._version = 0
         self._dtype: torch.dtype | None = None
+        self._is_exposed = False
 
     def make(self) -> None:
         """Make the value again and `give` it."""
@@ -93,6 +95,8 @@ class Source:
 
     def _owns(self, tensor: Tensor) -> bool:
         if version_of(tensor) != self._version or tensor.dtype is not self._dtype:
+            return False
+        if self._is_exposed:
             return False
         return not (tensor.is_conj() or tensor.is_neg())  # their numbers are not the storage's
 
@@ -186,6 +190,8 @@ class Value(Tensor):
         if func in _COPIES:
             args = tuple(_plain(value) for value in args)
         with _plainly():
+            if func in _EXPOSES:
+                _expose(args)
             if func in _LOOKS or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return func(*args, **kwargs)
             return _run(func, args, kwargs)
@@ -200,10 +206,14 @@ _LOOKS: frozenset[Any] = frozenset(
     )
     if hasattr(Tensor, name)
 ) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
-     Tensor.storage_offset, Tensor.data_ptr, Tensor.untyped_storage, Tensor.is_contiguous,
+     Tensor.storage_offset, Tensor.data_ptr, Tensor.is_contiguous,
      Tensor.is_complex, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.__hash__,
      Tensor.__repr__, Tensor.register_hook, Tensor.backward, torch.autograd.backward,
      torch.autograd.grad, Tensor.as_subclass}  # fmt: skip
+# Through these a value may be changed without its version telling: it is kept from then on.
+_EXPOSES: frozenset[Any] = frozenset(
+    (getattr(Tensor, "data").__get__, Tensor.numpy, Tensor.untyped_storage)  # noqa: B009
+)
 _COPIES: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("__deepcopy__", "__reduce_ex__")
 )
@@ -220,6 +230,12 @@ def _marked(tensor: Tensor, source: Source) -> Tensor:
     value = cast("Value", tensor)
     value._recoup_source = source
     return value
+
+
+def _expose(args: tuple[Any, ...]) -> None:
+    for value in args:
+        if isinstance(value, Value):
+            value._recoup_source._is_exposed = True
 
 
 def _plain(value: Any) -> Any:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from recoup.weights.graph import register_operators
+from recoup.weights.matching import check, check_is_module, has_forward, matching, named
 from recoup.weights.place import Place
 from recoup.weights.reparametrization import Reparametrization
 from recoup.weights.swapped import attach, attached_to, restore_class, swap_class
@@ -23,18 +20,15 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
 
     Everything is checked before anything is changed.
     """
-    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`module` is a {type(module).__name__}, but must be an nn.Module.")
-    found = _matching(module, pattern)
-    _check_module(module)
+    found = matching(module, pattern)
     register_operators()
     steps: list[Reparametrization] = []
     for each in found:
         step = make()
-        _check_module(each.owner)
-        _check(step, each)
-        step.fit(each.parameter, each.name)
+        check(step, each, module)
+        step.fit(each.owner, each.key, each.name)
         steps.append(step)
+    covering = _covering(module, {id(each.owner) for each in found})
     for step, (name, owner, key, _) in zip(steps, found, strict=True):
         places = attach(owner).places
         if key not in places:
@@ -42,90 +36,25 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
         places[key].add(step)
         step.applied_to(owner, key)
         swap_class(owner)
-    for part in _covering(module, {id(each.owner) for each in found}):
+    for part in covering:
         attach(part).covered.append(steps[0].application)
         swap_class(part)
     return module
 
 
-def _covering(module: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules of the tree whose forwards give a draw to what is in them."""
-    for part in module.modules():
-        has_forward = type(part).forward is not nn.Module.forward and "forward" not in vars(part)
-        if part is module or (has_forward and any(id(inner) in owners for inner in part.modules())):
-            yield part
-
-
-class _Named(NamedTuple):
-    """A parameter by its qualified name, and by its name in the module that owns it."""
-
-    name: str
-    owner: nn.Module
-    key: str
-    parameter: nn.Parameter
-
-
-def _matching(module: nn.Module, pattern: str) -> list[_Named]:
-    """Return the parameters that match, those of a shared module once."""
-    try:
-        matches = re.compile(pattern).fullmatch
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"`pattern` is {pattern!r}, but must be a regular expression: {error}."
-        ) from None
-    named = list(_named(module))
-    found: dict[tuple[int, str], _Named] = {}
-    for each in named:
-        if matches(each.name):
-            found.setdefault((id(each.owner), each.key), each)
-    if not found:
-        names = ", ".join(each.name for each in named[:8]) or "none"
-        more = ", ..." if len(named) > 8 else ""
-        raise ValueError(
-            f"`pattern` {pattern!r} matches no parameter of {type(module).__name__}. It must match "
-            f"the whole of a qualified name; there are: {names}{more}"
-        )
-    return list(found.values())
-
-
-def _named(module: nn.Module) -> Iterator[_Named]:
-    named_modules = cast("Any", module.named_modules)  # torch says less of it than it knows
-    modules: Iterator[tuple[str, nn.Module]] = named_modules(remove_duplicate=False)
-    for prefix, owner in modules:
-        for key, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield _Named(f"{prefix}.{key}" if prefix else key, owner, key, parameter)
-
-
-def _check(step: Reparametrization, each: _Named) -> None:
-    name, owner, key, parameter = each
-    if is_lazy(parameter):
-        raise ValueError(
-            f"`{name}` has no shape yet. Run a batch through {type(owner).__name__} first."
-        )
-    if not parameter.is_floating_point():
-        raise ValueError(
-            f"`{name}` is not of a floating-point type, which {step.kind} needs. Let `pattern` "
-            "leave it out."
-        )
-    attached = attached_to(owner)
-    place = None if attached is None else attached.places.get(key)
-    for other in () if place is None else place.steps:
-        if other.kind == step.kind:
-            raise ValueError(
-                f"`{name}` has {other!r} already. Change what that was given (a 0-dim tensor, or a "
-                "function of the step), or call recoup.weights.remove first."
-            )
-
-
-def _check_module(module: nn.Module) -> None:
-    if "forward" in module.__dict__:
-        raise ValueError(
-            f"`module` has a {type(module).__name__} whose `forward` was replaced on the instance "
-            "(a compiled or hooked module), so it cannot be extended. Apply before that is done."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError("`module` has a ScriptModule, which cannot be extended. Apply before.")
+def _covering(module: nn.Module, owners: set[int]) -> list[nn.Module]:
+    """Return the modules of the tree whose forwards give a draw to what is in them."""
+    found = [
+        part
+        for part in module.modules()
+        if has_forward(part) and any(id(inner) in owners for inner in part.modules())
+    ]
+    if found:
+        return found
+    raise ValueError(
+        f"`module` is a {type(module).__name__}, which has no forward in which its parameters "
+        "would be read. Apply to the module that reads them, with a pattern for the qualified name."
+    )
 
 
 class Applied:
@@ -169,6 +98,7 @@ def applied(module: nn.Module) -> list[Applied]:
         >>> recoup.weights.applied(conv)
         [weight: weight_norm(dim=0), weight: weight_noise(std=0.1)]
     """
+    check_is_module(module)
     seen: set[int] = set()
     found: list[Applied] = []
     for name, place in _places(module):
@@ -179,13 +109,13 @@ def applied(module: nn.Module) -> list[Applied]:
 
 
 def places_of(module: nn.Module) -> Iterator[Place]:
-    """Yield every place within `module` to which something is applied."""
-    for _, place in _places(module):
-        yield place
+    """Return every place within `module` to which something is applied."""
+    check_is_module(module)
+    return (place for _, place in _places(module))
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, Place]]:
-    for name, owner, key, _ in _named(module):
+    for name, owner, key, _ in named(module):
         attached = attached_to(owner)
         if attached is not None and key in attached.places:
             yield name, attached.places[key]
@@ -215,7 +145,7 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
     """
     found = [
         (each.owner, each.key)
-        for each in _matching(module, pattern)
+        for each in matching(module, pattern)
         if (attached := attached_to(each.owner)) is not None and each.key in attached.places
     ]
     if not found:
@@ -223,6 +153,7 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
             f"`pattern` {pattern!r} matches no parameter of {type(module).__name__} to which "
             "anything is applied. See recoup.weights.applied(module)."
         )
+    _check_untied(module, found)
     for owner, key in found:
         place = attach(owner).places.pop(key)
         for step in place.steps:
@@ -230,6 +161,18 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
     for owner in module.modules():
         _tidy(owner)
     return module
+
+
+def _check_untied(module: nn.Module, found: list[tuple[nn.Module, str]]) -> None:
+    for owner, key in found:
+        parameter = owner._parameters[key]
+        uses = [each.name for each in named(module) if each.parameter is parameter]
+        steps = attach(owner).places[key].steps
+        if len(uses) > 1 and any(step.changes_weight for step in steps):
+            raise ValueError(
+                f"`{uses[0]}` is `{uses[1]}` too, so the product of its weight norm cannot be left "
+                "in it: it would change the other use. Untie them first."
+            )
 
 
 def _tidy(module: nn.Module) -> None:

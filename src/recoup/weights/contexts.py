@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from numbers import Integral
 
 from torch import nn
 
@@ -40,9 +41,10 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
         >>> torch.equal(layer(x), layer(x))
         False
     """
-    if seed is not None and (type(seed) is not int or seed < 0):
+    is_whole = isinstance(seed, Integral) and type(seed) is not bool
+    if seed is not None and (not is_whole or seed < 0):
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
-    return SameDraw(draw_seed() if seed is None else seed)
+    return SameDraw(draw_seed() if seed is None else int(seed))
 
 
 def disabled(module: nn.Module) -> AbstractContextManager[None]:

@@ -2,31 +2,29 @@
 
 NOTE [ An entry of a draw depends on the seed and on its place ]
 
-Rule 1. Draws are hashed numbers, not the stream of a generator: they may be cut in any way and
-        shared by any number of threads, and no state moves. A number gives two words of 64 bits:
-        the first is the hash of SplitMix64, the second is the first hashed once more. Shifts keep
-        the sign, as torch's do, so the last step of a word adds where others mask and xor.
-Rule 2. Of n entries of a mask, number i and number n/2 + i (n rounded up to a multiple of 8) take
-        16 bits of the words that i // 4 gives. One is dropped if they are below p * 65536, in any
-        dtype and layout and on any device. p counts as the nearest multiple of 1/65536, for the
-        mask and for the scale 1/(1 - p), so the mean over seeds is the raw weight.
-Rule 3. Of n normals, number i and number n/2 + i (n rounded up to a multiple of 2) come from one
-        radius, out of a first word, and one angle, out of its second (Box and Muller), each with
-        as many bits as a normal has. Torch's own ways to draw one take one thread.
-Rule 4. Torch shares an operator among threads from 32768 elements a thread on. A block is as large
-        as that asks for, yet small enough for a cache, and its buffers take at most a byte for
-        each entry of the weight. All operators run on a block before the next one.
-Rule 5. On few entries operators cost more than what they do, and on some more there is no work for
-        two threads. There torch's generator makes words, or normals, in one operator. Which of
-        both ways is taken depends on the number of entries and on the kind of device alone.
+Rule 1. A draw is cut in chunks of 131072 entries, and each has a generator of its own, whose seed
+        is a hash of the seed of the draw and the number of the chunk. (Torch's generator takes 32
+        bits of it.) So any number of threads may share the chunks, and no state is moved.
+Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if they are below
+        p * 65536: one draw for four entries, and the same entries in any dtype and layout. p counts
+        as the nearest multiple of 1/65536, in the mask and in the scale 1/(1 - p), so the mean over
+        seeds is the raw weight. Noise is `normal_`: it took less time than Box and Muller's method
+        made of operators, which are many, and as much as the bits for that alone.
+Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
+        none is alive at a fork or at exit. Operators leave the interpreter to the other threads
+        while they run, and on 32768 elements or fewer they start no threads of their own.
+Rule 4. A thread works in the grad and inference mode of its caller, in buffers of its own, into a
+        result that the caller has made. What goes wrong in it is raised by the caller.
+Rule 5. A GPU draws with the kernels of `kernels.py` where they run, else with the operators.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import threading
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
@@ -36,14 +34,12 @@ from recoup.residuals.sources import own_generator
 
 __all__ = ["dropped", "dropped_", "noised", "noised_", "scales"]
 
+_CHUNK = 2**17  # entries (See Rule 1)
+_PIECE = 2**15  # entries that an operator works on (See Rule 3)
+_GPU_PIECE = 2**22
 _64_BITS = 2**64 - 1
-# The constants of SplitMix64, and a fourth from the digits of the root of two.
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_THIRD = 0x6A09E667F3BCC909
-_FEW = 2**18  # entries (See Rule 5)
-_PIECE = 32768  # elements that torch gives to a thread (See Rule 4)
-_GPU_PIECES = 32
-_CPU = torch.device("cpu")
+
+_Chunks = Iterator[tuple[torch.Generator, int, int]]  # its generator, where it starts and ends
 
 
 def dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Tensor:
@@ -125,13 +121,20 @@ def scales(
     num_dropped = _num_dropped(p)
     if num_dropped in (0, 65536):
         return out.fill_(num_dropped == 0)
+    scale = _scale(num_dropped, dtype)
     kernels = _kernels(out.device)
     if kernels is not None:
-        kernels.write_scales(out, _key(seed), num_dropped, _scale(num_dropped, dtype))
+        kernels.write_scales(out, seed, num_dropped, scale)
         return out
-    flat, scale = out.view(-1), _scale(num_dropped, dtype)
-    for start, piece in _mask_pieces(out, seed, num_dropped):
-        torch.mul(piece, scale, out=flat[start : start + piece.numel()])
+    if _is_small(out):
+        return out.copy_(_few(out, seed, num_dropped)).mul_(scale)
+    flat = out.view(-1)
+
+    def write(chunks: _Chunks, num_at_once: int) -> None:
+        for place, kept in _masks(chunks, num_at_once, out, num_dropped):
+            torch.mul(kept, scale, out=flat[place])
+
+    _share(out, seed, write)
     return out
 
 
@@ -175,19 +178,21 @@ def _drop(weight: Tensor, out: Tensor, seed: int, p: float, axes: tuple[int, ...
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
         mask = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
         return torch.mul(weight, mask, out=out)
-    numel, scale = out.numel(), _scale(num_dropped, out.dtype)
+    scale = _scale(num_dropped, out.dtype)
     kernels = _kernels(out.device)
     if kernels is not None:
-        kernels.drop(weight.contiguous(), out, _key(seed), num_dropped, scale)
+        kernels.drop(weight.contiguous(), out, seed, num_dropped, scale)
         return out
-    if numel <= _PIECE and _is_small(out):
-        lanes = _few_lanes(numel, _generator(seed), num_dropped - 32768).view_as(out)
-        return torch.mul(weight, lanes, out=out).mul_(scale)
+    if _is_small(out):
+        return torch.mul(weight, _few(out, seed, num_dropped), out=out).mul_(scale)
     source, flat = _flat(weight, out), out.view(-1)
     zero = torch.zeros((), dtype=out.dtype, device=out.device)
-    for start, piece in _mask_pieces(out, seed, num_dropped):
-        place = slice(start, start + piece.numel())
-        torch.addcmul(zero, source[place], piece, value=scale, out=flat[place])
+
+    def write(chunks: _Chunks, num_at_once: int) -> None:
+        for place, kept in _masks(chunks, num_at_once, out, num_dropped):
+            torch.addcmul(zero, source[place], kept, value=scale, out=flat[place])
+
+    _share(out, seed, write)
     return out
 
 
@@ -195,12 +200,20 @@ def _add_noise(weight: Tensor, out: Tensor, seed: int, std: float) -> Tensor:
     """Write to `out`, which is contiguous and may be `weight`."""
     kernels = _kernels(out.device)
     if kernels is not None:
-        kernels.add_noise(weight.contiguous(), out, _key(seed), std)
+        kernels.add_noise(weight.contiguous(), out, seed, std)
         return out
+    if _is_small(out):
+        noise = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        noise.normal_(0.0, std, generator=_generator(out, seed))
+        return torch.add(weight, noise.to(out.dtype), out=out)
     source, flat = _flat(weight, out), out.view(-1)
-    for start, piece in _noise_pieces(out, seed, std):
-        place = slice(start, start + piece.numel())
-        torch.add(source[place], piece.to(out.dtype), out=flat[place])
+
+    def write(chunks: _Chunks, num_at_once: int) -> None:
+        del num_at_once
+        for place, noise in _normals(chunks, out, std):
+            torch.add(source[place], noise, out=flat[place])
+
+    _share(out, seed, write)
     return out
 
 
@@ -209,106 +222,130 @@ def _flat(weight: Tensor, out: Tensor) -> Tensor:
     return (weight if weight.is_contiguous() else out.copy_(weight)).view(-1)
 
 
-def _mask_pieces(out: Tensor, seed: int, num_dropped: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield a mask of 0 and 1, each piece with its place; it is overwritten by the next."""
-    numel, least = out.numel(), num_dropped - 32768
-    if _is_small(out):
-        generator = _generator(seed)
-        for start in range(0, numel, _PIECE):
-            lanes = _few_lanes(min(_PIECE, numel - start), generator, least)
-            yield start, lanes.to(out.dtype)
-        return
-    words, spare = _buffers(2, 16, out)
-    lanes, piece = words.view(torch.int16), spare.view(out.dtype)
-    num_words = -(-numel // 8)
-    half = 4 * num_words
-    for first in range(0, num_words, words.numel()):
-        _write_words(words, spare, _key(seed) + first)
-        for begin, end in ((0, min(half, numel)), (half, numel)):
-            if begin == half:
-                _hash_on(words, spare)
-            for at in range(0, min(lanes.numel(), end - begin - 4 * first), piece.numel()):
-                start = begin + 4 * first + at
-                part = lanes[at : at + min(piece.numel(), end - start)]
-                yield start, torch.ge(part, least, out=piece[: part.numel()])
+# --- draws ---------------------------------------------------------------------------------------
 
 
-def _noise_pieces(out: Tensor, seed: int, std: float) -> Iterator[tuple[int, Tensor]]:
-    """Yield all noise, each piece with its place; it is overwritten by the next (See Rule 3)."""
-    numel, is_wide = out.numel(), out.dtype is torch.float64
-    dtype, bits = (torch.float64, torch.int64) if is_wide else (torch.float32, torch.int32)
-    if _is_small(out):
-        generator = _generator(seed)
-        for start in range(0, numel, _PIECE):
-            noise = torch.empty(min(_PIECE, numel - start), dtype=dtype, device=out.device)
-            yield start, noise.normal_(0.0, std, generator=generator)
-        return
-    words, spare, third = _buffers(3, 28, out)
-    radius, angle, sine = spare.view(dtype), third.view(dtype), words.view(dtype)
-    half, whole = -(-numel // 2), 2.0 ** (63 if is_wide else 31)
-    for start in range(0, half, radius.numel()):
-        _write_words(words, spare, _key(seed) + start * words.numel() // radius.numel())
-        radius.copy_(words.view(bits).bitwise_or_(1))  # a logarithm follows
-        radius.abs_().mul_(1 / whole).log_().mul_(-2).sqrt_().mul_(std)
-        _hash_on(words, third)
-        angle.copy_(words.view(bits)).mul_(math.pi / whole)
-        torch.sin(angle, out=sine).mul_(radius)
-        angle.cos_().mul_(radius)
-        yield start, angle[: half - start]
-        yield half + start, sine[: numel - half - start]
+def _hash(seed: int, chunk: int) -> int:
+    """Return the seed of a chunk: a step of SplitMix64 for each number (See Rule 1)."""
+    number = seed
+    for other in (0, chunk):
+        number = (number + other + 0x9E3779B97F4A7C15) & _64_BITS
+        number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+        number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _64_BITS
+        number ^= number >> 31
+    return number
 
 
-# --- words ---------------------------------------------------------------------------------------
+def _generator(out: Tensor, seed: int) -> torch.Generator:
+    return own_generator(out.device, _hash(seed, 0))
+
+
+def _lanes(words: Tensor, generator: torch.Generator) -> Tensor:
+    # From all 64 bits: without a range, the first would be zero.
+    return words.random_(-(2**63), None, generator=generator).view(torch.int16)
 
 
 def _is_small(out: Tensor) -> bool:
-    return out.device.type == "cpu" and out.numel() <= _FEW
+    """Whether a draw is one piece: then the number of operators is what it costs."""
+    return out.numel() <= _PIECE and out.device.type == "cpu"
 
 
-def _generator(seed: int) -> torch.Generator:
-    return own_generator(_CPU, _key(seed))  # hashed, since it would take 32 bits of a seed
+def _few(out: Tensor, seed: int, num_dropped: int) -> Tensor:
+    """Return a mask of one piece, 0 or 1, in the shape of `out`."""
+    numel = out.numel()
+    words = torch.empty(-(-numel // 4), dtype=torch.int64, device=out.device)
+    lanes = _lanes(words, _generator(out, seed))
+    return (lanes if numel % 4 == 0 else lanes[:numel]).ge_(num_dropped - 32768).view_as(out)
 
 
-def _few_lanes(numel: int, generator: torch.Generator, least: int) -> Tensor:
-    """Return the next entries of a mask: 1 for 16 bits that are at least `least`, else 0."""
-    words = torch.empty(-(-numel // 4), dtype=torch.int64, device=_CPU)
-    words.random_(-(2**63), None, generator=generator)  # all 64 bits; without a range, 63
-    lanes = words.view(torch.int16)
-    return (lanes if numel % 4 == 0 else lanes[:numel]).ge_(least)
+def _masks(
+    chunks: _Chunks, num_at_once: int, out: Tensor, num_dropped: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield 0 where an entry is dropped, else 1, each piece with its place (See Rule 2)."""
+    piece = _PIECE if out.device.type == "cpu" else _GPU_PIECE
+    words = torch.empty(
+        -(-min(num_at_once, out.numel()) // 4), dtype=torch.int64, device=out.device
+    )
+    kept = torch.empty(min(piece, out.numel()), dtype=out.dtype, device=out.device)
+    for generator, start, end in chunks:
+        for first in range(start, end, num_at_once):
+            num = min(num_at_once, end - first)
+            lanes = _lanes(words[: -(-num // 4)], generator)
+            for begin in range(0, num, piece):
+                part = lanes[begin : min(begin + piece, num)]
+                place = slice(first + begin, first + begin + part.numel())
+                yield place, torch.ge(part, num_dropped - 32768, out=kept[: part.numel()])
 
 
-def _buffers(num: int, share: int, out: Tensor) -> tuple[Tensor, ...]:
-    """Return `num` buffers of words, at most one for `share` entries (See Rule 4)."""
-    num_threads = torch.get_num_threads() if out.device.type == "cpu" else _GPU_PIECES
-    length = max(1, min(_PIECE * num_threads, -(-out.numel() // share)))
-    return tuple(torch.empty(length, dtype=torch.int64, device=out.device) for _ in range(num))
+def _normals(chunks: _Chunks, out: Tensor, std: float) -> Iterator[tuple[slice, Tensor]]:
+    """Yield noise, each piece with its place."""
+    piece = _PIECE if out.device.type == "cpu" else _GPU_PIECE
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    noise = torch.empty(min(piece, out.numel()), dtype=dtype, device=out.device)
+    for generator, start, end in chunks:
+        for begin in range(start, end, piece):
+            place = slice(begin, min(begin + piece, end))
+            part = noise[: place.stop - begin].normal_(0.0, std, generator=generator)
+            yield place, part.to(out.dtype)
 
 
-def _key(seed: int) -> int:
-    """Return where the counters of a draw start: below 2**62, so that none of them overflows."""
-    key = (seed + _GOLDEN) & _64_BITS
-    key = ((key ^ (key >> 30)) * _FIRST) & _64_BITS
-    key = ((key ^ (key >> 27)) * _SECOND) & _64_BITS
-    return (key ^ (key >> 31)) >> 2
+# --- threads -------------------------------------------------------------------------------------
 
 
-def _signed(number: int) -> int:
-    return number - (number >> 63 << 64)
+def _share(out: Tensor, seed: int, write: Callable[[_Chunks, int], None]) -> None:
+    """Have `write` write all chunks, by as many threads as torch has (See Rules 3 and 4).
+
+    `write` is given chunks, and how many entries to draw at once: with others around, as many as
+    it can, to meet them less often.
+    """
+    numel, device = out.numel(), out.device
+    if device.type == "meta":
+        return
+    if device.type != "cpu":
+        write(iter([(_generator(out, seed), 0, numel)]), _GPU_PIECE)
+        return
+    queue = deque(range(-(-numel // _CHUNK)))
+    num_threads = min(torch.get_num_threads(), len(queue) // 2)
+    if num_threads <= 1:
+        write(_taken(queue, numel, seed, own_generator(device, 0)), _PIECE)
+        return
+    errors: list[BaseException] = []
+    is_inference, is_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def work(generator: torch.Generator) -> None:
+        try:
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
+                write(_taken(queue, numel, seed, generator), _CHUNK)
+        except BaseException as error:  # noqa: BLE001  # See Rule 4
+            queue.clear()
+            errors.append(error)
+
+    others = [
+        threading.Thread(target=work, args=(own_generator(device, 0),), name="recoup-draws")
+        for _ in range(num_threads - 1)
+    ]
+    started: list[threading.Thread] = []
+    try:
+        for thread in others:
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        pass  # No more threads can be started, at exit for one: then fewer do the work.
+    work(own_generator(device, 0))
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
-def _write_words(words: Tensor, spare: Tensor, first: int) -> None:
-    """Write the first words of the numbers from `first` on (See Rule 1)."""
-    torch.arange(first, first + words.numel(), out=words, device=words.device)
-    words.mul_(_signed(_GOLDEN))
-    words.bitwise_xor_(torch.bitwise_right_shift(words, 30, out=spare)).mul_(_signed(_FIRST))
-    words.bitwise_xor_(torch.bitwise_right_shift(words, 27, out=spare)).mul_(_signed(_SECOND))
-    words.add_(torch.bitwise_right_shift(words, 32, out=spare))
-
-
-def _hash_on(words: Tensor, spare: Tensor) -> None:
-    """Turn first words into second ones (See Rule 1)."""
-    words.bitwise_xor_(torch.bitwise_right_shift(words, 29, out=spare)).mul_(_THIRD)
-    words.add_(torch.bitwise_right_shift(words, 32, out=spare))
+def _taken(queue: deque[int], numel: int, seed: int, generator: torch.Generator) -> _Chunks:
+    while True:
+        try:
+            chunk = queue.popleft()
+        except IndexError:
+            return
+        generator.manual_seed(_hash(seed, chunk))
+        yield generator, chunk * _CHUNK, min((chunk + 1) * _CHUNK, numel)
 
 
 # --- on a GPU ------------------------------------------------------------------------------------
@@ -316,7 +353,7 @@ def _hash_on(words: Tensor, spare: Tensor) -> None:
 
 @functools.cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """Return the kernels for `device`, if it is a GPU that they run on."""
+    """Return the kernels for `device`, if it is a GPU that they run on (See Rule 5)."""
     if device.type != "cuda":
         return None
     try:

@@ -79,7 +79,10 @@ class WeightDropout(Reparametrization):
     ) -> None:
         super().__init__(application, mode)
         self.p = p
-        self.axes = axes
+        given: Any = axes
+        if type(given) not in (tuple, list) or any(type(axis) is not int for axis in given):
+            raise ValueError(f"`axes` is {axes!r}, but must be a tuple of ints, such as (1,).")
+        self.axes = tuple(axes)
         self.magnitude(application.step)
 
     def __repr__(self) -> str:
@@ -87,8 +90,9 @@ class WeightDropout(Reparametrization):
         mode = "" if self.mode == "training" else f', mode="{self.mode}"'
         return f"weight_dropout(p={shown(self.p)}{axes}{mode})"
 
-    def fit(self, weight: Tensor, name: str) -> None:
-        """Bring `axes` into the form that draws take, or raise if `weight` has not so many."""
+    def fit(self, module: nn.Module, key: str, name: str) -> None:
+        """Bring `axes` into the form that draws take, or raise if the weight has not so many."""
+        weight = cast("Tensor", module._parameters[key])
         for axis in self.axes:
             if not -weight.dim() <= axis < weight.dim():
                 raise ValueError(

@@ -1,7 +1,7 @@
-"""The draws of `draws.py` on a GPU: one kernel that reads a weight, draws, and writes the result.
+"""Draws on a GPU: one kernel that reads a weight, draws, and writes the result.
 
-Imports Triton, so `draws.py` imports it late. What an entry is, is said there and done twice, with
-torch's operators and here: masks come out the same bit for bit, noise the same up to rounding.
+Imports Triton, so `draws.py` imports it late. Bits come from Triton's Philox, whose counter is the
+place of what is drawn: four words of 32 bits a count.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -19,68 +19,74 @@ from torch import Tensor
 
 __all__ = ["add_noise", "drop", "write_scales"]
 
-# As in `draws.py`, but signed.
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
-_FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
-_SECOND = tl.constexpr(0x94D049BB133111EB - 2**64)
-_THIRD = tl.constexpr(0x6A09E667F3BCC909)
-
-_NUM_EACH = 512  # numbers that are hashed, or pairs of normals, in a program
+_NUM_COUNTS = 512  # in a program of four warps
 # Else a kernel is compiled again, in the middle of training, for a seed that divides by 16.
-_NUMBERS = ("num_units", "key", "num_dropped")
+_NUMBERS = ("num_units", "seed", "num_dropped")
 # Noise is a product. Fused with the addition, it would not be what it is when added to zeros.
 _EXACTLY = {"enable_fp_fusion": False}
 
 
-def drop(weight: Tensor, out: Tensor, key: int, num_dropped: int, scale: float) -> None:
+def drop(weight: Tensor, out: Tensor, seed: int, num_dropped: int, scale: float) -> None:
     """Write `weight` times a mask to `out`, which may be `weight`; both are contiguous."""
-    _launch(_drop, -(-out.numel() // 8), weight, out, key, num_dropped, scale, True)
+    _launch(_drop, 8, weight, out, seed, num_dropped, scale, True)
 
 
-def write_scales(out: Tensor, key: int, num_dropped: int, scale: float) -> None:
+def write_scales(out: Tensor, seed: int, num_dropped: int, scale: float) -> None:
     """Write a mask to `out`, which is contiguous."""
-    _launch(_drop, -(-out.numel() // 8), out, out, key, num_dropped, scale, False)
+    _launch(_drop, 8, out, out, seed, num_dropped, scale, False)
 
 
-def add_noise(weight: Tensor, out: Tensor, key: int, std: float) -> None:
+def add_noise(weight: Tensor, out: Tensor, seed: int, std: float) -> None:
     """Write `weight` and noise to `out`, which may be `weight`; both are contiguous."""
-    _launch(_add_noise, -(-out.numel() // 2), weight, out, key, std)
+    num_each = 2 if out.dtype is torch.float64 else 4
+    _launch(_add_noise, num_each, weight, out, seed, std)
 
 
-def _launch(kernel: Any, num: int, weight: Tensor, out: Tensor, *args: Any) -> None:
+def _launch(kernel: Any, num_each: int, weight: Tensor, out: Tensor, *args: Any) -> None:
     numel = out.numel()
     if numel == 0:
         return
+    # That a number is a multiple of 16 is known from how it is made: a thread then loads and stores
+    # 16 bytes at once.
     unit = 16 if numel % 16 == 0 else 1
+    grid = (-(-numel // (num_each * _NUM_COUNTS)),)
     with torch.cuda.device_of(out):  # Triton launches on the current device.
-        kernel[(-(-num // _NUM_EACH),)](
-            weight, out, numel // unit, *args, unit, _NUM_EACH, **_EXACTLY
-        )
+        kernel[grid](weight, out, numel // unit, *args, unit, _NUM_COUNTS, **_EXACTLY)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _drop(
+    weight,
+    out,
+    num_units,
+    seed: tl.int64,
+    num_dropped,
+    scale: tl.float64,
+    MULTIPLIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    NUM_COUNTS: tl.constexpr,
+):
+    numel = num_units.to(tl.int64) * UNIT
+    scale = tl.full([], scale, out.dtype.element_ty)
+    program = tl.program_id(0)
+    count = tl.arange(0, NUM_COUNTS)
+    a, b, c, d = tl.randint4x(seed, program * NUM_COUNTS + count)
+    place = program.to(tl.int64) * (8 * NUM_COUNTS) + 4 * count
+    _drop_four(weight, out, place, numel, a, b, num_dropped, scale, MULTIPLIES)
+    place += 4 * NUM_COUNTS
+    _drop_four(weight, out, place, numel, c, d, num_dropped, scale, MULTIPLIES)
 
 
 @triton.jit
-def _first_word(number):
-    x = number * _GOLDEN
-    x = (x ^ (x >> 30)) * _FIRST
-    x = (x ^ (x >> 27)) * _SECOND
-    return x + (x >> 32)
-
-
-@triton.jit
-def _second_word(first):
-    x = (first ^ (first >> 29)) * _THIRD
-    return x + (x >> 32)
-
-
-@triton.jit
-def _drop_entries(weight, out, word, scale, num_dropped, begin, end, MULTIPLIES: tl.constexpr):
+def _drop_four(weight, out, place, numel, a, b, num_dropped, scale, MULTIPLIES: tl.constexpr):
     kind = out.dtype.element_ty
+    # A thread owns four entries that lie side by side, and the words they come from.
     lane = tl.arange(0, 4)[None, :]
-    place = begin[:, None] + lane
-    inside = place < end
-    bits = (word[:, None] >> (16 * lane)) & 0xFFFF
-    # Bits are compared as signed ones are.
-    value = tl.where((bits ^ 0x8000) >= num_dropped, scale, 0.0).to(kind)
+    word = tl.where(lane < 2, a[:, None], b[:, None])
+    bits = (word >> (16 * (lane % 2)).to(word.dtype)).to(tl.int32) & 0xFFFF
+    value = tl.where(bits >= num_dropped, scale, 0.0).to(kind)
+    place = place[:, None] + lane
+    inside = place < numel
     if MULTIPLIES:
         raw = tl.load(weight + place, mask=inside)
         if kind == tl.float64:
@@ -91,62 +97,55 @@ def _drop_entries(weight, out, word, scale, num_dropped, begin, end, MULTIPLIES:
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _drop(
-    weight,
-    out,
-    num_units,
-    key,
-    num_dropped,
-    scale: tl.float64,
-    MULTIPLIES: tl.constexpr,
-    UNIT: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-):
-    numel = num_units.to(tl.int64) * UNIT
-    scale = tl.full([], scale, out.dtype.element_ty)
-    # A thread owns four entries that lie side by side, and the word they come from.
-    number = tl.program_id(0).to(tl.int64) * NUM_WORDS + tl.arange(0, NUM_WORDS)
-    half = tl.cdiv(numel, 8) * 4
-    first = _first_word(key + number)
-    end = half if UNIT == 16 else tl.minimum(half, numel)
-    _drop_entries(weight, out, first, scale, num_dropped, 4 * number, end, MULTIPLIES)
-    second = _second_word(first)
-    begin = half + 4 * number
-    _drop_entries(weight, out, second, scale, num_dropped, begin, numel, MULTIPLIES)
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
 def _add_noise(
     weight,
     out,
     num_units,
-    key,
+    seed: tl.int64,
     std: tl.float64,
     UNIT: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
+    NUM_COUNTS: tl.constexpr,
 ):
-    kind = out.dtype.element_ty
     numel = num_units.to(tl.int64) * UNIT
-    half = num_units.to(tl.int64) * 8 if UNIT == 16 else tl.cdiv(numel, 2)
-    pair = tl.program_id(0).to(tl.int64) * NUM_PAIRS + tl.arange(0, NUM_PAIRS)
-    if kind == tl.float64:
-        first = _first_word(key + pair) | 1
-        radius = tl.abs(first.to(tl.float64)) * 1.0842021724855044e-19  # 2 ** -63
-        angle = _second_word(first).to(tl.float64) * 3.4061215800865545e-19  # pi / 2 ** 63
+    program = tl.program_id(0)
+    count = tl.arange(0, NUM_COUNTS)
+    a, b, c, d = tl.randint4x(seed, program * NUM_COUNTS + count)
+    if out.dtype.element_ty == tl.float64:
+        place = program.to(tl.int64) * (2 * NUM_COUNTS) + count
+        radius = ((a.to(tl.uint64) << 32) | b).to(tl.int64, bitcast=True) | 1
+        angle = ((c.to(tl.uint64) << 32) | d).to(tl.int64, bitcast=True)
+        step = 1.0842021724855044e-19  # 2 ** -63
+        first, second = _normals(radius.to(tl.float64) * step, angle.to(tl.float64) * step, std)
+        _add(weight, out, place, numel, first)
+        _add(weight, out, place + NUM_COUNTS, numel, second)
     else:
-        first = _first_word(key + (pair >> 1)) | 0x100000001
-        shift = 32 * (pair & 1)
-        radius = tl.abs((first >> shift).to(tl.int32).to(tl.float32)) * 4.656612873077393e-10
-        angle = (_second_word(first) >> shift).to(tl.int32).to(tl.float32) * 1.4629180792671596e-09
-    radius = tl.sqrt(tl.log(radius) * -2.0) * tl.full([], std, radius.dtype)
-    _add_entries(weight, out, pair, half, radius * tl.cos(angle))
-    _add_entries(weight, out, half + pair, numel, radius * tl.sin(angle))
+        place = program.to(tl.int64) * (4 * NUM_COUNTS) + count
+        first, second = _normals(_number(a | 1), _number(b), std)
+        _add(weight, out, place, numel, first)
+        _add(weight, out, place + NUM_COUNTS, numel, second)
+        first, second = _normals(_number(c | 1), _number(d), std)
+        _add(weight, out, place + 2 * NUM_COUNTS, numel, first)
+        _add(weight, out, place + 3 * NUM_COUNTS, numel, second)
 
 
 @triton.jit
-def _add_entries(weight, out, place, end, noise):
+def _number(word):
+    """From -1 to 1."""
+    return word.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10  # 2 ** -31
+
+
+@triton.jit
+def _normals(radius, angle, std):
+    """Box and Muller's method; a radius is not zero."""
+    radius = tl.sqrt(tl.log(tl.abs(radius)) * -2.0) * tl.full([], std, radius.dtype)
+    angle *= 3.141592653589793
+    return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@triton.jit
+def _add(weight, out, place, numel, noise):
     kind = out.dtype.element_ty
-    inside = place < end
+    inside = place < numel
     raw = tl.load(weight + place, mask=inside).to(noise.dtype)
     # Rounded before it is added, so that it makes no difference whether it is added to zeros first.
     noise = noise.to(kind).to(noise.dtype)

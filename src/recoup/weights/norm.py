@@ -53,6 +53,7 @@ class WeightNorm(Reparametrization):
     kind = "weight_norm"
     order = 0
     is_random = False
+    changes_weight = True
 
     def __init__(self, application: Application, dim: int | None) -> None:
         super().__init__(application, "always")
@@ -61,11 +62,17 @@ class WeightNorm(Reparametrization):
     def __repr__(self) -> str:
         return f"weight_norm(dim={self.dim})"
 
-    def fit(self, weight: Tensor, name: str) -> None:
-        """Bring `dim` into the form that torch takes, or raise if `weight` has not so many."""
+    def fit(self, module: nn.Module, key: str, name: str) -> None:
+        """Bring `dim` into the form that torch takes, or raise if the weight has not so many."""
+        if hasattr(module, f"{key}_g"):
+            raise ValueError(
+                f"`{name}_g` exists already, which is what the magnitude of `{name}` would be "
+                "called. Rename it, or let `pattern` leave this weight out."
+            )
+        weight = cast("Tensor", module._parameters[key])
         if self.dim is None:
             return
-        if not -weight.dim() <= self.dim < weight.dim():
+        if type(self.dim) is not int or not -weight.dim() <= self.dim < weight.dim():
             raise ValueError(
                 f"`dim` is {self.dim}, but `{name}` has shape {tuple(weight.shape)}: give an axis "
                 f"from {-weight.dim()} to {weight.dim() - 1}, or None."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Reparametrization:
     kind: ClassVar[str]
     order: ClassVar[int]
     is_random: ClassVar[bool] = True
+    changes_weight: ClassVar[bool] = False  # whether removing it leaves another raw weight
     drops_rows = False  # whether it may be applied to the rows of an embedding after the lookup
 
     def __init__(self, application: Application, mode: str) -> None:
@@ -53,9 +55,9 @@ class Reparametrization:
         del step
         return 1.0
 
-    def fit(self, weight: Tensor, name: str) -> None:
-        """Take the shape of the weight into account, or raise if that is impossible."""
-        del weight, name
+    def fit(self, module: nn.Module, key: str, name: str) -> None:
+        """Take the weight `key` of `module` into account, or raise if that is impossible."""
+        del module, key, name
 
     def applied_to(self, module: nn.Module, key: str) -> None:
         """Give the module the parameters that this takes beside the weight."""
@@ -115,13 +117,14 @@ def value_of(
         if value.dim() != 0:
             raise ValueError(f"`{name}` has shape {tuple(value.shape)}, but must be {needed}.")
         value = value.item()
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most:
+    is_number = isinstance(value, Real)  # numpy's are among them
+    number = float(value) if is_number and value is not True else math.nan
+    if not (math.isfinite(number) and least <= number <= most):
         raise ValueError(
             f"`{name}` is {value!r}, but must be {needed}: a number, a 0-dim tensor, or a function "
             "from the step to a number."
         )
-    return float(value)
+    return number
 
 
 def shown(magnitude: Magnitude) -> str:

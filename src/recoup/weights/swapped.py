@@ -14,6 +14,7 @@ Rule 3. Whatever belongs to one module is in its `__dict__`, and travels with it
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -41,6 +42,17 @@ class Attached:
         self.places: dict[str, Place] = {}
         self.covered: list[Application] = []
         self.applications: tuple[Application, ...] = ()
+
+    def check(self, module: nn.Module) -> None:
+        """Raise if a parameter was taken away, which would lose what is applied to it."""
+        parameters = module._parameters
+        for key in self.places:
+            if key not in parameters and key not in module.__dict__:
+                raise ValueError(
+                    f"`{key}` of {type(module).__name__} is no parameter of it any more (a "
+                    "parametrization of torch has taken it?), so what recoup applied to it would "
+                    "be lost. Call recoup.weights.remove before taking it away."
+                )
 
     def refresh(self) -> None:
         """Bring `applications` up to date: a forward of the module covers them."""
@@ -100,10 +112,14 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         "extra_repr": _shown(base),
         "_load_from_state_dict": _loading(base),
     }
-    # The base comes in afterwards: it is not told that it has a subclass, which it may register.
-    made = type.__new__(type(base), base.__name__, (nn.Module,), members)
-    made.__bases__ = (base,)
-    return cast("type[nn.Module]", made)
+    make: Any = type(base)
+    if make is type:
+        with suppress(TypeError):  # a base with slots
+            # The base comes in afterwards, so that it is not told of a subclass to register.
+            made = type(base.__name__, (nn.Module,), members)
+            made.__bases__ = (base,)
+            return made
+    return make(base.__name__, (base,), members)
 
 
 def _property(name: str) -> property:
@@ -138,6 +154,7 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
         attached = attached_to(self)
         if attached is None:
             return run(self, *args, **kwargs)
+        attached.check(self)
         if not torch.compiler.is_compiling():
             return in_progress(self, attached, args, kwargs)
         if may_be_compiled:

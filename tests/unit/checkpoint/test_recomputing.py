@@ -125,6 +125,11 @@ def test_under_autocast_the_block_and_the_copy_are_not_held():
     assert ours.held <= plain.held - UNIT // 2
 
 
+def test_backward_under_an_autocast_that_forward_did_not_see():
+    between = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    compare(made_then(lambda a: torch.mm(a, a.t()).exp()), between=between)
+
+
 MAKERS = {
     "saves its result": lambda a: a.tanh().exp(),
     "dropout": lambda a: F.dropout(a, 0.3),
@@ -383,9 +388,9 @@ def test_a_long_chain_of_blocks():
     """Asked as a whole, it would be made again as a whole, by a recursion as deep as it is long."""
 
     def body(context, a, x):
-        for _ in range(300):
+        for _ in range(150):
             with context():
-                x = (x + 0.01 * x.tanh()).sin()
+                x = (x + 1).sin()
         return x @ a
 
     compare(body)
@@ -427,11 +432,11 @@ def test_tensors_from_outside_that_the_block_changes():
         a, x = leaves()
         outside, total = x * 1, torch.ones(SIZE)
         with context():
-            before = outside.sin() * total
-            outside.mul_(a[:8])
+            before = outside + total
+            outside.add_(a[:8])
             total.add_(outside.detach().sum(0))
             torch.add(total, 1, out=total)
-            w = before * outside * total
+            w = (before + outside + total).exp()
         F.linear(w, a).square().sum().backward()
         return [a.grad, x.grad, outside, total]
 
@@ -456,7 +461,7 @@ def test_layers_within(name):
 
     def run(context):
         module = copy.deepcopy(layer)
-        a, x = leaves()
+        _, x = leaves()
         torch.manual_seed(2)
         with context():
             h = module(x.view(4, 2, SIZE))
@@ -572,6 +577,21 @@ def test_changed_within_after_it_was_saved():
         h.sum().backward()
 
 
+def test_changed_within_between_two_saves():
+    """Plain torch minds only if backward comes to the first of them."""
+    unused = []
+
+    def body(context, a, x):
+        with context():
+            h = a * 2
+            unused.append(h.sin())
+            h.add_(1)
+            w = h.sin()
+        return F.linear(x, w)
+
+    compare(body)
+
+
 def test_taken_from_outside_and_changed_there():
     """As plain torch says it of what an operator saved."""
     a, x = leaves()
@@ -591,9 +611,15 @@ def test_backward_within():
 
 def test_an_exception_within():
     a, x = leaves()
+    made = []
+
+    def fail():
+        made.append(noisy(a).exp())
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError), recomputing():
-        w = noisy(a).exp()
-        _ = 1 / 0
+        fail()
+    (w,) = made
     assert nothing_of_ours()
     assert type(w) is torch.Tensor
     with pytest.raises(ReplayError, match="after an exception"):
@@ -613,7 +639,7 @@ def test_functional_transforms_are_refused():
             y = x.sin()
         return y.sum()
 
-    with pytest.raises(RecoupError, match="transforms of torch.func"):
+    with pytest.raises(RecoupError, match=r"transforms of torch\.func"):
         torch.func.grad(fn)(torch.ones(3))
     with pytest.raises(RuntimeError, match="saved tensor hooks"), recomputing():
         torch.func.grad(lambda x: x.sin().sum())(torch.ones(3))
@@ -676,7 +702,7 @@ def test_nothing_is_left_after_an_exception_or_without_gradients():
             try:
                 with context(), recomputing():
                     w = noisy(a).exp()
-                    raise KeyError  # noqa: TRY301
+                    raise KeyError
             except KeyError:
                 del w
         assert tracker.current_bytes == 0
@@ -846,11 +872,11 @@ def test_threads_with_blocks_of_their_own():
     wrong = []
 
     def work(place):
-        a, x = leaves()
+        a, _ = leaves()
         for _ in range(25):
             with recomputing():
-                mask = F.dropout(torch.ones_like(a), 0.5)
-                noise = torch.rand_like(a)
+                mask = torch.native_dropout(torch.ones_like(a), 0.5, True)[0]
+                noise = F.dropout(torch.rand_like(a), 0.5)
             want = (mask * noise).clone()
             (found,) = torch.autograd.grad((a * mask * noise).sum(), a)
             if not torch.equal(found, want):
@@ -902,8 +928,11 @@ def test_compiled_around():
 
 
 def test_compiled_as_one_graph_is_refused():
-    compiled = torch.compile(in_a_block, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="torch.compiler.disable"):
+    def fn(a, x):
+        return in_a_block(a, x) * 2
+
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
         gradients_of(compiled)
 
 

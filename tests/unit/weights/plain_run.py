@@ -66,6 +66,8 @@ def reparametrized(weight: Tensor, drawn: Drawn, norms: Tensor | None = None) ->
     """What a reparametrization makes of a weight, by differentiable operators of torch."""
     step = drawn.step
     if isinstance(step, WeightNorm):
+        if weight.dim() == 0:
+            return weight * (norms / weight.abs())
         return torch._weight_norm(weight, norms, -1 if step.dim is None else step.dim)
     if drawn.magnitude == 0:
         return weight

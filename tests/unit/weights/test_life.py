@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import copy
+import dataclasses
 import gc
 import inspect
 import io
@@ -459,6 +461,23 @@ def test_functional_call_drops_what_it_is_given(layer, call):
     assert_dropped(module, x)
 
 
+def test_functional_call_with_magnitudes():
+    linear = recoup.weight_norm(nn.Linear(3, 3, bias=False), dim=None)
+    given = {"weight": torch.randn(3, 3), "weight_g": torch.tensor(2.0)}
+    given = {name: value.requires_grad_() for name, value in given.items()}
+    x = torch.randn(2, 3)
+    y = functional_call(linear, given, x)
+    want = F.linear(x, given["weight"] * (given["weight_g"] / given["weight"].norm()))
+    torch.testing.assert_close(y, want)
+    values = list(given.values())
+    for a, b in zip(
+        torch.autograd.grad(y.sin().sum(), values),
+        torch.autograd.grad(want.sin().sum(), values),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("kind", ["linear", "lstm", "conv", "cell"])
 def test_gradients_of_torch_func(kind):
     build, pattern, size = LAYERS[kind]
@@ -623,11 +642,11 @@ WHEN = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after forward", "after backward", "after evaluation"])
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("way", COPIES)
 def test_copies(layer, way, when):
     build, pattern, size = layer
-    module = noisy(build(), pattern)
+    module = recoup.weight_norm(noisy(build(), pattern), pattern)
     x = input_of(size)
     WHEN[when](module, x)
     other = COPIES[way](module)
@@ -930,10 +949,22 @@ def test_a_part_of_a_list_of_parameters():
     slices = Slices()
     recoup.weight_dropout(slices, r"weights\.2", p=0.5)
     assert len(slices.weights[1:]) == 2
+    assert type(slices.weights[1:]).__name__ == "ParameterList"
     assert slices.weights[2:][0] is slices.weights._parameters["2"]
-    run = PlainRun(Slices(), lambda module: recoup.weight_dropout(module, ".*"))
-    run.compare(torch.randn(3, 4))
-    assert run.module.weights[2].grad is not None
+    slices = recoup.weight_dropout(Slices(), ".*", p=0.5)
+    raw = [p.detach().clone().requires_grad_() for p in slices.parameters()]
+    x = torch.randn(3, 4)
+    with recorded() as made:
+        y = slices(x)
+    want = x
+    for weight, drawn in zip(raw[1:], made, strict=True):
+        want = want * (weight * mask(weight, drawn))
+    assert torch.equal(y, want)
+    y.sin().sum().backward()
+    want.sin().sum().backward()
+    for p, weight in zip(slices.parameters(), raw, strict=True):
+        assert (p.grad is None) is (weight.grad is None)
+        assert p.grad is None or torch.equal(p.grad, weight.grad)
 
 
 class Registered(nn.Module):
@@ -966,6 +997,10 @@ def test_a_class_that_registers_its_subclasses():
 class Meta(type):
     made: typing.ClassVar[list] = []
 
+    def __init__(cls, *args):
+        super().__init__(*args)
+        cls.is_ready = True
+
     def __call__(cls, *args, **kwargs):
         cls.made.append(cls.__name__)
         return super().__call__(*args, **kwargs)
@@ -978,8 +1013,81 @@ class WithMeta(nn.Linear, metaclass=Meta):
 def test_a_class_with_a_metaclass():
     module = recoup.weight_dropout(WithMeta(4, 4))
     assert type(type(module)) is Meta
+    assert type(module).is_ready
     assert_dropped(module, torch.randn(3, 4))
     assert Meta.made == ["WithMeta"]
+
+
+class Abstract(nn.Module, abc.ABC):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    @abc.abstractmethod
+    def forward(self, x): ...
+
+
+class Concrete(Abstract):
+    def forward(self, x):
+        return x * self.weight
+
+
+class AlsoConcrete(Concrete):
+    pass
+
+
+def test_an_abstract_class():
+    for use in (lambda kind: isinstance(AlsoConcrete(), kind), lambda kind: None):
+        module = recoup.weight_dropout(Concrete())
+        use(type(module))  # a cache of answers must not be that of the class itself
+        assert isinstance(module, Concrete)
+        assert isinstance(module, Abstract)
+        assert isinstance(AlsoConcrete(), Concrete)
+        assert isinstance(Concrete(), Concrete)
+        assert not isinstance(nn.Linear(2, 2), type(module))
+        assert isinstance(module, type(module))
+        assert_dropped(copy.deepcopy(module), torch.randn(3, 4))
+
+
+Kind = typing.TypeVar("Kind")
+
+
+class Generic(nn.Linear, typing.Generic[Kind]):
+    pass
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("factor",)
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+@dataclasses.dataclass(eq=False)
+class Data(nn.Module):
+    size: int = 4
+
+    def __post_init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(self.size))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_classes_of_other_kinds():
+    slotted = Slotted(4, 4)
+    slotted.factor = 2.0
+    x = torch.randn(3, 4)
+    for module in (Generic(4, 4), Generic[int](4, 4), Data()):
+        kind = type(module)
+        assert_dropped(recoup.weight_dropout(module), x)
+        assert_dropped(copy.deepcopy(module), x)
+        assert type(remove(module)) is kind
+    recoup.weight_dropout(slotted, p=1.0)
+    assert torch.equal(slotted(x), (slotted.bias * 2).expand(3, 4))
+    assert type(remove(slotted)) is Slotted
+    assert slotted.factor == 2.0
 
 
 class Awkward(nn.Linear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -204,6 +205,87 @@ def test_the_same_numbers_without_a_graph(layer, way):
         assert not b.requires_grad
         assert torch.equal(a, b)
         assert torch.equal(a, c)
+
+
+LAYOUTS = {
+    "channels last": lambda w: w.to(memory_format=torch.channels_last),
+    "transposed": lambda w: w.transpose(0, 1).contiguous().transpose(0, 1),
+    "every second": lambda w: w.repeat_interleave(2, 0).repeat_interleave(2, 2)[::2, :, ::2],
+}
+STEPS = {
+    "dropout": lambda m: recoup.weight_dropout(m, p=0.5),
+    "axes": lambda m: recoup.weight_dropout(m, p=0.5, axes=(1, 2)),
+    "noise": lambda m: recoup.weight_noise(m, std=0.3),
+    "norm": recoup.weight_norm,
+    "norm of dim 1": lambda m: recoup.weight_norm(m, dim=1),
+    "norm of dim 3": lambda m: recoup.weight_norm(m, dim=-1),
+    "norm of all": lambda m: recoup.weight_norm(m, dim=None),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("second", ["dropout", "axes", "noise", None])
+@pytest.mark.parametrize("first", [name for name in STEPS if name.startswith("norm")] + [None])
+def test_weights_that_are_not_contiguous(layout, first, second):
+    """The numbers do not depend on how a weight lies in memory."""
+    results = []
+    base = nn.Conv2d(3, 4, 3, dtype=torch.float64)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    for is_contiguous in (True, False):
+        conv = copy.deepcopy(base)
+        if not is_contiguous:
+            conv.weight = nn.Parameter(LAYOUTS[layout](conv.weight.detach()))
+            assert not conv.weight.is_contiguous()
+        for step in (first, second):
+            if step is not None:
+                STEPS[step](conv)
+        z = x.clone().requires_grad_()
+        with same_draw(3):
+            y = conv(z)
+        y.sin().sum().backward()
+        gradients = {name: p.grad for name, p in conv.named_parameters()}
+        results.append([y.detach(), z.grad, *gradients.values()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["dropout", "shared", "noise"])
+def test_weights_without_entries(way):
+    """Not norms: torch's fused operator for them ends the process."""
+    linear = nn.Linear(4, 3, bias=False)
+    WAYS[way](linear, "weight")
+    linear.weight = nn.Parameter(torch.zeros(0, 4))
+    y = linear(torch.ones(2, 4))
+    assert y.shape == (2, 0)
+    y.sum().backward()
+
+
+def test_a_weight_that_is_one_number():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.weight
+
+    for apply in (
+        recoup.weight_noise,
+        recoup.weight_dropout,
+        lambda m: recoup.weight_norm(m, dim=None),
+    ):
+        run = PlainRun(Scale(), apply)
+        run.compare(torch.randn(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layer", ["linear", "conv2d", "lstm", "lstm cell", "attention"])
+def test_autocast(layer, way):
+    build, inputs, pattern = LAYERS[layer]
+    run = PlainRun(build(), lambda module: WAYS[way](module, pattern))
+    with torch.autocast("cpu", torch.bfloat16):
+        run.compare(*inputs())
+    assert all(p.grad.dtype is torch.float32 for p in run.module.parameters())
 
 
 # -- dropout ---------------------------------------------------------------------------------------

@@ -316,6 +316,42 @@ def test_a_parametrization_of_torch_beneath():
     assert torch.equal(y.T, 2 * raw * mask(raw, made[0]))
 
 
+def test_the_fast_path_of_attention():
+    """In evaluation, an encoder layer of torch reads the weights of its attention itself."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    recoup.weight_dropout(layer, r"self_attn\.in_proj_weight", mode="always")
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad():
+        assert not torch.equal(layer(x), layer(x))
+
+
+def test_a_norm_of_two_uses_of_one_parameter():
+    """One parameter cannot be left with two products: an error, or both uses as they were."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Linear(3, 3, bias=False) for _ in range(2))
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    twice = recoup.weight_norm(Twice(), ".*weight")
+    with torch.no_grad():
+        twice.a.weight_g.mul_(2)
+        twice.b.weight_g.mul_(3)
+    x = torch.randn(2, 3)
+    before = twice(x)
+    try:
+        remove(twice)
+    except ValueError as error:
+        assert "weight" in str(error)  # noqa: PT017
+        return
+    for a, b in zip(before, twice(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_nothing_to_remove():
     linear = nn.Linear(2, 2)
     refused(linear, lambda: remove(linear), "`pattern`", "applied")

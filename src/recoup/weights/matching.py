@@ -1,0 +1,126 @@
+"""Which parameters of a tree a pattern means, and whether anything may be applied to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+
+from recoup.weights.reparametrization import Reparametrization
+from recoup.weights.swapped import attached_to
+
+__all__ = ["Named", "check", "check_is_module", "has_forward", "matching", "named"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Named(NamedTuple):
+    """A parameter by its qualified name, and by its name in the module that owns it."""
+
+    name: str
+    owner: nn.Module
+    key: str
+    parameter: nn.Parameter
+
+
+def matching(module: nn.Module, pattern: str) -> list[Named]:
+    """Return the parameters that match, those of a shared module once."""
+    check_is_module(module)
+    try:
+        matches = re.compile(pattern).fullmatch
+        matches("")  # a pattern of bytes compiles, too
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"`pattern` is {pattern!r}, but must be a regular expression: {error}."
+        ) from None
+    candidates = list(named(module))
+    found: dict[tuple[int, str], Named] = {}
+    for each in candidates:
+        if matches(each.name):
+            found.setdefault((id(each.owner), each.key), each)
+    if not found:
+        names = ", ".join(each.name for each in candidates[:8]) or "none"
+        more = ", ..." if len(candidates) > 8 else ""
+        raise ValueError(
+            f"`pattern` {pattern!r} matches no parameter of {type(module).__name__}. It must match "
+            f"the whole of a qualified name; there are: {names}{more}"
+        )
+    return list(found.values())
+
+
+def named(module: nn.Module) -> Iterator[Named]:
+    """Yield the parameters of a tree, each under all of its names."""
+    named_modules = cast("Any", module.named_modules)  # torch says less of it than it knows
+    modules: Iterator[tuple[str, nn.Module]] = named_modules(remove_duplicate=False)
+    for prefix, owner in modules:
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield Named(f"{prefix}.{key}" if prefix else key, owner, key, parameter)
+
+
+def check_is_module(module: object) -> None:
+    """Raise if `module` is something else."""
+    if not isinstance(module, nn.Module):
+        got = module.__name__ if isinstance(module, type) else type(module).__name__
+        raise ValueError(f"`module` is {got}, but must be an nn.Module that exists already.")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` has a forward of its class that runs when it is called."""
+    return type(module).forward is not nn.Module.forward and "forward" not in vars(module)
+
+
+def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
+    """Raise if `step` cannot be applied to a parameter of the tree `module`."""
+    _check_parameter(step, each)
+    for part in (module, each.owner):
+        _check_class(part)
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        raise ValueError(
+            "`module` is the projection of a MultiheadAttention, which reads its weight and never "
+            'calls it. Apply to the attention: pattern "out_proj.weight".'
+        )
+    hooks = cast("dict[int, Any]", each.owner._forward_pre_hooks)
+    for hook in hooks.values():
+        if type(hook).__module__.startswith("torch.nn.utils."):
+            raise ValueError(
+                f"`{each.name}` is read by a hook ({type(hook).__name__}) before the forward, "
+                "which would not see the noise. Remove that first; recoup.weight_norm stands for "
+                "torch.nn.utils.weight_norm."
+            )
+    attached = attached_to(each.owner)
+    place = None if attached is None else attached.places.get(each.key)
+    for other in () if place is None else place.steps:
+        if other.kind == step.kind:
+            raise ValueError(
+                f"`{each.name}` has {other!r} already. Change what that was given (a 0-dim tensor, "
+                "or a function of the step), or call recoup.weights.remove first."
+            )
+
+
+def _check_parameter(step: Reparametrization, each: Named) -> None:
+    if is_lazy(each.parameter):
+        raise ValueError(
+            f"`{each.name}` has no shape yet. Run a batch through its "
+            f"{type(each.owner).__name__} first."
+        )
+    if each.parameter.dtype not in _DTYPES:
+        raise ValueError(
+            f"`{each.name}` is {each.parameter.dtype}, and {step.kind} needs a floating-point type "
+            "of 16 bits or more. Let `pattern` leave it out."
+        )
+
+
+def _check_class(module: nn.Module) -> None:
+    if "forward" in vars(module):
+        raise ValueError(
+            f"`module` has a {type(module).__name__} whose `forward` was replaced on the instance "
+            "(a compiled or hooked module), so it cannot be extended. Apply before that is done."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError("`module` has a ScriptModule, which cannot be extended. Apply before.")
