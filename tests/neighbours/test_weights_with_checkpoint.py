@@ -415,7 +415,7 @@ def test_contexts_count_in_forward(call, context, around, is_training):
         gradients = {"input": x.grad} | {name: p.grad for name, p in model.named_parameters()}
         return {name: g.clone() for name, g in gradients.items()}, torch.get_rng_state()
 
-    want, stream = run(plain, "forward" if around == "both" else around)
+    want, stream = run(plain, around)
     try:
         got, stream_after = run(CALLS[call], around)
     except ReplayError:

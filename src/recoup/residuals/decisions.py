@@ -7,9 +7,10 @@ Rule 1. A region of ours writes down what is decided in it. torch.utils.checkpoi
         default generator back. So the place at which its stream stands names the forward.
 Rule 2. That happens under no_grad or under saved-tensor hooks only, and only there a decision is
         written down; the last few hundred are remembered.
-Rule 3. What was decided under hooks will be asked for again, so in a backward it is found or that
-        is an error. What was decided under no_grad may have been an evaluation: then a read outside
-        of any forward is that of a hook in backward, which sees what is there.
+Rule 3. Code that is run again in backward is run with grad mode on, or under hooks. There a
+        decision is found, or it is an error; anything else in a backward is a hook of the user's,
+        which decides for itself.
+Rule 4. A decision that is found holds for a tensor that has not changed since.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from recoup.errors import ReplayError
+from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.hooks import pair_in_force
 from recoup.residuals.seeds import Counted, counted, fingerprint, skip
 
@@ -43,45 +44,53 @@ class Decisions:
     """The decisions of one kind, by the place in the stream at which they were made."""
 
     def __init__(self) -> None:
-        self._made: OrderedDict[int, Counted | None] = OrderedDict()
-        self._has_hooked = False
+        self._made: OrderedDict[int, tuple[Counted | None, int]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._made)
 
-    def decide(self, make: Callable[[], T], name: str) -> T:
+    def decide(self, make: Callable[[], T], name: str, version: int, *, is_open: bool) -> T:
         """Return what `make` decides, or what it decided when this code ran first.
 
         Args:
-            make: returns a value that can be compared, and is false where nothing is decided.
+            make: returns a value that can be compared.
             name: what an error calls it.
+            version: of the tensor that it is decided for.
+            is_open: whether there is anything to decide now; an evaluation is not written down.
         """
         if not may_run_again():
             return make()
         place = fingerprint()
         if torch._C._current_graph_task_id() != -1:
-            return self._found(place, make, name)
+            return self._found(place, make, name, version, is_open=is_open)
+        if not is_open:
+            self._made.pop(place, None)
+            return make()
         decision = counted(make)
-        before = self._made.get(place, decision)
+        before, _ = self._made.get(place, (decision, 0))
         # Two decisions at one place cannot be told apart: neither may be handed out.
-        self._made[place] = decision if before is not None and before == decision else None
+        is_same = before is not None and before == decision
+        self._made[place] = (decision if is_same else None, version)
         self._made.move_to_end(place)
-        self._has_hooked = self._has_hooked or pair_in_force() is not None
         if len(self._made) > _MOST:
             self._made.popitem(last=False)
         return decision.value
 
-    def _found(self, place: int, make: Callable[[], T], name: str) -> T:
-        decision = self._made.get(place)
+    def _found(
+        self, place: int, make: Callable[[], T], name: str, version: int, *, is_open: bool
+    ) -> T:
+        decision, version_then = self._made.get(place, (None, version))
+        if version_then != version:
+            raise ChangedError(
+                f"{name} was changed in place between forward and backward, and code that uses it "
+                "is run again there. Step the optimizer after backward has passed every use of it."
+            )
         if decision is not None:
             skip(decision.num_seeds)
             return decision.value
-        if not self._made:
+        is_run_again = torch.is_grad_enabled() or pair_in_force() is not None
+        if not self._made or not is_run_again or not is_open:
             return make()
-        if not self._has_hooked:
-            value = make()
-            if not value:
-                return value  # See Rule 3
         raise ReplayError(
             f"{name} is read in a backward, by code that is run again there, and it cannot be told "
             "which draw it had in forward. Let torch.utils.checkpoint preserve the random state "

@@ -36,7 +36,7 @@ from recoup.residuals.evaluation import is_answered
 from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
 from recoup.residuals.region import Region
 from recoup.residuals.stage import Stage, StageRun, State, is_said_in_place
-from recoup.residuals.values import Source, as_value
+from recoup.residuals.values import HasTensor, Source, as_value, keep
 from recoup.schedules import (
     Action,
     Advance,
@@ -170,7 +170,7 @@ class _Run:
         self._plan = plan
         self._stages = stages
         self._runs: list[StageRun | None] = [None] * len(stages)
-        self._swept: dict[int, tuple[Kept, ...]] = {}
+        self._swept: dict[int, tuple[HasTensor, ...]] = {}
         self._storages: set[int] = set()
         self._kept: dict[int, State] = {}
         self._inputs: dict[int, State] = {}
@@ -208,13 +208,13 @@ class _Run:
                 value.check("before forward had ended")
         return state, beside
 
-    def _keep(self, index: int, state: State) -> tuple[Kept, ...]:
+    def _keep(self, index: int, state: State) -> tuple[HasTensor, ...]:
         pair = pair_in_force()  # See Rule 5
         if index == len(self._stages):
             return tuple(Kept(value, "The output of the chain", pair) for value in state)
         name = f"The input of {self._stages[index].name}"
         self._storages.update(map(storage_of, state))
-        return tuple(Kept(value, name, pair) for value in state)
+        return tuple(keep(value, name, pair) for value in state)
 
     def _spared(self, stage: Stage, state: State) -> State:
         """Return a copy of `state` where `stage` would change what is kept in place."""

@@ -13,7 +13,7 @@ Rule 3. What is kept is detached: a saved output that held on to its own node wo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "check_hooks_work",
     "is_transformed",
     "pair_in_force",
+    "reverse_at_once",
     "saving",
     "set_grad_enabled",
     "storage_of",
@@ -35,6 +36,7 @@ __all__ = [
 saving = torch.autograd.graph.saved_tensors_hooks
 # What torch.enable_grad() calls; making and entering that one takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+_LAST = 2**64 - 1
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -67,6 +69,17 @@ def storage_of(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """Return how often `tensor` was changed in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def reverse_at_once(tensor: Tensor) -> None:
+    """Let backward run the node that made `tensor` as soon as its gradient is complete.
+
+    By itself the engine runs what was made last first, so the gradient of a weight that was made
+    before its layer ran would wait, as large as the weight, for all of the layer. The engine does
+    the same for the nodes that accumulate gradients.
+    """
+    if tensor.grad_fn is not None:
+        cast("Any", tensor.grad_fn)._set_sequence_nr(_LAST)
 
 
 class Kept:

@@ -233,10 +233,20 @@ class _Memories:
         tensor = tensors.get(layout)
         if tensor is None:
             if memory.begins is Begins.OUTSIDE:
-                tensor = _laid_out(memory.kept[layout].get().detach(), layout)
+                tensor = _laid_out(self._kept(memory, layout), layout)
             else:
                 tensor = _looking(next(iter(tensors.values())), cast("Layout", layout))
             tensors[layout] = tensor
+        return tensor
+
+    def _kept(self, memory: Memory, layout: Layout | None) -> Tensor:
+        tensor = memory.kept[layout].get().detach()
+        if layout is not None and tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise ReplayError(
+                f"A tensor of shape {tuple(tensor.shape)} that {self._name} takes has no memory "
+                "any more: a sharded module frees its parameters after its forward. Use "
+                "recoup.recompute(module), which runs the module again."
+            )
         return tensor
 
     def whole(self, memory: Memory, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ from recoup.residuals.hooks import Kept, Pair, is_transformed, pair_in_force, sa
 from recoup.residuals.recorded import Look, Memory, Operator, Record, layout_of
 from recoup.residuals.storages import Storages
 from recoup.residuals.streams import Streams
-from recoup.residuals.values import _marked
+from recoup.residuals.values import _marked, read_anew
 
 __all__ = ["Recording", "place_in_code"]
 
@@ -90,7 +90,7 @@ def _enter(recording: Recording) -> None:
         )
     recorder = _Recorder(recording._name, pair_in_force())
     hooks = saving(recorder.pack, _unpack)
-    hooks.__enter__()
+    hooks.__enter__()  # raises where hooks are disabled
     recorder.__enter__()
     recording._entered.append((recorder, hooks))
 
@@ -153,19 +153,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kwargs = _with_devices(kwargs)
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         taken: set[Memory] = set()
         changed: set[Memory] = set()
-        # What is read is looked at first: an operator may read what it overwrites.
-        looks = {
-            key: mapped(value, Tensor, partial(self._look, taken))
-            for key, value in given.items()
-            if key not in traits.writes
-        }
-        for key in traits.writes & given.keys():
-            for tensor in tensors_in(given[key]):
-                self._storages.will_change(tensor, str(func), is_overwritten=traits.overwrites)
-            looks[key] = mapped(given[key], Tensor, partial(self._look, changed))
+        looks = self._looks(func, traits, {**dict(enumerate(args)), **kwargs}, taken, changed)
         if traits.may_draw:
             result, draw = self._streams.draw(func, args, kwargs)
         else:
@@ -190,6 +180,27 @@ class _Recorder(TorchDispatchMode):
             self._record.operators.append(operator)
         return result
 
+    def _looks(
+        self,
+        func: Any,
+        traits: _Traits,
+        given: dict[Any, Any],
+        taken: set[Memory],
+        changed: set[Memory],
+    ) -> dict[Any, Any]:
+        """Return what an operator is given, with a `Look` in the place of each tensor."""
+        # What is read is looked at first: an operator may read what it overwrites.
+        looks = {
+            key: mapped(value, Tensor, partial(self._look, taken))
+            for key, value in given.items()
+            if key not in traits.writes
+        }
+        for key in traits.writes & given.keys():
+            for tensor in tensors_in(given[key]):
+                self._storages.will_change(tensor, str(func), is_overwritten=traits.overwrites)
+            looks[key] = mapped(given[key], Tensor, partial(self._look, changed))
+        return looks
+
     def _look(self, memories: set[Memory], tensor: Tensor) -> Look:
         look = self._storages.look(tensor)
         memories.add(look.memory)
@@ -199,9 +210,12 @@ class _Recorder(TorchDispatchMode):
     def pack(self, tensor: Tensor) -> Any:
         """Keep what an operator within the block saves, unless the block makes it."""
         memory = self._storages.to_be_made(tensor)
-        if memory is not None:
-            with torch._C._DisableTorchDispatch():  # the mode need not see what we do
+        with torch._C._DisableTorchDispatch():  # the mode need not see what we do
+            if memory is not None:
                 return self._record.source(memory, tensor)._slot(tensor, None)
+            source = self._storages.source_of(tensor, self._beneath)
+            if source is not None:
+                return source._slot(tensor, None)
         name = f"A tensor of shape {tuple(tensor.shape)} that was saved in {self._record.name}"
         return Kept(tensor, name, self._beneath)
 
@@ -211,12 +225,13 @@ class _Recorder(TorchDispatchMode):
         self._record.is_whole = True
         for ref in self._results:
             tensor = ref()
-            # A leaf that wants a gradient is somebody's parameter.
-            if type(tensor) is not Tensor or (tensor.is_leaf and tensor.requires_grad):
-                continue
-            memory = self._storages.to_be_made(tensor)
-            if memory is not None:
+            memory = None if tensor is None else self._storages.to_be_made(tensor)
+            if tensor is None or memory is None or (tensor.is_leaf and tensor.requires_grad):
+                continue  # a leaf that wants a gradient is somebody's parameter
+            if type(tensor) is Tensor:
                 _marked(tensor, self._record.source(memory, tensor))
+            else:
+                read_anew(tensor)  # a value that was made by other means within
 
     def close(self) -> None:
         """Let go of everything: what was saved holds on to the pair of hooks."""

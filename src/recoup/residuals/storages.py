@@ -8,7 +8,8 @@ Rule 2. A tensor whose content came from no operator is from outside: memory tha
         and not overwritten as a whole (a kernel may have written there behind our back), constants,
         sparse tensors and subclasses, what a function made that takes functions.
 Rule 3. A value from outside that is made of no other is asked for, and not kept. Any other is
-        kept, or a chain of blocks would be made again as a whole, at once.
+        kept, or a chain of blocks would be made again as a whole, at once; and so is one that comes
+        from outside of the hooks around, as `values` has it.
 Rule 4. What is kept, and in which order, follows from what the code does and not from what is
         alive, so that hooks beneath (those of a checkpoint) count alike in a second run.
 """
@@ -35,13 +36,13 @@ _PLAIN = frozenset((Tensor, nn.Parameter, Value))
 class _Met:
     """A storage that a block has met, or a tensor without one."""
 
-    __slots__ = ("is_ours", "memory", "reads", "source", "start", "storage")
+    __slots__ = ("is_ours", "memory", "reads", "start", "storage", "value")
 
     def __init__(self, memory: Memory, storage: torch.UntypedStorage | None, is_ours: bool) -> None:
         self.memory = memory
         self.storage = None if storage is None else weakref.ref(storage)
         self.is_ours = is_ours  # whether the block allocated it
-        self.source: Source | None = None  # of a value from outside that looks at it
+        self.value: tuple[Source, object] | None = None  # from outside, and its hooks
         self.reads: dict[Layout | None, tuple[Tensor, int]] = {}
         self.start: Tensor | None = None
 
@@ -88,7 +89,7 @@ class Storages:
             return
         self._check(met)
         met.memory.begins = Begins.COPY
-        num_entries = tensor.untyped_storage().nbytes() // tensor.element_size()
+        num_entries = _storage_of(tensor).nbytes() // tensor.element_size()
         met.start = tensor.detach().as_strided((num_entries,), (1,), 0).clone()
         met.reads.clear()
 
@@ -103,7 +104,7 @@ class Storages:
         """Take the storages of `args` for ones from outside: we do not know what became of them."""
         for tensor in tensors_in(args):
             if _is_plain(tensor):
-                self._known.pop(tensor.untyped_storage()._cdata, None)
+                self._known.pop(_storage_of(tensor)._cdata, None)
 
     def to_be_made(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor that need not be kept, since the block makes it."""
@@ -113,6 +114,16 @@ class Storages:
         if met is None or not met.is_ours or met.memory.begins is Begins.OUTSIDE:
             return None
         return met.memory
+
+    def source_of(self, tensor: Tensor, pair: Pair | None) -> Source | None:
+        """Return what a tensor need not be kept for, since it is a value from outside.
+
+        Args:
+            tensor: what an operator within the block saves.
+            pair: the pair of hooks beneath.
+        """
+        met = self._met(tensor) if isinstance(tensor, Value) else self._find(tensor)
+        return None if met is None else _asked(met, tensor, pair)
 
     def keep(self, pair: Pair | None) -> bool:
         """Keep what was taken from outside; return whether other sources are asked for any of it.
@@ -124,9 +135,9 @@ class Storages:
         for met in self._outside:
             self._check(met)
             for layout, (tensor, _) in met.reads.items():
-                source = met.source
-                if source is not None and not _asks_others(source) and source._owns(tensor):
-                    met.memory.kept[layout] = source._slot(tensor, None)  # See Rule 3
+                source = _asked(met, tensor, pair)
+                if source is not None:
+                    met.memory.kept[layout] = source._slot(tensor, None)
                     asks_others = True
                 else:
                     name = f"A tensor of shape {tuple(tensor.shape)} that {self._name} takes"
@@ -148,13 +159,13 @@ class Storages:
         if met is None:
             met = self._add(tensor, Begins.OUTSIDE, is_ours=False)
         if isinstance(tensor, Value):
-            met.source = tensor._recoup_source
+            met.value = (tensor._recoup_source, tensor._recoup_within)
         return met
 
     def _find(self, tensor: Tensor) -> _Met | None:
         if not _is_plain(tensor):
             return self._known.get(-id(tensor))  # it is held, so that nothing else has its address
-        storage = tensor.untyped_storage()
+        storage = _storage_of(tensor)
         met = self._known.get(storage._cdata)
         if met is None or met.storage is None or met.storage() is not storage:
             return None  # See Rule 1
@@ -163,7 +174,7 @@ class Storages:
     def _add(self, tensor: Tensor, begins: Begins, *, is_ours: bool) -> _Met:
         memory = Memory(begins, tensor.device)
         if _is_plain(tensor):
-            storage = tensor.untyped_storage()
+            storage = _storage_of(tensor)
             memory.num_bytes = storage.nbytes()
             met = self._known[storage._cdata] = _Met(memory, storage, is_ours)
         else:
@@ -173,8 +184,20 @@ class Storages:
         return met
 
 
-def _asks_others(source: Source) -> bool:
-    return isinstance(source, Made) and source.asks_others
+def _asked(met: _Met, tensor: Tensor, pair: Pair | None) -> Source | None:
+    """Return the source that is to be asked for a tensor from outside, if any (See Rule 3)."""
+    if met.value is None:
+        return None
+    source, within = met.value
+    if isinstance(source, Made) and source.asks_others:
+        return None
+    is_here = pair is None or pair[0] is within
+    return source if is_here and source._owns(tensor) else None
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    with torch._C.DisableTorchFunctionSubclass():  # it would take a value for exposed
+        return tensor.untyped_storage()
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -192,4 +215,4 @@ def _is_all(tensor: Tensor) -> bool:
             if stride != expected:
                 return False
             expected *= size
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor.numel() * tensor.element_size() == _storage_of(tensor).nbytes()

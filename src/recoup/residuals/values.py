@@ -15,7 +15,10 @@ Rule 4. A value that was changed in place before it was saved is nobody's, and i
 Rule 5. The slots of a source own what it makes together: it is made when the first of them is
         asked for and dies with the last, so a weight that is used at every time step is made
         once. What some slot did not ask for by the end of a backward is let go then.
-Rule 6. A source holds no node of the graph that holds it.
+Rule 6. Under hooks that were not in force where a value was made or read, its saves go to them as
+        those of any tensor do: a region counts saves, and when it runs again its arguments are
+        no values any more.
+Rule 7. A source holds no node of the graph that holds it.
 """
 
 from __future__ import annotations
@@ -23,17 +26,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from recoup.errors import ChangedError, ReplayError
+from recoup.residuals.casts import Cast, cast_of, geometry_of
 from recoup.residuals.compiler import never_compiled
 from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving, version_of
 from recoup.residuals.listening import here
 
-__all__ = ["Source", "Value", "as_value"]
+__all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _plainly = torch._C.DisableTorchFunctionSubclass
@@ -100,8 +104,8 @@ class Source:
             return False
         return not (tensor.is_conj() or tensor.is_neg())  # their numbers are not the storage's
 
-    def _slot(self, tensor: Tensor, cast_from: Tensor | None) -> _Slot:
-        slot = _Slot(self, tensor, cast_from)
+    def _slot(self, tensor: Tensor, cast: Cast | None) -> _Slot:
+        slot = _Slot(self, tensor, cast)
         self._slots.append(weakref.ref(slot))
         if here.listener is not None:
             here.listener.told(tensor, slot)
@@ -109,11 +113,7 @@ class Source:
 
     def _get(self, slot: _Slot) -> Tensor:
         with self._lock:
-            if self._witness is not None and version_of(self._witness) != self._version:
-                raise ChangedError(
-                    f"{self.name} is made again in backward, and was changed in place after an "
-                    "operator had saved it. Change a clone."
-                )
+            self._check("after an operator had saved it")
             is_fresh = self._made is None
             if is_fresh:
                 self.make()
@@ -126,6 +126,13 @@ class Source:
             elif is_fresh:
                 _engine.queue_callback(_Forgetting(self))
             return made
+
+    def _check(self, when: str) -> None:
+        if self._witness is not None and version_of(self._witness) != self._version:
+            raise ChangedError(
+                f"{self.name} is made again in backward, and was changed in place {when}. Change "
+                "a clone."
+            )
 
     def _forget(self) -> None:
         with self._lock:
@@ -154,27 +161,27 @@ class _Slot:
 
     __slots__ = ("__weakref__", "_cast", "_geometry", "_source")
 
-    def __init__(self, source: Source, tensor: Tensor, cast_from: Tensor | None) -> None:
+    def __init__(self, source: Source, tensor: Tensor, cast: Cast | None) -> None:
         self._source = source
-        self._cast = None if cast_from is None else (_geometry(cast_from), tensor.dtype)
-        self._geometry = _geometry(tensor)
+        self._cast = cast
+        self._geometry = geometry_of(tensor)
+
+    def check(self, when: str) -> None:
+        """Raise if the value was changed in place since it was saved (See Rule 4)."""
+        self._source._check(when)
 
     def get(self) -> Tensor:
         made = self._source._get(self)
         if self._cast is not None:
-            geometry, dtype = self._cast
-            made = made.as_strided(*geometry).to(dtype)  # See Rule 3
+            made = self._cast.of(made)  # See Rule 3
         return made.as_strided(*self._geometry)
-
-
-def _geometry(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 class Value(Tensor):
     """A tensor that is not kept for backward, by whichever operator takes it (See Rule 1)."""
 
     _recoup_source: Source
+    _recoup_within: object  # the hooks that were in force (See Rule 6)
 
     @classmethod
     @never_compiled
@@ -225,10 +232,46 @@ def as_value(tensor: Tensor, source: Source) -> Tensor:
     return _marked(tensor, source)
 
 
+def read_anew(tensor: Tensor) -> Tensor:
+    """Return a value for a use of it that begins under the hooks that are in force now."""
+    if isinstance(tensor, Value):
+        tensor._recoup_within = _hooks_around()
+    return tensor
+
+
+class HasTensor(Protocol):
+    """What a tensor is to be had from again."""
+
+    def get(self) -> Tensor:
+        """Return the tensor, or raise if it was changed in place."""
+        ...
+
+    def check(self, when: str) -> None:
+        """Raise if it was changed in place."""
+        ...
+
+
+def keep(tensor: Tensor, name: str, pair: Pair | None) -> HasTensor:
+    """Return what `tensor` is to be had from again: for a value that is its source."""
+    if isinstance(tensor, Value) and tensor._recoup_source._owns(tensor):
+        return tensor._recoup_source._slot(tensor, None)
+    return Kept(tensor, name, pair)
+
+
+def _hooks_around() -> object:
+    pair = pair_in_force()
+    return None if pair is None else pair[0]
+
+
 def _marked(tensor: Tensor, source: Source) -> Tensor:
+    return _marked_within(tensor, source, _hooks_around())
+
+
+def _marked_within(tensor: Tensor, source: Source, within: object) -> Tensor:
     tensor.__class__ = Value  # no alias, which would be a node more in the graph
     value = cast("Value", tensor)
     value._recoup_source = source
+    value._recoup_within = within
     return value
 
 
@@ -271,42 +314,43 @@ def _collect(value: Any, found: list[Value]) -> None:
 class _Seam:
     """The pair of hooks around one operator."""
 
-    __slots__ = ("_beneath", "_name", "_sources", "_values")
+    __slots__ = ("_around", "_beneath", "_name", "_sources", "_values")
 
     def __init__(self, func: Callable[..., Any], values: list[Value]) -> None:
         self._values = values
         self._sources = {
-            value.untyped_storage()._cdata: value._recoup_source
+            value.untyped_storage()._cdata: (value._recoup_source, value._recoup_within)
             for value in values
             if value.layout is torch.strided
         }
         self._beneath: Pair | None = pair_in_force()
+        self._around = None if self._beneath is None else self._beneath[0]
         self._name = f"A tensor that {getattr(func, '__name__', 'an operator')} saved"
 
     @never_compiled
     def pack(self, tensor: Tensor) -> _Slot | Kept:
         if tensor.layout is torch.strided:
-            source = self._sources.get(tensor.untyped_storage()._cdata)
+            source, within = self._sources.get(tensor.untyped_storage()._cdata, (None, None))
             if source is not None:
-                if source._owns(tensor):
+                if self._is_here(within) and source._owns(tensor):
                     return source._slot(tensor, None)  # See Rule 2
             elif tensor.grad_fn is not None:
-                value = self._cast_value(tensor)
-                if value is not None:
-                    return value._recoup_source._slot(tensor, value)
+                slot = self._slot_of_cast(tensor)
+                if slot is not None:
+                    return slot
         return Kept(tensor, self._name, self._beneath)
 
-    def _cast_value(self, tensor: Tensor) -> Value | None:
-        """Return the value that `tensor` is a cast of, or a view of a cast of."""
-        base = tensor if tensor._base is None else tensor._base
-        node = base.grad_fn
-        if node is None or node.name() != "ToCopyBackward0" or version_of(base) != 0:
+    def _is_here(self, within: object) -> bool:
+        return self._around is None or self._around is within  # See Rule 6
+
+    def _slot_of_cast(self, tensor: Tensor) -> _Slot | None:
+        """Return a slot if `tensor` is a cast of a value, or a view of one (See Rule 3)."""
+        found = cast_of(tensor, self._values)
+        if found is None:
             return None
-        before = node.next_functions[0][0]
-        for value in self._values:
-            if before is not None and value.grad_fn is before:
-                return value if value._recoup_source._owns(value) else None
-        return None
+        value = cast("Value", found[0])
+        is_ours = self._is_here(value._recoup_within) and value._recoup_source._owns(value)
+        return value._recoup_source._slot(tensor, found[1]) if is_ours else None
 
     def close(self) -> None:
         """Let go of the values: whatever was saved holds on to the pair of hooks."""
@@ -317,9 +361,9 @@ class _Seam:
         """Mark the results that are views of values (See Rule 2)."""
         if isinstance(result, Tensor):
             if type(result) is Tensor and result.layout is torch.strided:
-                source = self._sources.get(result.untyped_storage()._cdata)
+                source, within = self._sources.get(result.untyped_storage()._cdata, (None, None))
                 if source is not None and source._owns(result):
-                    return _marked(result, source)
+                    return _marked_within(result, source, within)
         elif type(result) in (tuple, list):
             return type(result)(self.marked(item) for item in result)
         return result

@@ -41,10 +41,12 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
         >>> torch.equal(layer(x), layer(x))
         False
     """
-    is_whole = isinstance(seed, Integral) and type(seed) is not bool
+    is_whole = isinstance(seed, Integral) and seed is not True  # numpy's are among them
     if seed is not None and (not is_whole or seed < 0):
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
-    return SameDraw(draw_seed() if seed is None else int(seed))
+    # Drawn in any case: code that others run again is told by its place in the stream.
+    drawn = draw_seed()
+    return SameDraw(drawn if seed is None else int(seed))
 
 
 def disabled(module: nn.Module) -> AbstractContextManager[None]:

@@ -8,8 +8,7 @@ Rule 1. A draw is cut in chunks of 131072 entries, and each has a generator of i
 Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if they are below
         p * 65536: one draw for four entries, and the same entries in any dtype and layout. p counts
         as the nearest multiple of 1/65536, in the mask and in the scale 1/(1 - p), so the mean over
-        seeds is the raw weight. Noise is `normal_`: it took less time than Box and Muller's method
-        made of operators, which are many, and as much as the bits for that alone.
+        seeds is the raw weight. For a multiple of 1/256, 8 bits say the same.
 Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
         none is alive at a fork or at exit. Operators leave the interpreter to the other threads
         while they run, and on 32768 elements or fewer they start no threads of their own.
@@ -25,6 +24,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import ModuleType
 
 import torch
@@ -240,9 +240,16 @@ def _generator(out: Tensor, seed: int) -> torch.Generator:
     return own_generator(out.device, _hash(seed, 0))
 
 
-def _lanes(words: Tensor, generator: torch.Generator) -> Tensor:
-    # From all 64 bits: without a range, the first would be zero.
-    return words.random_(-(2**63), None, generator=generator).view(torch.int16)
+def _bits(num_dropped: int) -> tuple[torch.dtype, int, int]:
+    """Return as what to see a word, how many entries that makes, and the least that is kept."""
+    if num_dropped % 256 == 0:
+        return torch.int8, 8, num_dropped // 256 - 128
+    return torch.int16, 4, num_dropped - 32768
+
+
+def _drawn(words: Tensor, generator: torch.Generator) -> Tensor:
+    # All 64 bits: without a range, the first would be zero.
+    return words.random_(-(2**63), None, generator=generator)
 
 
 def _is_small(out: Tensor) -> bool:
@@ -252,29 +259,29 @@ def _is_small(out: Tensor) -> bool:
 
 def _few(out: Tensor, seed: int, num_dropped: int) -> Tensor:
     """Return a mask of one piece, 0 or 1, in the shape of `out`."""
-    numel = out.numel()
-    words = torch.empty(-(-numel // 4), dtype=torch.int64, device=out.device)
-    lanes = _lanes(words, _generator(out, seed))
-    return (lanes if numel % 4 == 0 else lanes[:numel]).ge_(num_dropped - 32768).view_as(out)
+    numel, (kind, num_each, least) = out.numel(), _bits(num_dropped)
+    words = torch.empty(-(-numel // num_each), dtype=torch.int64, device=out.device)
+    lanes = _drawn(words, _generator(out, seed)).view(kind)
+    return (lanes if numel % num_each == 0 else lanes[:numel]).ge_(least).view_as(out)
 
 
 def _masks(
     chunks: _Chunks, num_at_once: int, out: Tensor, num_dropped: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield 0 where an entry is dropped, else 1, each piece with its place (See Rule 2)."""
-    piece = _PIECE if out.device.type == "cpu" else _GPU_PIECE
-    words = torch.empty(
-        -(-min(num_at_once, out.numel()) // 4), dtype=torch.int64, device=out.device
-    )
-    kept = torch.empty(min(piece, out.numel()), dtype=out.dtype, device=out.device)
+    numel, piece = out.numel(), _PIECE if out.device.type == "cpu" else _GPU_PIECE
+    kind, num_each, least = _bits(num_dropped)
+    num_words = -(-min(num_at_once, numel) // num_each)
+    words = torch.empty(num_words, dtype=torch.int64, device=out.device)
+    kept = torch.empty(min(piece, numel), dtype=out.dtype, device=out.device)
     for generator, start, end in chunks:
         for first in range(start, end, num_at_once):
             num = min(num_at_once, end - first)
-            lanes = _lanes(words[: -(-num // 4)], generator)
+            lanes = _drawn(words[: -(-num // num_each)], generator).view(kind)
             for begin in range(0, num, piece):
                 part = lanes[begin : min(begin + piece, num)]
                 place = slice(first + begin, first + begin + part.numel())
-                yield place, torch.ge(part, num_dropped - 32768, out=kept[: part.numel()])
+                yield place, torch.ge(part, least, out=kept[: part.numel()])
 
 
 def _normals(chunks: _Chunks, out: Tensor, std: float) -> Iterator[tuple[slice, Tensor]]:
@@ -326,14 +333,15 @@ def _share(out: Tensor, seed: int, write: Callable[[_Chunks, int], None]) -> Non
     ]
     started: list[threading.Thread] = []
     try:
-        for thread in others:
-            thread.start()
-            started.append(thread)
-    except RuntimeError:
-        pass  # No more threads can be started, at exit for one: then fewer do the work.
-    work(own_generator(device, 0))
-    for thread in started:
-        thread.join()
+        with suppress(RuntimeError):  # If no more threads can be started, fewer do the work.
+            for thread in others:
+                thread.start()
+                started.append(thread)
+        work(own_generator(device, 0))
+    finally:
+        queue.clear()
+        for thread in started:
+            thread.join()
     if errors:
         raise errors[0]
 

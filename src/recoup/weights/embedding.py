@@ -29,7 +29,7 @@ def forward_by_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         place = self.__dict__["_recoup_attached"].places.get("weight")
         if place is None:
             return forward(self, input, *args, **kwargs)
-        drawn = place.drawn(self)
+        drawn = place.drawn(self, self._parameters["weight"])
         if len(drawn) != 1 or not drawn[0].step.drops_rows:
             return forward(self, input, *args, **kwargs)
         top.reads_raw = True

@@ -112,7 +112,7 @@ def _seeds(
     # A forward that is traced is not in force when the graph runs: this stands for it.
     around = Forward(None, place.applications) if is_in_forward else nullcontext()
     with around:
-        drawn = {each.step: each for each in place.resolution(is_training=is_training)}
+        drawn = {each.step: each for each in place.resolution(anchor, is_training=is_training)}
     found = [drawn.get(step) for step in place.steps]
     seeds = torch.tensor([0 if each is None else each.seed for each in found])
     magnitudes = [0.0 if each is None else each.magnitude for each in found]

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup.residuals.hooks import Kept
 from recoup.weights.application import apply_to
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
@@ -117,35 +118,43 @@ class WeightNorm(Reparametrization):
 
 
 class _Product(torch.autograd.Function):
-    """What torch computes, with a second derivative that is right, and no copy of the weight."""
+    """What torch computes, with a second derivative that is right, and no copy of the weight.
+
+    It saves nothing by autograd's means: a region around would count it, and a weight that was made
+    before the region began is not made in its first run, but is in its second one.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, norms: Tensor, dim: int) -> Tensor:
         ctx.dim = dim
+        ctx.kept = (Kept(weight, "A weight", None), Kept(norms, "The norms of a weight", None))
+        ctx.inputs = (weight, norms)
+        ctx.lengths = None
         if dim not in (0, weight.dim() - 1):
-            ctx.save_for_backward(weight, norms)
             return _product(weight, norms, dim)
-        product, lengths = torch.ops.aten._weight_norm_interface(weight, norms, dim)
-        ctx.save_for_backward(weight, norms, lengths)
+        product, ctx.lengths = torch.ops.aten._weight_norm_interface(weight, norms, dim)
         return product
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        weight, norms, *lengths = ctx.saved_tensors
-        if lengths and not torch.is_grad_enabled():
-            fused = torch.ops.aten._weight_norm_interface_backward
-            return (*fused(gradients[0].contiguous(), weight, norms, *lengths, ctx.dim), None)
-        # Differentiated again, the fused one would take the lengths for constants.
+        weight, norms = (kept.get() for kept in ctx.kept)
         is_again = torch.is_grad_enabled()
-        if not is_again:
-            weight = weight.detach().requires_grad_(weight.requires_grad)
-            norms = norms.detach().requires_grad_(norms.requires_grad)
+        if ctx.lengths is not None and not is_again:
+            fused = torch.ops.aten._weight_norm_interface_backward
+            return (*fused(gradients[0].contiguous(), weight, norms, ctx.lengths, ctx.dim), None)
+        # Differentiated again, the fused one would take the lengths for constants.
+        wants = tuple(value.requires_grad for value in ctx.inputs)
+        if is_again:
+            weight, norms = ctx.inputs
+        else:
+            weight = weight.detach().requires_grad_(wants[0])
+            norms = norms.detach().requires_grad_(wants[1])
         with torch.enable_grad():
             product = _product(weight, norms, ctx.dim)
-        wanted = [value for value in (weight, norms) if value.requires_grad]
+        wanted = [value for value, want in zip((weight, norms), wants, strict=True) if want]
         found = iter(torch.autograd.grad(product, wanted, gradients[0], create_graph=is_again))
-        of_weight = next(found) if weight.requires_grad else None
-        return of_weight, next(found) if norms.requires_grad else None, None
+        of_weight = next(found) if wants[0] else None
+        return of_weight, next(found) if wants[1] else None, None
 
 
 def _product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:

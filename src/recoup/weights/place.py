@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from recoup.errors import RecoupError
 from recoup.residuals.compiler import never_compiled
 from recoup.residuals.decisions import Decisions, may_run_again
-from recoup.residuals.hooks import Kept, is_transformed, version_of
+from recoup.residuals.hooks import Kept, is_transformed, reverse_at_once, version_of
 from recoup.residuals.seeds import is_repeated, remembered
-from recoup.residuals.values import Source, as_value
+from recoup.residuals.values import Source, as_value, read_anew
 from recoup.weights.forwards import Forward, Made, drawn_for, frames, is_overridden
 from recoup.weights.graph import new_handle
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
@@ -59,11 +59,11 @@ class Place:
     @never_compiled
     def read(self, module: nn.Module, raw: Tensor) -> Tensor:
         """Return the weight that the forward in progress uses; the raw one outside of any."""
-        drawn = self.drawn(module)
+        drawn = self.drawn(module, raw)
         return self._made(module, raw, drawn) if drawn else raw
 
     @never_compiled
-    def drawn(self, module: nn.Module) -> Resolution:
+    def drawn(self, module: nn.Module, raw: Tensor) -> Resolution:
         """Return what is done to the weight in the forward in progress: nothing if it is raw."""
         around = frames()
         if around:
@@ -72,17 +72,18 @@ class Place:
                 return ()
         elif not self._decisions and not is_repeated():
             return ()
-        return self.resolution(is_training=module.training)
+        return self.resolution(raw, is_training=module.training)
 
-    def resolution(self, *, is_training: bool) -> Resolution:
+    def resolution(self, raw: Tensor, *, is_training: bool) -> Resolution:
         """Return what is done in the forward in progress, or what was when this code ran first."""
-        may_draw = is_training or is_overridden()
-        if not any(step.is_random and (may_draw or step.mode == "always") for step in self.steps):
-            return self._resolve(is_training=is_training)  # nothing is drawn, whoever runs it again
         if not is_repeated() and not may_run_again():
             return self._resolve(is_training=is_training)
         resolve = partial(self._resolve, is_training=is_training)
-        return remembered(partial(self._decisions.decide, resolve, self.name))
+        may_draw = is_training or is_overridden()
+        is_open = any(step.is_random and (may_draw or step.mode == "always") for step in self.steps)
+        return remembered(
+            lambda: self._decisions.decide(resolve, self.name, version_of(raw), is_open=is_open)
+        )
 
     def _resolve(self, *, is_training: bool) -> Resolution:
         found: list[Drawn] = []
@@ -107,7 +108,7 @@ class Place:
         )
         weight = made.weight() if made is not None and is_same else None
         if weight is not None:
-            return weight
+            return read_anew(weight)
         stub = made.stub if made is not None and is_same else None
         weight = self._make(module, raw, drawn, stub)
         is_run_again = is_same or isinstance(module, nn.RNNCellBase)  # See Rule 5 of forwards
@@ -141,16 +142,22 @@ class Place:
             weight = raw
             for each, taken in zip(drawn, operands, strict=True):
                 weight = each.step.apply(weight, taken, each)
+                reverse_at_once(weight)
         else:
             with torch.no_grad():
                 weight = _remade(raw, operands, drawn)
             weight = cast("Tensor", _MadeAgain.apply(stub, weight))
+            reverse_at_once(weight)
         return as_value(weight, _Weight(self.name, raw, operands, drawn))
 
 
 def _stub_of(weight: Tensor) -> Tensor | None:
     """Return a tensor without memory through which gradients reach the node of `weight`."""
-    return cast("Tensor", _Stub.apply(weight)) if weight.requires_grad else None
+    if not weight.requires_grad:
+        return None
+    stub = cast("Tensor", _Stub.apply(weight))
+    reverse_at_once(stub)
+    return stub
 
 
 class _Stub(torch.autograd.Function):

@@ -112,14 +112,14 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         "extra_repr": _shown(base),
         "_load_from_state_dict": _loading(base),
     }
-    make: Any = type(base)
-    if make is type:
+    if type(base) is type:
         with suppress(TypeError):  # a base with slots
             # The base comes in afterwards, so that it is not told of a subclass to register.
-            made = type(base.__name__, (nn.Module,), members)
+            made = cast("type[nn.Module]", type(base.__name__, (nn.Module,), members))
             made.__bases__ = (base,)
             return made
-    return make(base.__name__, (base,), members)
+    made_by: Any = type(base)
+    return made_by(base.__name__, (base,), members)
 
 
 def _property(name: str) -> property:

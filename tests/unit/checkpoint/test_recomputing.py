@@ -792,7 +792,24 @@ def test_early_stop_of_a_checkpoint():
     assert a.grad is not None
 
 
-def test_hooks_around_see_what_is_kept():
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_value_from_outside_of_a_checkpoint(name):
+    def body(context, a, x):
+        with context():
+            w = noisy(a)
+
+        def fn(x, w):
+            with context():
+                h = F.linear(x, w).tanh()
+            return h @ w.sin()
+
+        return CHECKPOINTS[name](fn, x, w) @ a
+
+    compare(body)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_hooks_around_see_what_is_kept(is_nested):
     seen = []
 
     def see(tensor):
@@ -801,12 +818,12 @@ def test_hooks_around_see_what_is_kept():
 
     a, x = leaves()
     with saved_tensors_hooks(see, lambda tensor: tensor):
-        with recomputing():
+        with recomputing(), recomputing() if is_nested else nullcontext():
             w = noisy(a).tanh() * x.sum()
         y = F.linear(x, w)
     assert torch.Size((8, SIZE)) in seen  # what `linear` saves of its input
     assert (SIZE, SIZE) in seen  # `a`, which the block takes
-    assert seen.count((SIZE, SIZE)) == 1
+    assert seen.count((SIZE, SIZE)) == 1 + is_nested  # once for each block
     y.sum().backward()
 
 

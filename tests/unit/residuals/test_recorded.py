@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recoup.errors import ReplayError
 from recoup.residuals.recorded import Begins, Look, Memory, Record, layout_of
 from recoup.residuals.recording import Recording, _traits, _with_devices, place_in_code
 from recoup.residuals.storages import Storages
@@ -181,6 +182,16 @@ def test_memory_that_was_only_allocated_is_kept(a):
     assert torch.allclose(a.grad, 18 * a)
 
 
+def test_memory_that_was_freed_since(a):
+    given = a.detach().clone()
+    with block():
+        h = (given * 2).sin()
+    loss = (a * h).sum()
+    given.untyped_storage().resize_(0)
+    with pytest.raises(ReplayError, match="has no memory any more"):
+        loss.backward()
+
+
 def test_operators_that_take_functions(a):
     with block():
         with torch.no_grad():
@@ -219,7 +230,7 @@ def test_an_operator_that_does_not_do_the_same(a):
     library.impl("fickle", fickle, "CompositeExplicitAutograd")
     with block():
         h = torch.ops.recoup_test.fickle(a.detach())
-    with pytest.raises(Exception, match="did not make the tensor that it made first"):
+    with pytest.raises(ReplayError, match="did not make the tensor that it made first"):
         (a * h).sum().backward()
 
 
@@ -347,7 +358,7 @@ def test_a_device_without_an_index_gets_the_one_that_is_current(monkeypatch):
 
 
 def test_a_device_whose_generators_are_unknown():
-    with pytest.raises(Exception, match="draws on xpu"):
+    with pytest.raises(ReplayError, match="draws on xpu"):
         draw(Streams(), aten.rand.default, [3], device=torch.device("xpu"))
 
 
@@ -372,7 +383,7 @@ def test_draws_on_cuda():
 def test_a_record_that_is_not_whole_is_not_run():
     record = Record("the block")
     source = record.source(Memory(Begins.MADE, torch.device("cpu")), torch.ones(2))
-    with pytest.raises(Exception, match="before the block had ended"):
+    with pytest.raises(ReplayError, match="before the block had ended"):
         source.make()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 import recoup
 from recoup.weights import applied, disabled, draws, enabled, same_draw
@@ -205,6 +206,51 @@ def test_parameters_are_raw_within_a_forward_too():
     assert torch.equal(layer._parameters["weight"], raw)
 
 
+def test_a_weight_that_is_looked_at_without_a_graph_first():
+    """What is read for a log under no_grad must not be what the loss is computed with."""
+
+    def call(tree):
+        with torch.no_grad():
+            logged = tree.layer.weight  # alive while the next ones are made
+        used = tree.layer()
+        with torch.no_grad():
+            again = tree.layer.weight
+        return logged, used, again, tree.layer()
+
+    tree = dropped(Calls(call, layer=Reads()))
+    for _ in range(2):
+        with counted_seeds() as taken:
+            logged, used, again, last = tree()
+        assert len(taken) == 1
+        assert agree(logged, used, again, last)
+        assert not logged.requires_grad
+        assert used.requires_grad
+        assert last.requires_grad
+    (used + last).sum().backward()
+    assert torch.equal(tree.layer.weight.grad == 0, used == 0)
+
+
+def test_a_parameter_that_is_replaced_within_a_forward():
+    """One draw, of whatever is the parameter at the time."""
+
+    def call(tree):
+        first = tree.layer()
+        second = functional_call(tree.layer, {"weight": 2 * tree.layer._parameters["weight"]}, ())
+        third = tree.layer()
+        with torch.no_grad():
+            tree.layer._parameters["weight"].mul_(4.0)
+        return first, second, third, tree.layer()
+
+    tree = dropped(Calls(call, layer=Reads()))
+    for _ in range(2):
+        with counted_seeds() as taken:
+            first, second, third, fourth = (y.detach().clone() for y in tree())
+        assert len(taken) == 1
+        assert torch.equal(second, 2 * first)
+        assert torch.equal(third, first)
+        assert torch.equal(fourth, 4 * first)
+
+
 def test_an_exception_ends_the_forward():
     def call(tree, fails):
         tree.seen = tree.layer.weight.detach().clone()
@@ -387,17 +433,19 @@ def test_same_draw():
 
 
 def test_same_draw_of_a_seed():
+    """Whatever the default generator is at."""
     reads = dropped(Reads())
-    state = torch.get_rng_state()
     with same_draw(seed=3):
         first = reads()
+    torch.manual_seed(99)
     with same_draw(seed=3):
         again = reads()
     with same_draw(seed=4):
         other = reads()
-    assert torch.equal(state, torch.get_rng_state())
+    with same_draw(seed=0):
+        zero = reads()
     assert agree(first, again)
-    assert differ(first, other)
+    assert differ(first, other, zero)
 
 
 def test_same_draw_goes_by_names():

@@ -859,6 +859,25 @@ def test_removing_some():
     assert type(model[1]) is nn.Linear
 
 
+def test_what_is_left_keeps_its_extent():
+    """One draw for each forward of the tree, also after something else was removed from it."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(x), self.a(x), self.b(x)
+
+    model = noisy(Twice(), ".*weight")
+    remove(model, r"a\.weight")
+    first, _, second = model(torch.eye(8))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, model(torch.eye(8))[0])
+    assert type(model.a) is nn.Linear
+
+
 def test_removing_from_a_part():
     model = noisy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ".*weight")
     remove(model[0])
@@ -1197,6 +1216,7 @@ def test_a_local_class():
         pass
 
     module = noisy(Local(4, 4), "weight")
+    assert type(module).__qualname__ == Local.__qualname__
     assert_dropped(copy.deepcopy(module), torch.randn(3, 4))
     with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
         pickle.dumps(module)
