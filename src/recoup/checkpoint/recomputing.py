@@ -18,10 +18,11 @@ def recomputing() -> AbstractContextManager[None]:
     operators that it needs again, once, when it asks for the first value of the block. What they
     compute and draw is what they computed and drew, whatever happened to a seed or generator since.
 
-    Three things are kept nevertheless, so that they are right: memory that is allocated within and
-    not overwritten as a whole by an operator, what a compiled function or a kernel of somebody's
-    own returns, and, before it is changed, a copy of whatever is changed in place though it was
-    there before the block (the statistics of a batch norm; they are counted once).
+    Kept nevertheless, so that it is right: memory that is allocated within and not overwritten as a
+    whole by an operator (a kernel of somebody's own may have written there), what other processes
+    sent, and of a tensor from before the block that is changed in place within it, a copy as it was
+    (the statistics of a batch norm; they are counted once). What such a kernel changes in memory
+    that operators had filled is not seen; make it an operator (`torch.library`).
 
     Returns:
         A context manager. It does nothing where no gradient is recorded. Blocks may be nested, and

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,9 +41,14 @@ def may_run_again() -> bool:
 
 
 class Decisions:
-    """The decisions of one kind, by the place in the stream at which they were made."""
+    """The decisions of one kind, by the place in the stream at which they were made.
 
-    def __init__(self) -> None:
+    Args:
+        draws: whether there is a draw in what was decided; without one it needs no memory.
+    """
+
+    def __init__(self, draws: Callable[[Any], bool]) -> None:
+        self._draws = draws
         self._made: OrderedDict[int, tuple[Counted | None, int]] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -56,13 +61,13 @@ class Decisions:
             make: returns a value that can be compared.
             name: what an error calls it.
             version: of the tensor that it is decided for.
-            is_open: whether there is anything to decide now; an evaluation is not written down.
+            is_open: whether it may come out one way or the other; an evaluation does not.
         """
         if not may_run_again():
             return make()
         place = fingerprint()
         if torch._C._current_graph_task_id() != -1:
-            return self._found(place, make, name, version, is_open=is_open)
+            return self._found(place, make, name, version)
         if not is_open:
             self._made.pop(place, None)
             return make()
@@ -76,9 +81,7 @@ class Decisions:
             self._made.popitem(last=False)
         return decision.value
 
-    def _found(
-        self, place: int, make: Callable[[], T], name: str, version: int, *, is_open: bool
-    ) -> T:
+    def _found(self, place: int, make: Callable[[], T], name: str, version: int) -> T:
         decision, version_then = self._made.get(place, (None, version))
         if version_then != version:
             raise ChangedError(
@@ -89,8 +92,9 @@ class Decisions:
             skip(decision.num_seeds)
             return decision.value
         is_run_again = torch.is_grad_enabled() or pair_in_force() is not None
-        if not self._made or not is_run_again or not is_open:
-            return make()
+        value = make()
+        if not is_run_again or not self._draws(value):
+            return value
         raise ReplayError(
             f"{name} is read in a backward, by code that is run again there, and it cannot be told "
             "which draw it had in forward. Let torch.utils.checkpoint preserve the random state "

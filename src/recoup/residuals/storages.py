@@ -57,7 +57,7 @@ class Storages:
     def __init__(self, name: str) -> None:
         self._name = name
         self._known: dict[int, _Met] = {}
-        self._outside: list[_Met] = []
+        self._outside: dict[_Met, None] = {}  # in the order in which they were taken
 
     def look(self, tensor: Tensor) -> Look:
         """Return what stands for a tensor that an operator takes."""
@@ -65,6 +65,7 @@ class Storages:
         layout = layout_of(tensor) if _is_plain(tensor) else None
         if met.memory.begins is Begins.OUTSIDE and layout not in met.reads:
             met.reads[layout] = (tensor, version_of(tensor))
+            self._outside[met] = None
         return Look(met.memory, layout)
 
     def note(self, args: Any) -> None:
@@ -92,6 +93,7 @@ class Storages:
         num_entries = _storage_of(tensor).nbytes() // tensor.element_size()
         met.start = tensor.detach().as_strided((num_entries,), (1,), 0).clone()
         met.reads.clear()
+        self._outside[met] = None
 
     def made(self, tensor: Tensor, *, is_blank: bool) -> Memory | None:
         """Take a tensor that an operator has returned; return its memory if that is a new one."""
@@ -179,8 +181,6 @@ class Storages:
             met = self._known[storage._cdata] = _Met(memory, storage, is_ours)
         else:
             met = self._known[-id(tensor)] = _Met(memory, None, is_ours)
-        if begins is Begins.OUTSIDE:
-            self._outside.append(met)
         return met
 
 

@@ -121,7 +121,8 @@ class WeightDropout(Reparametrization):
         return draws.dropped_(gradient, drawn.seed, drawn.magnitude, self.axes)
 
     def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
-        drop = draws.dropped_ if is_own else draws.dropped
+        # In forward the result is contiguous, whatever the weight before it was.
+        drop = draws.dropped_ if is_own and weight.is_contiguous() else draws.dropped
         return drop(weight, drawn.seed, drawn.magnitude, self.axes)
 
 

@@ -89,7 +89,8 @@ class WeightNoise(Reparametrization):
         return gradient
 
     def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
-        add = draws.noised_ if is_own else draws.noised
+        # In forward the result is contiguous, whatever the weight before it was.
+        add = draws.noised_ if is_own and weight.is_contiguous() else draws.noised
         return add(weight, drawn.seed, drawn.magnitude)
 
 

@@ -59,6 +59,7 @@ class WeightNorm(Reparametrization):
     def __init__(self, application: Application, dim: int | None) -> None:
         super().__init__(application, "always")
         self.dim = dim
+        self.name = "A weight"
 
     def __repr__(self) -> str:
         return f"weight_norm(dim={self.dim})"
@@ -70,6 +71,7 @@ class WeightNorm(Reparametrization):
                 f"`{name}_g` exists already, which is what the magnitude of `{name}` would be "
                 "called. Rename it, or let `pattern` leave this weight out."
             )
+        self.name = f"`{name}`"
         weight = cast("Tensor", module._parameters[key])
         if self.dim is None:
             return
@@ -99,10 +101,11 @@ class WeightNorm(Reparametrization):
         return {**state_dict, f"{name}_g": self._norms(state_dict[name])}
 
     def _norms(self, weight: Tensor) -> Tensor:
-        return torch.norm_except_dim(weight.detach(), 2, -1 if self.dim is None else self.dim)
+        return _lengths(weight.detach(), -1 if self.dim is None else self.dim)
 
     def _product(self, weight: Tensor, norms: Tensor) -> Tensor:
-        return cast("Tensor", _Product.apply(weight, norms, -1 if self.dim is None else self.dim))
+        dim = -1 if self.dim is None else self.dim
+        return cast("Tensor", _Product.apply(weight, norms, dim, self.name))
 
     def operands(self, module: nn.Module, name: str) -> Operands:
         return (getattr(module, f"{name}_g"),)
@@ -125,23 +128,26 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, norms: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, norms: Tensor, dim: int, name: str) -> Tensor:
         ctx.dim = dim
-        ctx.kept = (Kept(weight, "A weight", None), Kept(norms, "The norms of a weight", None))
+        ctx.kept = (Kept(weight, name, None), Kept(norms, f"An operand of {name}", None))
         ctx.inputs = (weight, norms)
         ctx.lengths = None
-        if dim not in (0, weight.dim() - 1):
+        if dim < 0 or dim not in (0, weight.dim() - 1) or weight.numel() == 0:
             return _product(weight, norms, dim)
-        product, ctx.lengths = torch.ops.aten._weight_norm_interface(weight, norms, dim)
+        product, ctx.lengths = torch.ops.aten._weight_norm_interface(
+            weight.contiguous(), norms.contiguous(), dim
+        )
         return product
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         weight, norms = (kept.get() for kept in ctx.kept)
         is_again = torch.is_grad_enabled()
         if ctx.lengths is not None and not is_again:
             fused = torch.ops.aten._weight_norm_interface_backward
-            return (*fused(gradients[0].contiguous(), weight, norms, ctx.lengths, ctx.dim), None)
+            given = (value.contiguous() for value in (gradients[0], weight, norms))
+            return (*fused(*given, ctx.lengths, ctx.dim), None, None)
         # Differentiated again, the fused one would take the lengths for constants.
         wants = tuple(value.requires_grad for value in ctx.inputs)
         if is_again:
@@ -154,8 +160,12 @@ class _Product(torch.autograd.Function):
         wanted = [value for value, want in zip((weight, norms), wants, strict=True) if want]
         found = iter(torch.autograd.grad(product, wanted, gradients[0], create_graph=is_again))
         of_weight = next(found) if wants[0] else None
-        return of_weight, next(found) if wants[1] else None, None
+        return of_weight, next(found) if wants[1] else None, None, None
 
 
 def _product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
-    return weight * (norms / torch.norm_except_dim(weight, 2, dim))
+    return weight * (norms / _lengths(weight, dim))
+
+
+def _lengths(weight: Tensor, dim: int) -> Tensor:
+    return torch.norm_except_dim(weight, 2, dim) if weight.dim() else weight.abs()

@@ -38,7 +38,7 @@ class Place:
         self.name = name
         self.steps: list[Reparametrization] = []
         self.handle = new_handle(self)
-        self._decisions = Decisions()
+        self._decisions = Decisions(_draws)
 
     def add(self, step: Reparametrization) -> None:
         """Add a reparametrization; they run in their own order, not in that of the calls."""
@@ -182,6 +182,10 @@ class _MadeAgain(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         del ctx
         return gradients[0], None
+
+
+def _draws(resolution: Resolution) -> bool:
+    return any(each.step.is_random for each in resolution)
 
 
 class _Weight(Source):

@@ -226,13 +226,8 @@ STEPS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("second", ["dropout", "axes", "noise", None])
 @pytest.mark.parametrize("first", [name for name in STEPS if name.startswith("norm")] + [None])
-def test_weights_that_are_not_contiguous(layout, first, second, request):
+def test_weights_that_are_not_contiguous(layout, first, second):
     """The numbers do not depend on how a weight lies in memory."""
-    is_fused = first in ("norm", "norm of dim 3")
-    is_strided = first is not None and second is not None and layout != "every second"
-    if is_fused or is_strided:
-        reason = "a norm is remade in another layout than forward had"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     results = []
     base = nn.Conv2d(3, 4, 3, dtype=torch.float64)
     x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
@@ -265,7 +260,6 @@ def test_weights_without_entries(way):
     y.sum().backward()
 
 
-@pytest.mark.xfail(strict=True, reason="a norm of no axes has none to leave out")
 def test_a_weight_that_is_one_number():
     class Scale(nn.Module):
         def __init__(self):
