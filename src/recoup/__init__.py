@@ -7,9 +7,10 @@ gradients whichever is chosen.
 
 from __future__ import annotations
 
+# `residuals` is the census of that name; the package that it hides is nobody's business but ours.
 from recoup import errors, flows, invertible, schedules, weights
-from recoup.checkpoint import Sequential, checkpoint, recompute
-from recoup.memory import curve, measure
+from recoup.checkpoint import Sequential, checkpoint, recompute, recomputing
+from recoup.memory import curve, measure, residuals
 from recoup.weights import weight_dropout, weight_noise, weight_norm
 
 __version__ = "0.1.0"
@@ -24,6 +25,8 @@ __all__ = [
     "invertible",
     "measure",
     "recompute",
+    "recomputing",
+    "residuals",
     "schedules",
     "weight_dropout",
     "weight_noise",

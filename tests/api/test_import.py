@@ -21,7 +21,14 @@ PUBLIC = {
     "flows",
     "invertible",
     "measure",
+    "recompute",
+    "recomputing",
+    "residuals",
     "schedules",
+    "weight_dropout",
+    "weight_noise",
+    "weight_norm",
+    "weights",
 }
 
 # The vocabulary of schedules: the example of Schedule shows them together.

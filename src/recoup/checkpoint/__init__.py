@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from recoup.checkpoint.recompute import recompute
+from recoup.checkpoint.recomputing import recomputing
 from recoup.checkpoint.region import checkpoint
 from recoup.checkpoint.sequential import Sequential
 
-__all__ = ["Sequential", "checkpoint", "recompute"]
+__all__ = ["Sequential", "checkpoint", "recompute", "recomputing"]

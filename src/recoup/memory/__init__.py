@@ -1,10 +1,22 @@
-"""What training costs: a meter for one call, and curves of memory and time against depth."""
+"""What training costs: a meter, a census of what a call keeps, and curves against depth."""
 
 from __future__ import annotations
 
+from recoup.memory.census import Residual, Residuals, residuals
 from recoup.memory.curve import Curve, curve
 from recoup.memory.meter import Measurement, measure
 from recoup.memory.points import Point
 from recoup.memory.size import format_bytes, parse_bytes
 
-__all__ = ["Curve", "Measurement", "Point", "curve", "format_bytes", "measure", "parse_bytes"]
+__all__ = [
+    "Curve",
+    "Measurement",
+    "Point",
+    "Residual",
+    "Residuals",
+    "curve",
+    "format_bytes",
+    "measure",
+    "parse_bytes",
+    "residuals",
+]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recoup.residuals.hooks import version_of
 
-__all__ = ["Cast", "Geometry", "cast_of", "geometry_of"]
+__all__ = ["Cast", "Geometry", "cast_of", "geometry_of", "laid_out"]
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _MOST_VIEWS = 8
@@ -33,6 +33,16 @@ class Cast(NamedTuple):
         """Make the copy again."""
         copy = made.new_empty_strided(self.size, self.stride, dtype=self.dtype)
         return copy.copy_(made.as_strided(*self.before))
+
+
+def laid_out(tensor: Tensor, geometry: Geometry) -> Tensor:
+    """Return `tensor` where its numbers lay the first time, since slots look at its storage."""
+    if geometry_of(tensor) == geometry:
+        return tensor
+    size, stride, offset = geometry
+    length = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    storage = tensor.new_empty(max(length, 0) if tensor.numel() else 0)
+    return storage.as_strided(size, stride, offset).copy_(tensor)
 
 
 def geometry_of(tensor: Tensor) -> Geometry:

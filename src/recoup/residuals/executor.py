@@ -31,6 +31,7 @@ from functools import partial
 from torch import Tensor
 
 from recoup.errors import ReplayError, ScheduleError
+from recoup.residuals.casts import geometry_of, laid_out
 from recoup.residuals.compiler import is_loaded, uncompiled
 from recoup.residuals.evaluation import is_answered
 from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
@@ -139,11 +140,16 @@ def _sweep_to_values(plan: Plan, stages: Sequence[Stage], state: State) -> Resul
 class _Output(Source):
     """A tensor of the last state, made by running the last stage again (See Rule 6)."""
 
-    __slots__ = ("_run",)
+    __slots__ = ("_geometry", "_run")
 
-    def __init__(self, run: _Run, name: str) -> None:
+    def __init__(self, run: _Run, name: str, output: Tensor) -> None:
         super().__init__(name, run._lock)
         self._run = run
+        self._geometry = geometry_of(output)
+
+    def take(self, output: Tensor) -> None:
+        # Hooks around may have given back its inputs in another layout.
+        self.give(laid_out(output, self._geometry))
 
     def make(self) -> None:
         self._run._demand(len(self._run._stages) - 1)
@@ -254,7 +260,7 @@ class _Run:
         """Return a tensor of the last state as a value, unless it is kept anyway (Rule 6)."""
         if type(value) is not Tensor or value.is_sparse or storage_of(value) in given:
             return value
-        source = _Output(self, f"What {self._stages[-1].name} returned")
+        source = _Output(self, f"What {self._stages[-1].name} returned", value)
         self._outputs.append((place, weakref.ref(source)))
         # An alias: what was returned may be held elsewhere, and is not ours to mark.
         return as_value(value.view_as(value), source)
@@ -322,7 +328,7 @@ class _Run:
         for place, ref in self._outputs:
             source = ref()
             if source is not None:
-                source.give(output[place])
+                source.take(output[place])
         return ()  # nothing is run from the last state
 
     def _advance(self, index: int) -> None:

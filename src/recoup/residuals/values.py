@@ -222,7 +222,7 @@ _EXPOSES: frozenset[Any] = frozenset(
     (getattr(Tensor, "data").__get__, Tensor.numpy, Tensor.untyped_storage)  # noqa: B009
 )
 _COPIES: frozenset[Any] = frozenset(
-    getattr(Tensor, name) for name in ("__deepcopy__", "__reduce_ex__")
+    getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__")
 )
 
 

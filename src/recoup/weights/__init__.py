@@ -6,17 +6,13 @@ applied, takes it away, and controls what is drawn.
 
 from __future__ import annotations
 
-from recoup.weights.application import Applied, applied, remove
+from recoup.weights.application import applied, remove
 from recoup.weights.contexts import disabled, enabled, same_draw
-from recoup.weights.dropout import WeightDropout, weight_dropout
-from recoup.weights.noise import WeightNoise, weight_noise
-from recoup.weights.norm import WeightNorm, weight_norm
+from recoup.weights.dropout import weight_dropout
+from recoup.weights.noise import weight_noise
+from recoup.weights.norm import weight_norm
 
 __all__ = [
-    "Applied",
-    "WeightDropout",
-    "WeightNoise",
-    "WeightNorm",
     "applied",
     "disabled",
     "enabled",

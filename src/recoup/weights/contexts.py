@@ -42,7 +42,7 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
         False
     """
     given: object = seed
-    is_whole = isinstance(given, Integral) and not isinstance(given, bool)  # numpy's are such
+    is_whole = isinstance(given, Integral) and given is not True and given is not False
     if seed is not None and (not is_whole or seed < 0):
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
     # Drawn in any case: code that others run again is told by its place in the stream.

@@ -11,7 +11,10 @@ Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if the
         seeds is the raw weight. For a multiple of 1/256, 8 bits say the same.
 Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
         none is alive at a fork or at exit. Operators leave the interpreter to the other threads
-        while they run, and on 32768 elements or fewer they start no threads of their own.
+        while they run, and on 32768 elements or fewer they start no threads of their own. (Bits
+        hashed from counters by operators, and Box and Muller's normals, shared by torch's own
+        threads, took as long on idle cores and ten times as long on busy ones: each of a thousand
+        operators waits for the slowest thread. `normal_` takes as long as the bits for it.)
 Rule 4. A thread works in the grad and inference mode of its caller, in buffers of its own, into a
         result that the caller has made. What goes wrong in it is raised by the caller.
 Rule 5. A GPU draws with the kernels of `kernels.py` where they run, else with the operators.
@@ -324,7 +327,6 @@ def _share(out: Tensor, seed: int, write: Callable[[_Chunks, int], None]) -> Non
             with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
                 write(_taken(queue, numel, seed, generator), _CHUNK)
         except BaseException as error:  # noqa: BLE001  # See Rule 4
-            queue.clear()
             errors.append(error)
 
     others = [

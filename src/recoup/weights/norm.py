@@ -19,8 +19,7 @@ def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0)
 
     The parameter `weight` becomes the direction v and stays the object it is, and `weight_g` stands
     beside it, from ``||v||`` at first, so that nothing changes yet; optimizers that exist have to
-    be given it. Kept: norms, as many as there are magnitudes, but not the product. Backward pays
-    one more product a weight.
+    be given it. Kept: nothing but these two. Backward pays two more products a weight.
 
     A `state_dict` has `weight_g` too; one without it can be loaded, and sets it to the norms.
 
@@ -132,22 +131,18 @@ class _Product(torch.autograd.Function):
         ctx.dim = dim
         ctx.kept = (Kept(weight, name, None), Kept(norms, f"An operand of {name}", None))
         ctx.inputs = (weight, norms)
-        ctx.lengths = None
-        if dim < 0 or dim not in (0, weight.dim() - 1) or weight.numel() == 0:
-            return _product(weight, norms, dim)
-        product, ctx.lengths = torch.ops.aten._weight_norm_interface(
-            weight.contiguous(), norms.contiguous(), dim
-        )
-        return product
+        ctx.is_fused = dim >= 0 and dim in (0, weight.dim() - 1) and weight.numel() > 0
+        return _fused(weight, norms, dim)[0] if ctx.is_fused else _product(weight, norms, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         weight, norms = (kept.get() for kept in ctx.kept)
         is_again = torch.is_grad_enabled()
-        if ctx.lengths is not None and not is_again:
-            fused = torch.ops.aten._weight_norm_interface_backward
+        if ctx.is_fused and not is_again:
+            lengths = _fused(weight, norms, ctx.dim)[1]
             given = (value.contiguous() for value in (gradients[0], weight, norms))
-            return (*fused(*given, ctx.lengths, ctx.dim), None, None)
+            backward = torch.ops.aten._weight_norm_interface_backward
+            return (*backward(*given, lengths, ctx.dim), None, None)
         # Differentiated again, the fused one would take the lengths for constants.
         wants = tuple(value.requires_grad for value in ctx.inputs)
         if is_again:
@@ -161,6 +156,10 @@ class _Product(torch.autograd.Function):
         found = iter(torch.autograd.grad(product, wanted, gradients[0], create_graph=is_again))
         of_weight = next(found) if wants[0] else None
         return of_weight, next(found) if wants[1] else None, None, None
+
+
+def _fused(weight: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._weight_norm_interface(weight.contiguous(), norms.contiguous(), dim)
 
 
 def _product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:

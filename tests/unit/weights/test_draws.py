@@ -309,7 +309,7 @@ def test_as_many_threads_draw_as_torch_has_and_none_is_left(threads_seen):
 
 @pytest.mark.parametrize("in_caller", [False, True])
 @pytest.mark.parametrize("error", [MemoryError("in a thread"), KeyboardInterrupt("of the user")])
-def test_what_goes_wrong_in_one_thread_ends_all_and_is_raised(
+def test_what_goes_wrong_in_a_thread_is_raised_and_none_is_left(
     monkeypatch, threads, in_caller, error
 ):
     threads(3)
