@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -499,10 +500,15 @@ def in_threads(work, num_threads):
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(place,)) for place in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # as often as can be
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert errors == []
 
 

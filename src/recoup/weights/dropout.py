@@ -103,6 +103,8 @@ class WeightDropout(Reparametrization):
         self.drops_rows = self.axes == (1,) and weight.dim() == 2
 
     def magnitude(self, step: int) -> float:
+        if type(self.p) is float and 0.0 <= self.p <= 1.0:  # spared what other forms need
+            return self.p
         return value_of(self.p, step, "p", least=0.0, most=1.0, needed="from 0 to 1")
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
@@ -132,17 +134,22 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
         ctx.drawn = (seed, p, axes)
-        if weight.layout is torch.sparse_coo:
-            return _dropped_entries(weight, seed, p, axes)
-        return draws.dropped(weight, seed, p, axes)
+        return _dropped_now(weight, seed, p, axes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _dropped(gradients[0], *ctx.drawn), None, None, None
+        drop = _dropped if torch.is_grad_enabled() else _dropped_now
+        return drop(gradients[0], *ctx.drawn), None, None, None
 
 
 def _dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
     return cast("Tensor", _Dropped.apply(weight, seed, p, axes))
+
+
+def _dropped_now(weight: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
+    if weight.layout is torch.sparse_coo:
+        return _dropped_entries(weight, seed, p, axes)
+    return draws.dropped(weight, seed, p, axes)
 
 
 def _dropped_entries(gradient: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
