@@ -15,19 +15,28 @@ NAMES = (
     "recoup sqrt",
     "recoup constant",
 )
+WEIGHTS = (
+    "by hand",
+    "torch parametrize",
+    "fastai-style",
+    "torchnlp",
+    "RETURNN scope",
+    "recoup",
+)
 
 
 def write() -> None:
     """Put the table between the marks; leave the README alone where a result is missing."""
     results = ROOT / "benchmarks" / "results"
-    paths = [results / f"{name}_cpu.json" for name in ("couplings", "chains", "regions")]
+    names = ("couplings", "chains", "regions", "weights")
+    paths = [results / f"{name}_cpu.json" for name in names]
     if not all(path.exists() for path in paths):
         return
-    couplings, chains, regions = (json.loads(path.read_text()) for path in paths)
+    couplings, chains, regions, weights = (json.loads(path.read_text()) for path in paths)
     readme = ROOT / "README.md"
     text = readme.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    table = _table(couplings, chains, regions)
+    table = f"{_table(couplings, chains, regions)}\n\n{_weights_table(weights)}"
     readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
 
 
@@ -70,6 +79,52 @@ def _table(couplings: dict, chains: dict, regions: dict) -> str:
     )
     lines += ["", sentence, "", conditions]
     return "\n".join(lines)
+
+
+def _weights_table(weights: dict) -> str:
+    alone = weights["alone"] if isinstance(weights["alone"], dict) else {}
+    memory = {(row["layer"], row["dtype"]): dict(row) for row in weights["memory"]}
+    for row in alone.get("memory", ()):
+        memory[row["layer"], row["dtype"]]["RETURNN scope"] = row["RETURNN scope"]
+    seconds = _over_plain(weights["seconds"]) | _over_plain(alone.get("seconds", ()))
+    linear, lstm = "Linear 4096x4096", "LSTM 400, 1150"
+    columns = ((linear, "float32"), (linear, "bfloat16 autocast"), (lstm, "float32"))
+    lines = [
+        f"| weight dropout | MiB kept, {linear} | in bf16 autocast | {lstm} | its time | LSTM's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in WEIGHTS:
+        kept = (memory[column].get(name, "-") for column in columns)
+        times = (seconds.get((layer, "dropout", name)) for layer in (linear, lstm))
+        cells = [
+            f"**{name}**" if name == "recoup" else name,
+            *(value if isinstance(value, str) else _mebibytes(value) for value in kept),
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in times),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    noise = {name: seconds[linear, "noise", name] for name in ("by hand", "recoup")}
+    small = {(row["kind"], row["name"]): row["microseconds_beyond"] for row in weights["overhead"]}
+    versions = weights["versions"]
+    sentence = (
+        f"With weight noise the step takes {noise['recoup']:.2f} of plain (drawn and kept: "
+        f"{noise['by hand']:.2f}). A weight of 64x64 costs {small['dropout', 'recoup']:.0f} us "
+        f"with dropout, {small['noise', 'recoup']:.0f} us with noise."
+    )
+    conditions = (
+        "<sub>Kept beyond the plain layer; time of a step over plain, wall time on "
+        f"{weights['num_threads']} threads, median of 9 interleaved rounds. {weights['date']}, "
+        f"torch {versions['torch']}, returnn {versions['returnn']}, pytorch-nlp "
+        f"{versions['pytorch-nlp']}.</sub>"
+    )
+    return "\n".join([*lines, "", sentence, "", conditions])
+
+
+def _over_plain(rows) -> dict:
+    plain = {(r["layer"], r["kind"]): r["seconds"] for r in rows if r["name"] == "plain"}
+    return {
+        (row["layer"], row["kind"], row["name"]): row["seconds"] / plain[row["layer"], row["kind"]]
+        for row in rows
+    }
 
 
 def _peer(sequential: dict) -> dict:
