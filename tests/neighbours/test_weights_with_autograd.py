@@ -407,7 +407,7 @@ def test_differences_of_values():
 
 @pytest.mark.xfail(
     strict=True,
-    reason="what is made for another value of the same call stays until it is asked for",
+    reason="what is made for another value of the same call stays until asked for",
 )
 def test_what_a_loss_did_not_ask_for_is_let_go():
     """Two values of one call, made again together; after a backward neither is alive."""
