@@ -103,8 +103,6 @@ class WeightDropout(Reparametrization):
         self.drops_rows = self.axes == (1,) and weight.dim() == 2
 
     def magnitude(self, step: int) -> float:
-        if type(self.p) is float and 0.0 <= self.p <= 1.0:  # spared what other forms need
-            return self.p
         return value_of(self.p, step, "p", least=0.0, most=1.0, needed="from 0 to 1")
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -77,8 +76,6 @@ class WeightNoise(Reparametrization):
         return f"weight_noise(std={shown(self.std)}{mode})"
 
     def magnitude(self, step: int) -> float:
-        if type(self.std) is float and 0.0 <= self.std < math.inf:  # spared what other forms need
-            return self.std
         return value_of(self.std, step, "std", least=0.0, most=float("inf"), needed="0 or more")
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:

@@ -111,6 +111,8 @@ def value_of(
 ) -> float:
     """Return a magnitude as a number, or raise if it is not what is `needed`."""
     value: Any = magnitude
+    if type(value) is float and least <= value <= most and math.isfinite(value):
+        return value  # spared what the other forms need
     if callable(value) and not isinstance(value, Tensor):
         value = value(step)
     if isinstance(value, Tensor):
