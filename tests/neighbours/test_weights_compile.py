@@ -224,3 +224,12 @@ def test_a_compiled_function_recomputed():
         for make in (compiled, recoup.recompute(compiled))
     ]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_evaluation_is_exported_as_the_plain_module():
+    module, x = recoup.weight_dropout(tree_of(2), r"\d.weight").eval(), torch.randn(BATCH, 8)
+    exported = torch.export.export(module, (x,))
+    called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.aten.linear.default] * 2
+    assert torch.equal(exported.module()(x), module(x))
+    assert torch.equal(torch.fx.symbolic_trace(module)(x), module(x))
