@@ -405,10 +405,6 @@ def test_differences_of_values():
     assert gradgradcheck(lambda *a: two_layers(recoup.recompute, *a), (x, w))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="what is made for another value of the same call stays until asked for",
-)
 def test_what_a_loss_did_not_ask_for_is_let_go():
     """Two values of one call, made again together; after a backward neither is alive."""
     x, made = torch.randn(30, 30, requires_grad=True), []
@@ -766,10 +762,7 @@ def test_second_derivatives_of_torch_func(way):
         func_grad,
         vmap,
         jacrev,
-        pytest.param(
-            jacfwd,
-            marks=pytest.mark.xfail(strict=True, reason="its tensors have no storage to tell"),
-        ),
+        jacfwd,
     ],
 )
 def test_values_in_a_transform(transform):

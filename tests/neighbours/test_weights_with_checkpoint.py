@@ -761,10 +761,7 @@ def test_autocast(call):
     "draw",
     [
         "each forward",
-        pytest.param(
-            "same draw",
-            marks=pytest.mark.xfail(strict=True, reason="the stream stands where it did"),
-        ),
+        "same draw",
     ],
 )
 def test_hooks_in_backward_see_the_parameter(draw, call):

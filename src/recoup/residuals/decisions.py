@@ -82,6 +82,8 @@ class Decisions:
         return decision.value
 
     def _found(self, place: int, make: Callable[[], T], name: str, version: int) -> T:
+        if not torch.is_grad_enabled() and pair_in_force() is None:
+            return make()  # a hook's
         decision, version_then = self._made.get(place, (None, version))
         if version_then != version:
             raise ChangedError(
@@ -91,9 +93,8 @@ class Decisions:
         if decision is not None:
             skip(decision.num_seeds)
             return decision.value
-        is_run_again = torch.is_grad_enabled() or pair_in_force() is not None
         value = make()
-        if not is_run_again or not self._draws(value):
+        if not self._draws(value):
             return value
         raise ReplayError(
             f"{name} is read in a backward, by code that is run again there, and it cannot be told "

@@ -34,7 +34,7 @@ from torch import Tensor
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.casts import Cast, cast_of, geometry_of
 from recoup.residuals.compiler import never_compiled
-from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving, version_of
+from recoup.residuals.hooks import Kept, Pair, is_transformed, pair_in_force, saving, version_of
 from recoup.residuals.listening import here
 
 __all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]
@@ -124,8 +124,12 @@ class Source:
             if not self._waiting or not _is_in_backward():
                 self._forget()
             elif is_fresh:
-                _engine.queue_callback(_Forgetting(self))
+                self._forget_after_backward()
             return made
+
+    def _forget_after_backward(self) -> None:
+        if _is_in_backward():
+            _engine.queue_callback(_Forgetting(self))
 
     def _check(self, when: str) -> None:
         if self._witness is not None and version_of(self._witness) != self._version:
@@ -200,6 +204,8 @@ class Value(Tensor):
             if func in _EXPOSES:
                 _expose(args)
             if func in _LOOKS or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return func(*args, **kwargs)
+            if is_transformed():  # where the seam does not exist
                 return func(*args, **kwargs)
             return _run(func, args, kwargs)
 

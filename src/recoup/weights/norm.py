@@ -19,7 +19,8 @@ def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0)
 
     The parameter `weight` becomes the direction v and stays the object it is, and `weight_g` stands
     beside it, from ``||v||`` at first, so that nothing changes yet; optimizers that exist have to
-    be given it. Kept: nothing but these two. Backward pays two more products a weight.
+    be given it, and DistributedDataParallel has to come after. Kept: nothing but these two.
+    Backward pays two more products a weight.
 
     A `state_dict` has `weight_g` too; one without it can be loaded, and sets it to the norms.
 
