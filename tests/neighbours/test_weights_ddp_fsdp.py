@@ -84,9 +84,6 @@ def test_micro_batches(found):
     assert furthest(found, "ddp accumulates") < 1e-6
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a norm on a wrapped module adds a parameter that nobody reduces"
-)
 def test_a_norm_after_wrapping(found):
     for said in both(found, "ddp late norm"):
         assert said == "reduced" or "DistributedDataParallel" in said
@@ -112,7 +109,6 @@ def test_applied_after_sharding(found, way, how):
     assert furthest(found, f"fsdp {way} {how} late") < 1e-6
 
 
-@pytest.mark.xfail(strict=True, reason="torch's own error names no parameter and no way out")
 @pytest.mark.parametrize("how", ["layers", "root"])
 def test_a_norm_after_sharding(found, how):
     for value in both(found, f"fsdp stacked {how} late"):
@@ -124,12 +120,7 @@ def test_a_norm_after_sharding(found, how):
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(
-            "layers",
-            marks=pytest.mark.xfail(
-                strict=True, reason="registering a parameter of a recurrent layer reads its weight"
-            ),
-        ),
+        "layers",
         "root",
     ],
 )

@@ -668,19 +668,8 @@ def test_grad_vjp_and_jacrev(way):
     assert hooks_in_force() is None
 
 
-RANDOM_TO_VMAP = pytest.mark.xfail(
-    strict=True, reason="vmap takes what is made from a seed for random, or cannot draw the seed"
-)
-NOISY = [pytest.param(way, marks=[] if way == "norm" else [RANDOM_TO_VMAP]) for way in OURS]
-
-
-@pytest.mark.parametrize(
-    ("randomness", "way"),
-    [
-        *((randomness, way) for randomness in ("error", "same") for way in OURS),
-        *(pytest.param("different", way.values[0], marks=way.marks) for way in NOISY),
-    ],
-)
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+@pytest.mark.parametrize("way", OURS)
 def test_gradients_of_each_sample(randomness, way):
     """One draw for all samples where that is asked for or nothing is drawn; else an error."""
     f = Functional(way)
@@ -699,7 +688,7 @@ def test_gradients_of_each_sample(randomness, way):
         assert_close({name: g[place] for name, g in got.items()}, f.plain(x))
 
 
-@pytest.mark.parametrize("way", NOISY)
+@pytest.mark.parametrize("way", OURS)
 def test_gradients_of_each_sample_with_a_given_draw(way):
     f = Functional(way)
     with same_draw(seed=3):
@@ -734,7 +723,7 @@ def test_forward_mode(way):
     assert hooks_in_force() is None
 
 
-@pytest.mark.parametrize("way", NOISY)
+@pytest.mark.parametrize("way", OURS)
 def test_second_derivatives_of_torch_func(way):
     f = Functional(way)
     bias = f.parameters["bias"]

@@ -305,7 +305,8 @@ def shared(way, where, dropout, num=3):
 
 def ambiguous(way, where, dropout, call):
     """Whether a draw is shared by forwards that nothing random tells apart."""
-    return where == "model" and way != "norm" and dropout == 0.0 and not call.startswith("ours")
+    reentrant = "reentrant" in call
+    return where == "model" and way != "norm" and dropout == 0.0 and reentrant
 
 
 AMBIGUOUS = pytest.mark.xfail(
@@ -503,13 +504,7 @@ NOT_PUT_BACK = {
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param(
-            call,
-            marks=[pytest.mark.xfail(strict=True, reason="no noise is taken for an evaluation")]
-            if "reentrant" in call
-            else [],
-        )
-        for call in NOT_PUT_BACK
+        *NOT_PUT_BACK,
     ],
 )
 def test_a_switch_and_a_stream_that_is_not_put_back(call, switch):
@@ -541,10 +536,7 @@ def test_a_switch_and_a_stream_that_is_not_put_back(call, switch):
     "call",
     [
         "torch",
-        pytest.param(
-            "reentrant",
-            marks=pytest.mark.xfail(strict=True, reason="an evaluation removes what stood there"),
-        ),
+        "reentrant",
         "ours",
     ],
 )
@@ -641,7 +633,7 @@ REENTRANT_IS_SILENT = pytest.mark.xfail(
 
 def is_silent(way, call):
     """Whether nothing is drawn, so that nothing is written down: torch's own behaviour."""
-    return way == "norm" and "reentrant" in call
+    return way == "norm" and call == "reentrant"
 
 
 @pytest.mark.parametrize(

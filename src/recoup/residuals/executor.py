@@ -150,7 +150,6 @@ class _Output(Source):
     def take(self, output: Tensor) -> None:
         # Hooks around may have given back its inputs in another layout.
         self.give(laid_out(output, self._geometry))
-        self._forget_after_backward()  # it may be another one that was asked for
 
     def make(self) -> None:
         self._run._demand(len(self._run._stages) - 1)

@@ -12,6 +12,7 @@ Rule 3. What is kept is detached: a saved output that held on to its own node wo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -24,12 +25,14 @@ __all__ = [
     "Kept",
     "Pair",
     "check_hooks_work",
+    "frame_in_force",
     "is_transformed",
     "pair_in_force",
     "reverse_at_once",
     "saving",
     "set_grad_enabled",
     "storage_of",
+    "untransformed",
     "version_of",
 ]
 
@@ -46,6 +49,22 @@ def pair_in_force() -> Pair | None:
     return autograd._top_saved_tensors_default_hooks(False)
 
 
+def frame_in_force() -> object | None:
+    """Return the frame of torch.utils.checkpoint that runs first or again, if it can be told."""
+    pair = pair_in_force()
+    if pair is None or getattr(pair[0], "__module__", "") != "torch.utils.checkpoint":
+        return None
+    pack: Any = inspect.unwrap(pair[0])
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    if "target_frame_ref" in cells:
+        return cells["target_frame_ref"].cell_contents()
+    return cells["frame"].cell_contents if "frame" in cells else None
+
+
+# Around what is made from a seed alone: a transform of torch.func would take it for random.
+untransformed = torch._C._DisableFuncTorch
+
+
 def is_transformed() -> bool:
     """Whether a transform of torch.func is around, in which the seam does not exist."""
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
@@ -57,7 +76,8 @@ def check_hooks_work() -> None:
     if is_transformed():
         raise RecoupError(
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
-            'every memory mode but "linear" needs. Set memory="linear" for them.'
+            'recompute, checkpoint and every memory mode but "linear" need. There, call what they '
+            'wrap by itself, or set memory="linear".'
         )
 
 

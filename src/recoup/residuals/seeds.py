@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from recoup.errors import ReplayError
+from recoup.errors import RecoupError, ReplayError
 
 __all__ = [
     "Counted",
@@ -180,7 +180,14 @@ def _writers() -> tuple[list[Draws], Draws | None]:
 
 def _fresh_seed() -> int:
     _stack.num_seeds += 1
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+    try:
+        return int(seed.item())
+    except RuntimeError as error:
+        raise RecoupError(
+            '`randomness` of vmap is "different", but one call has one draw, which is the same for '
+            'all samples. Use randomness="same", or recoup.weights.same_draw around vmap.'
+        ) from error
 
 
 def draw_seed() -> int:

@@ -34,7 +34,14 @@ from torch import Tensor
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.casts import Cast, cast_of, geometry_of
 from recoup.residuals.compiler import never_compiled
-from recoup.residuals.hooks import Kept, Pair, is_transformed, pair_in_force, saving, version_of
+from recoup.residuals.hooks import (
+    Kept,
+    Pair,
+    is_transformed,
+    pair_in_force,
+    saving,
+    version_of,
+)
 from recoup.residuals.listening import here
 
 __all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]
@@ -90,6 +97,8 @@ class Source:
         if alive:
             self._made = made.detach()
             self._waiting = {id(slot) for slot in alive}
+            if _is_in_backward():
+                _engine.queue_callback(_Forgetting(self))
 
     def _watch(self, tensor: Tensor) -> None:
         self._dtype = tensor.dtype
@@ -114,8 +123,7 @@ class Source:
     def _get(self, slot: _Slot) -> Tensor:
         with self._lock:
             self._check("after an operator had saved it")
-            is_fresh = self._made is None
-            if is_fresh:
+            if self._made is None:
                 self.make()
             made = self._made
             if made is None:
@@ -123,13 +131,7 @@ class Source:
             self._waiting.discard(id(slot))
             if not self._waiting or not _is_in_backward():
                 self._forget()
-            elif is_fresh:
-                self._forget_after_backward()
             return made
-
-    def _forget_after_backward(self) -> None:
-        if _is_in_backward():
-            _engine.queue_callback(_Forgetting(self))
 
     def _check(self, when: str) -> None:
         if self._witness is not None and version_of(self._witness) != self._version:
@@ -203,9 +205,7 @@ class Value(Tensor):
         with _plainly():
             if func in _EXPOSES:
                 _expose(args)
-            if func in _LOOKS or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return func(*args, **kwargs)
-            if is_transformed():  # where the seam does not exist
+            if func in _LOOKS or not torch.is_grad_enabled() or _is_beyond_us():
                 return func(*args, **kwargs)
             return _run(func, args, kwargs)
 
@@ -230,6 +230,11 @@ _EXPOSES: frozenset[Any] = frozenset(
 _COPIES: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__")
 )
+
+
+def _is_beyond_us() -> bool:
+    """Whether hooks do not exist here: then a value is kept, as any other tensor is."""
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 def as_value(tensor: Tensor, source: Source) -> Tensor:

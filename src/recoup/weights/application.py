@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from recoup.weights.graph import register_operators
 from recoup.weights.matching import check, check_is_module, has_forward, matching, named
@@ -26,6 +27,11 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
     for each in found:
         step = make()
         check(step, each, module)
+        if step.changes_weight and any(isinstance(m, Wrapper) for m in module.modules()):
+            raise ValueError(
+                f"{step.kind} adds a parameter to `{each.name}`, which DistributedDataParallel "
+                "would not reduce. Apply before wrapping."
+            )
         step.fit(each.owner, each.key, each.name)
         steps.append(step)
     covering = _covering(module, {id(each.owner) for each in found})

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup.residuals.hooks import untransformed
 from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.reparametrization import (
@@ -110,9 +111,11 @@ class WeightDropout(Reparametrization):
 
     def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(weight.shape))
-        return weight * draws.scales(
-            shape, drawn.seed, drawn.magnitude, dtype=weight.dtype, device=weight.device
-        )
+        with untransformed():
+            scales = draws.scales(
+                shape, drawn.seed, drawn.magnitude, dtype=weight.dtype, device=weight.device
+            )
+        return weight * scales
 
     def apply_to_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
         return _dropped_rows(rows, ids, num_rows, drawn.seed, drawn.magnitude)

@@ -36,6 +36,7 @@ __all__ = [
     "drawn_for",
     "frames",
     "is_overridden",
+    "is_turned_on",
 ]
 
 
@@ -131,6 +132,11 @@ class Override(Frame):
 
 
 _overriding: list[Override] = []  # of all threads
+
+
+def is_turned_on() -> bool:
+    """Whether any weight may be noisy that would not be otherwise."""
+    return any(override.is_on for override in _overriding)
 
 
 def is_overridden() -> bool:

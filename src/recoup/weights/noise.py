@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup.residuals.hooks import untransformed
 from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.reparametrization import (
@@ -82,8 +83,10 @@ class WeightNoise(Reparametrization):
         return cast("Tensor", _Noised.apply(weight, drawn.seed, drawn.magnitude))
 
     def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        noise = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-        return weight + draws.noised_(noise, drawn.seed, drawn.magnitude)
+        with untransformed():
+            noise = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+            draws.noised_(noise, drawn.seed, drawn.magnitude)
+        return weight + noise
 
     def transpose_(self, gradient: Tensor, drawn: Drawn) -> Tensor:
         return gradient

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup.residuals.hooks import Kept
 from recoup.weights.application import apply_to
@@ -73,6 +74,11 @@ class WeightNorm(Reparametrization):
             )
         self.name = f"`{name}`"
         weight = cast("Tensor", module._parameters[key])
+        if is_traceable_wrapper_subclass(weight):
+            raise ValueError(
+                f"`{name}` is a {type(weight).__name__} already, and a norm adds a parameter that "
+                "is to be sharded as it is. Apply before fully_shard."
+            )
         if self.dim is None:
             return
         if type(self.dim) is not int or not -weight.dim() <= self.dim < weight.dim():

@@ -16,7 +16,7 @@ from recoup.residuals.decisions import Decisions, may_run_again
 from recoup.residuals.hooks import Kept, is_transformed, reverse_at_once, version_of
 from recoup.residuals.seeds import is_repeated, remembered
 from recoup.residuals.values import Source, as_value, read_anew
-from recoup.weights.forwards import Forward, Made, drawn_for, frames, is_overridden
+from recoup.weights.forwards import Forward, Made, drawn_for, frames, is_turned_on
 from recoup.weights.graph import new_handle
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
@@ -79,10 +79,13 @@ class Place:
         if not is_repeated() and not may_run_again():
             return self._resolve(is_training=is_training)
         resolve = partial(self._resolve, is_training=is_training)
-        may_draw = is_training or is_overridden()
-        is_open = any(step.is_random and (may_draw or step.mode == "always") for step in self.steps)
+        random = [step for step in self.steps if step.is_random]
+        is_usual = any(is_training or step.mode == "always" for step in random)
+        is_open = is_usual or (bool(random) and is_turned_on())
         return remembered(
-            lambda: self._decisions.decide(resolve, self.name, version_of(raw), is_open=is_open)
+            lambda: self._decisions.decide(
+                resolve, self.name, version_of(raw), is_open=is_open, is_usual=is_usual
+            )
         )
 
     def _resolve(self, *, is_training: bool) -> Resolution:

@@ -109,6 +109,7 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         "__doc__": base.__doc__,
         "__reduce_ex__": _reducing(base, names),
         "forward": _forward_through(base.forward, run, may_be_compiled=not is_recurrent),
+        "register_parameter": _registering(base),
         "extra_repr": _shown(base),
         "_load_from_state_dict": _loading(base),
     }
@@ -186,6 +187,17 @@ def _reducing(base: type[nn.Module], names: tuple[str, ...]) -> Any:
 
 def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return nn.Module.__new__(_class_for(base, names))
+
+
+def _registering(base: type[nn.Module]) -> Any:
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # It asks whether there is such an attribute, which is no read of the weight.
+        asking = Forward(self, ())
+        asking.reads_raw = True
+        with asking:
+            base.register_parameter(self, name, param)
+
+    return register
 
 
 def _shown(base: type[nn.Module]) -> Any:
