@@ -11,11 +11,10 @@ Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if the
         seeds is the raw weight. For a multiple of 1/256, 8 bits say the same.
 Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
         none is alive at a fork or at exit. Operators leave the interpreter to the other threads
-        while they run, so few long ones are best: a chunk at once. That would be shared by
-        OpenMP's threads, which a thread of ours is therefore told not to start; where OpenMP is
-        out of reach, operators work on 32768 elements at most, which torch never shares. (Bits
-        hashed from counters by operators that OpenMP shares took as long on idle cores and ten
-        times as long on busy ones, where each operator waits for the slowest thread.)
+        while they run, and on 32768 elements or fewer they start no threads of their own. (Bits
+        hashed from counters by operators, and Box and Muller's normals, shared by torch's own
+        threads, took as long on idle cores and ten times as long on busy ones: each of a thousand
+        operators waits for the slowest thread. `normal_` takes as long as the bits for it.)
 Rule 4. A thread works in the grad and inference mode of its caller, in buffers of its own, into a
         result that the caller has made. What goes wrong in it is raised by the caller.
 Rule 5. A GPU draws with the kernels of `kernels.py` where they run, else with the operators.
@@ -23,9 +22,7 @@ Rule 5. A GPU draws with the kernels of `kernels.py` where they run, else with t
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import sys
 import threading
 import warnings
 from collections import deque
@@ -41,7 +38,7 @@ from recoup.residuals.sources import own_generator
 __all__ = ["dropped", "dropped_", "noised", "noised_", "scales"]
 
 _CHUNK = 2**17  # entries (See Rule 1)
-_PIECE = 2**15  # elements up to which torch shares no operator (See Rule 3)
+_PIECE = 2**15  # entries that an operator works on (See Rule 3)
 _GPU_PIECE = 2**22
 _64_BITS = 2**64 - 1
 
@@ -136,8 +133,8 @@ def scales(
         return out.copy_(_few(out, seed, num_dropped)).mul_(scale)
     flat = out.view(-1)
 
-    def write(chunks: _Chunks, piece: int) -> None:
-        for place, kept in _masks(chunks, piece, out, num_dropped):
+    def write(chunks: _Chunks, num_at_once: int) -> None:
+        for place, kept in _masks(chunks, num_at_once, out, num_dropped):
             torch.mul(kept, scale, out=flat[place])
 
     _share(out, seed, write)
@@ -194,8 +191,8 @@ def _drop(weight: Tensor, out: Tensor, seed: int, p: float, axes: tuple[int, ...
     source, flat = _flat(weight, out), out.view(-1)
     zero = torch.zeros((), dtype=out.dtype, device=out.device)
 
-    def write(chunks: _Chunks, piece: int) -> None:
-        for place, kept in _masks(chunks, piece, out, num_dropped):
+    def write(chunks: _Chunks, num_at_once: int) -> None:
+        for place, kept in _masks(chunks, num_at_once, out, num_dropped):
             torch.addcmul(zero, source[place], kept, value=scale, out=flat[place])
 
     _share(out, seed, write)
@@ -214,8 +211,9 @@ def _add_noise(weight: Tensor, out: Tensor, seed: int, std: float) -> Tensor:
         return torch.add(weight, noise.to(out.dtype), out=out)
     source, flat = _flat(weight, out), out.view(-1)
 
-    def write(chunks: _Chunks, piece: int) -> None:
-        for place, noise in _normals(chunks, piece, out, std):
+    def write(chunks: _Chunks, num_at_once: int) -> None:
+        del num_at_once
+        for place, noise in _normals(chunks, out, std):
             torch.add(source[place], noise, out=flat[place])
 
     _share(out, seed, write)
@@ -271,33 +269,34 @@ def _few(out: Tensor, seed: int, num_dropped: int) -> Tensor:
 
 
 def _masks(
-    chunks: _Chunks, piece: int, out: Tensor, num_dropped: int
+    chunks: _Chunks, num_at_once: int, out: Tensor, num_dropped: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield 0 where an entry is dropped, else 1, each piece with its place (See Rule 2)."""
+    numel, piece = out.numel(), _PIECE if out.device.type == "cpu" else _GPU_PIECE
     kind, num_each, least = _bits(num_dropped)
-    size = min(piece, out.numel())
-    words = torch.empty(-(-size // num_each), dtype=torch.int64, device=out.device)
-    kept = torch.empty(size, dtype=out.dtype, device=out.device)
+    num_words = -(-min(num_at_once, numel) // num_each)
+    words = torch.empty(num_words, dtype=torch.int64, device=out.device)
+    kept = torch.empty(min(piece, numel), dtype=out.dtype, device=out.device)
     for generator, start, end in chunks:
-        for begin in range(start, end, piece):
-            num = min(piece, end - begin)
+        for first in range(start, end, num_at_once):
+            num = min(num_at_once, end - first)
             lanes = _drawn(words[: -(-num // num_each)], generator).view(kind)
-            yield slice(begin, begin + num), torch.ge(lanes[:num], least, out=kept[:num])
+            for begin in range(0, num, piece):
+                part = lanes[begin : min(begin + piece, num)]
+                place = slice(first + begin, first + begin + part.numel())
+                yield place, torch.ge(part, least, out=kept[: part.numel()])
 
 
-def _normals(
-    chunks: _Chunks, piece: int, out: Tensor, std: float
-) -> Iterator[tuple[slice, Tensor]]:
+def _normals(chunks: _Chunks, out: Tensor, std: float) -> Iterator[tuple[slice, Tensor]]:
     """Yield noise, each piece with its place."""
+    piece = _PIECE if out.device.type == "cpu" else _GPU_PIECE
     dtype = torch.promote_types(out.dtype, torch.float32)
     noise = torch.empty(min(piece, out.numel()), dtype=dtype, device=out.device)
     for generator, start, end in chunks:
         for begin in range(start, end, piece):
-            num = min(piece, end - begin)
-            # What `normal_` draws depends on how much at once, so that is always the same.
-            for part in noise[:num].split(min(piece, _PIECE) if out.is_cpu else piece):
-                part.normal_(0.0, std, generator=generator)
-            yield slice(begin, begin + num), noise[:num].to(out.dtype)
+            place = slice(begin, min(begin + piece, end))
+            part = noise[: place.stop - begin].normal_(0.0, std, generator=generator)
+            yield place, part.to(out.dtype)
 
 
 # --- threads -------------------------------------------------------------------------------------
@@ -306,7 +305,8 @@ def _normals(
 def _share(out: Tensor, seed: int, write: Callable[[_Chunks, int], None]) -> None:
     """Have `write` write all chunks, by as many threads as torch has (See Rules 3 and 4).
 
-    `write` is given the chunks and how many entries an operator may work on.
+    `write` is given chunks, and how many entries to draw at once: with others around, as many as
+    it can, to meet them less often.
     """
     numel, device = out.numel(), out.device
     if device.type == "meta":
@@ -316,54 +316,36 @@ def _share(out: Tensor, seed: int, write: Callable[[_Chunks, int], None]) -> Non
         return
     queue = deque(range(-(-numel // _CHUNK)))
     num_threads = min(torch.get_num_threads(), len(queue) // 2)
+    if num_threads <= 1:
+        write(_taken(queue, numel, seed, own_generator(device, 0)), _PIECE)
+        return
     errors: list[BaseException] = []
     is_inference, is_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def work(generator: torch.Generator) -> None:
         try:
-            piece = _CHUNK if _shares_no_operators() else _PIECE
             with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
-                write(_taken(queue, numel, seed, generator), piece)
+                write(_taken(queue, numel, seed, generator), _CHUNK)
         except BaseException as error:  # noqa: BLE001  # See Rule 4
             errors.append(error)
 
+    others = [
+        threading.Thread(target=work, args=(own_generator(device, 0),), name="recoup-draws")
+        for _ in range(num_threads - 1)
+    ]
     started: list[threading.Thread] = []
     try:
-        if num_threads > 1:
-            with suppress(RuntimeError):  # If no more threads can be started, fewer do the work.
-                for _ in range(num_threads):
-                    generator = own_generator(device, 0)
-                    thread = threading.Thread(target=work, args=(generator,), name="recoup-draws")
-                    thread.start()
-                    started.append(thread)
-        if not started:
-            write(_taken(queue, numel, seed, own_generator(device, 0)), _PIECE)
-        for thread in started:
-            thread.join()
+        with suppress(RuntimeError):  # If no more threads can be started, fewer do the work.
+            for thread in others:
+                thread.start()
+                started.append(thread)
+        work(own_generator(device, 0))
     finally:
         queue.clear()
         for thread in started:
             thread.join()
     if errors:
         raise errors[0]
-
-
-def _shares_no_operators() -> bool:
-    """Have this thread run operators alone; whether that can be done (See Rule 3)."""
-    torch.get_num_threads()  # gives a new thread its number, which is then ours to change
-    set_num_threads = _openmp()
-    if set_num_threads is not None:
-        set_num_threads(1)
-    return torch.get_num_threads() == 1
-
-
-@functools.cache
-def _openmp() -> Callable[[int], None] | None:
-    """Return what sets how many threads OpenMP, as torch has loaded it, gives to this thread."""
-    try:
-        return ctypes.CDLL(sys.modules["torch._C"].__file__).omp_set_num_threads
-    except (OSError, AttributeError):
-        return None
 
 
 def _taken(queue: deque[int], numel: int, seed: int, generator: torch.Generator) -> _Chunks:
