@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,13 +30,15 @@ __all__ = ["looked_at", "own_generator"]
 
 _NOTHING = nullcontext()
 _own: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
+_own_lock = threading.Lock()
 _seen: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
 
 
 def own_generator(device: torch.device, seed: int) -> torch.Generator:
     """Return a generator of `seed`, which a region has written down (See Rule 3)."""
     generator = torch.Generator(device).manual_seed(seed)
-    _own.add(generator)
+    with _own_lock:  # threads of a draw make them, too
+        _own.add(generator)
     return generator
 
 
@@ -97,7 +100,8 @@ class _Generators(TorchDispatchMode):
 
     def _is_known(self, generator: torch.Generator) -> bool:
         address = _address(generator)
-        return address in self._known or any(address == _address(mine) for mine in _own)
+        with _own_lock:
+            return address in self._known or any(address == _address(mine) for mine in _own)
 
 
 def _address(generator: Any) -> int:
