@@ -254,7 +254,8 @@ class _Run:
         return result
 
     def _make_region(self, index: int) -> Region:
-        return Region(self._stages[index].name, partial(self._demand, index), self._lock)
+        way = "invert" if index in self._plan.inverted else "recompute"
+        return Region(self._stages[index].name, partial(self._demand, index), self._lock, way)
 
     def as_value(self, place: int, value: Tensor, given: set[int]) -> Tensor:
         """Return a tensor of the last state as a value, unless it is kept anyway (Rule 6)."""

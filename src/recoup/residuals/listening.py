@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-__all__ = ["Listener", "here"]
+__all__ = ["Listener", "Way", "here"]
+
+Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
 
 
 class Listener(Protocol):
     """What wants to be told."""
 
-    def told(self, tensor: Tensor, slot: Any) -> None:
+    def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Take note that autograd holds `slot` in the place of `tensor`."""
         ...
 

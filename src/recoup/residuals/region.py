@@ -37,7 +37,7 @@ from recoup.residuals.hooks import (
     storage_of,
     version_of,
 )
-from recoup.residuals.listening import here
+from recoup.residuals.listening import Way, here
 
 __all__ = ["Region", "Slot", "Untaped"]
 
@@ -64,12 +64,25 @@ class Region:
         name: what errors call it.
         fill: called when a slot is asked for and empty; must run the call again under `filling`.
         lock: taken while the region is filled; regions with one owner share one.
+        way: what a census calls it, "recompute" or "invert".
     """
 
-    __slots__ = ("__weakref__", "_beneath", "_fill", "_is_recorded", "_lock", "_slots", "name")
+    __slots__ = (
+        "__weakref__",
+        "_beneath",
+        "_fill",
+        "_is_recorded",
+        "_lock",
+        "_slots",
+        "name",
+        "way",
+    )
 
-    def __init__(self, name: str, fill: Callable[[], None], lock: threading.RLock) -> None:
+    def __init__(
+        self, name: str, fill: Callable[[], None], lock: threading.RLock, way: Way = "recompute"
+    ) -> None:
         self.name = name
+        self.way: Way = way
         self._fill = fill
         self._lock = lock
         self._slots: list[weakref.ref[Slot]] = []
@@ -96,7 +109,7 @@ class Region:
         slot = Slot(self, tensor)
         self._slots.append(weakref.ref(slot))
         if here.listener is not None:
-            here.listener.told(tensor, slot)
+            here.listener.told(tensor, slot, self.way)
         return slot
 
 

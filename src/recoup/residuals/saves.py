@@ -32,10 +32,10 @@ from torch.overrides import TorchFunctionMode
 from recoup.residuals.compiler import is_loaded, never_compiled
 from recoup.residuals.held import Held
 from recoup.residuals.hooks import Kept, Pair, pair_in_force, saving
-from recoup.residuals.listening import here
+from recoup.residuals.listening import Way, here
 from recoup.residuals.running import Place, Running, named
 from recoup.residuals.tokens import Tokens
-from recoup.residuals.ways import Way, way_beneath, way_of_slot
+from recoup.residuals.ways import way_beneath
 
 __all__ = ["Save", "saves_of"]
 
@@ -183,10 +183,10 @@ class _Watch(TorchFunctionMode):
                 self._note(tensor, packed, way, counted)
         return packed
 
-    def told(self, tensor: Tensor, slot: Any) -> None:
+    def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Take note that autograd holds `slot` in the place of `tensor`."""
         with _plainly():
-            self._note(tensor, slot, way_of_slot(slot), [tensor])
+            self._note(tensor, slot, way, [tensor])
 
     def _note(self, tensor: Tensor, held: Any, way: Way, counted: list[Tensor]) -> None:
         of_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

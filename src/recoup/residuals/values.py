@@ -26,7 +26,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from recoup.residuals.hooks import (
     saving,
     version_of,
 )
-from recoup.residuals.listening import here
+from recoup.residuals.listening import Way, here
 
 __all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]
 
@@ -70,6 +70,8 @@ class Source:
         "_witness",
         "name",
     )
+
+    way: ClassVar[Way] = "recompute"
 
     def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
         self.name = name
@@ -117,7 +119,7 @@ class Source:
         slot = _Slot(self, tensor, cast)
         self._slots.append(weakref.ref(slot))
         if here.listener is not None:
-            here.listener.told(tensor, slot)
+            here.listener.told(tensor, slot, self.way)
         return slot
 
     def _get(self, slot: _Slot) -> Tensor:

@@ -1,34 +1,19 @@
-"""In which way a saved tensor is had again, told by what autograd holds in its place."""
+"""What hooks of others do with a saved tensor, told by what they give to autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor
 
-from recoup.residuals.executor import _Run
 from recoup.residuals.hooks import Pair
-from recoup.residuals.region import Slot
+from recoup.residuals.listening import Way
 from recoup.residuals.tokens import parts_of
 
-__all__ = ["Way", "way_beneath", "way_of_slot"]
+__all__ = ["way_beneath"]
 
-Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
-_ROOM = __name__.rpartition(".")[0]
 _DEEPEST = 3
-
-
-def way_of_slot(slot: Any) -> Way:
-    """Return what fills a slot of ours, of a region or of a value."""
-    if not isinstance(slot, Slot):
-        # This room makes a value by running again what made it; others do by a seed.
-        room = type(slot._source).__module__.rpartition(".")[0]
-        return "recompute" if room == _ROOM else "regenerate"
-    fill: Any = slot.region._fill
-    run = getattr(getattr(fill, "func", None), "__self__", None)
-    is_inverted = isinstance(run, _Run) and fill.args[0] in run._plan.inverted
-    return "invert" if is_inverted else "recompute"
 
 
 def way_beneath(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]:

@@ -196,6 +196,8 @@ class _Weight(Source):
 
     __slots__ = ("_drawn", "_operands", "_raw")
 
+    way = "regenerate"
+
     def __init__(self, name: str, raw: Tensor, operands: list[Operands], drawn: Resolution) -> None:
         super().__init__(name)
         self._raw = Kept(raw, name, None)
