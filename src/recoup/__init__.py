@@ -10,12 +10,14 @@ from __future__ import annotations
 # `residuals` is the census of that name; the package that it hides is nobody's business but ours.
 from recoup import errors, flows, invertible, schedules, weights
 from recoup.checkpoint import Sequential, checkpoint, recompute, recomputing
+from recoup.gradients import GradStore, step
 from recoup.memory import curve, measure, residuals
 from recoup.weights import weight_dropout, weight_noise, weight_norm
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradStore",
     "Sequential",
     "__version__",
     "checkpoint",
@@ -28,6 +30,7 @@ __all__ = [
     "recomputing",
     "residuals",
     "schedules",
+    "step",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["ChangedError", "NotInvertibleError", "RecoupError", "ReplayError", "ScheduleError"]
+__all__ = [
+    "ChangedError",
+    "GradientError",
+    "NotInvertibleError",
+    "RecoupError",
+    "ReplayError",
+    "ScheduleError",
+]
 
 
 class RecoupError(RuntimeError):
@@ -23,3 +30,7 @@ class NotInvertibleError(RecoupError, ValueError):
 
 class ScheduleError(RecoupError, ValueError):
     """A schedule asks for an action that is impossible where it stands."""
+
+
+class GradientError(RecoupError):
+    """Gradients could not be collected, merged or applied as they should be."""

@@ -13,6 +13,7 @@ import pytest
 import recoup
 
 PUBLIC = {
+    "GradStore",
     "Sequential",
     "__version__",
     "checkpoint",
@@ -25,6 +26,7 @@ PUBLIC = {
     "recomputing",
     "residuals",
     "schedules",
+    "step",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

@@ -1,0 +1,8 @@
+"""Gradients as values: collected, summed, compared, and applied in one optimizer step."""
+
+from __future__ import annotations
+
+from recoup.gradients.stepping import step
+from recoup.gradients.store import GradStore
+
+__all__ = ["GradStore", "step"]

@@ -1,0 +1,72 @@
+"""Numbers of gradients that are spread over tensors of any layout, type and device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from recoup.gradients.merging import is_sharded
+
+__all__ = ["are_finite", "dot", "norm", "whole"]
+
+
+def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
+    """Return the norm of all entries together; of no gradient it is zero.
+
+    Args:
+        gradients: dense ones, and sparse ones that are coalesced.
+        order: order of the norm.
+    """
+    plain: list[Tensor] = []
+    sharded: list[Tensor] = []
+    for gradient in gradients:
+        value = _values(gradient.detach())
+        (sharded if is_sharded(value) else plain).append(value)
+    totals = [whole(get_total_norm(each, norm_type=order)) for each in (plain, sharded) if each]
+    return get_total_norm(totals, norm_type=order) if totals else torch.zeros(())
+
+
+def dot(ones: Mapping[Tensor, Tensor], others: Mapping[Tensor, Tensor]) -> Tensor:
+    """Return the sum of products of all entries; of complex ones, its real part."""
+    total: Tensor | None = None
+    for target, one in ones.items():
+        other = others.get(target)
+        if other is not None:
+            product = _dot(one, other.to(one.device))
+            total = product if total is None else total + product.to(total.device)
+    return torch.zeros(()) if total is None else total
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
+    one, other = one.to(dtype), other.to(dtype)
+    if one.is_sparse or other.is_sparse:
+        product = one.conj() * other if one.is_sparse else other * one.conj()
+        total = _values(product.coalesce()).sum()
+    elif is_sharded(one):
+        total = whole((one.conj() * other).sum())
+    else:
+        total = torch.vdot(one.flatten(), other.flatten())
+    return total.real if total.is_complex() else total
+
+
+def are_finite(gradients: Iterable[Tensor]) -> Tensor:
+    """Return whether no entry is infinite or NaN, as a tensor: nothing waits for the device."""
+    found: Tensor | None = None
+    for gradient in gradients:
+        is_finite = whole(_values(gradient).isfinite().all())
+        found = is_finite if found is None else found & is_finite.to(found.device)
+    return torch.tensor(True) if found is None else found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that every process has all of."""
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

@@ -1,0 +1,295 @@
+"""Running a backward whose gradients end in a store, and nowhere else.
+
+NOTE [ Where gradients go ]
+
+Rule 1. Autograd sums into `.grad`, in place. So for a backward, `.grad` of each target is what the
+        store holds of it, and a buffer of the size of the parameters is all that a sum takes.
+        Whatever was in `.grad`, and in `grad_dtype`, is put back as it was, the same object.
+Rule 2. Where `.grad` is not what autograd sums into (`create_graph`, tensors inside the graph), and
+        where somebody waits for it (post-accumulate hooks), gradients are asked for by
+        `torch.autograd.grad` and summed here.
+Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a plain backward, which
+        accumulates in all leaves; those that are no targets get their `.grad` back.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from recoup.errors import GradientError
+from recoup.gradients.entries import Entries
+from recoup.gradients.lent import Lent
+from recoup.gradients.merging import is_sharded, said
+from recoup.residuals.graph import ends_of
+
+__all__ = ["Backward", "Mode", "collect", "collecting", "mode_for"]
+
+Mode = Literal["auto", "accumulate", "grad", "harvest", "stream"]
+_MODES = ("auto", "accumulate", "grad", "harvest", "stream")
+
+
+class Backward(NamedTuple):
+    """What is to be reversed.
+
+    Args:
+        outputs: where it begins.
+        grad_outputs: the gradients there, or None for the scalars.
+        targets: whose gradients are collected; each requires grad, and is here once.
+        inputs: whose gradients are returned.
+        retain_graph: as for ``torch.autograd.backward``.
+        create_graph: likewise.
+    """
+
+    outputs: Sequence[Tensor]
+    grad_outputs: Sequence[Tensor | None] | None
+    targets: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    retain_graph: bool | None
+    create_graph: bool
+
+    def run(self, inputs: Sequence[Tensor] | None) -> None:
+        """Accumulate in `.grad` of `inputs`, or of all leaves."""
+        torch.autograd.backward(
+            self.outputs,
+            self.grad_outputs,
+            retain_graph=self.retain_graph,
+            create_graph=self.create_graph,
+            inputs=inputs,
+        )
+
+
+# -- which mode ------------------------------------------------------------------------------------
+
+
+def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
+    """Return the mode that "auto" means, or raise if `mode` cannot do it."""
+    if mode not in _MODES:
+        raise ValueError(f"`mode` is {mode!r}, but must be one of {', '.join(_MODES)}.")
+    everything = [*backward.targets, *backward.inputs]
+    reason = _why_not_in_grad(backward, everything)
+    if mode == "auto":
+        return _auto(backward, everything, entries, reason)
+    if mode != "grad" and reason is not None:
+        raise GradientError(f'`mode` is "{mode}", but {reason}. Use mode="grad".')
+    if mode in ("grad", "stream"):
+        _check_is_not_reduced(mode, everything)
+    if mode != "harvest" and any(map(is_sharded, everything)):
+        raise GradientError(
+            f'`mode` is "{mode}", but a target is a DTensor, whose gradient FSDP2 delivers in a '
+            'plain backward only. Use mode="harvest".'
+        )
+    if mode in ("accumulate", "stream") and ends_of(backward.outputs).hides_leaves:
+        raise GradientError(
+            f'`mode` is "{mode}", but the graph holds a checkpoint of the reentrant kind, which '
+            'delivers gradients in a plain backward only. Use mode="harvest", or '
+            "use_reentrant=False."
+        )
+    return mode
+
+
+def _auto(
+    backward: Backward,
+    everything: Sequence[Tensor],
+    entries: Entries,
+    reason: str | None,
+) -> Mode:
+    if reason is not None:
+        if any(map(is_sharded, everything)):
+            raise GradientError(
+                f"{reason[0].upper()}{reason[1:]}, and a target is a DTensor, whose gradient FSDP2 "
+                "delivers in a plain backward only. Take one of the two away."
+            )
+        _check_is_not_reduced("grad", everything)
+        return "grad"
+    is_plain = _is_distributed() or any(map(is_sharded, everything))
+    if is_plain or ends_of(backward.outputs).hides_leaves:
+        return "harvest"
+    if any(map(entries.is_elsewhere, backward.targets)):
+        return "stream"
+    return "accumulate"
+
+
+def _why_not_in_grad(backward: Backward, everything: Sequence[Tensor]) -> str | None:
+    """Return why `.grad` cannot be lent, if it cannot (See Rule 2)."""
+    if backward.create_graph:
+        return "`create_graph` asks for gradients with a graph, which cannot be summed in place"
+    for target in everything:
+        if not target.is_leaf:
+            return f"{said(target)} is no leaf, and autograd does not accumulate in it"
+        if getattr(target, "_post_accumulate_grad_hooks", None):
+            return (
+                f"{said(target)} has a post-accumulate hook, which would take what is collected "
+                "for its own"
+            )
+        if Lent.is_lent_elsewhere(target):
+            return f"another thread is collecting the gradient of {said(target)}"
+    return None
+
+
+def _is_distributed() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def _check_is_not_reduced(mode: str, everything: Iterable[Tensor]) -> None:
+    """Raise if a DistributedDataParallel would not reduce what this mode delivers."""
+    if not _is_distributed():
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    targets = set(everything)
+    # It leaves no mark on its parameters, so it is looked for; only where there are processes.
+    for found in gc.get_objects():
+        if not isinstance(found, DistributedDataParallel) or not found.require_backward_grad_sync:
+            continue
+        if not targets.isdisjoint(found.parameters()):
+            raise GradientError(
+                f'Mode "{mode}" gives the gradients of this process alone, but the parameters '
+                'belong to a DistributedDataParallel. Use mode="harvest"; or run forward and '
+                "backward in its `no_sync()`, and call `all_reduce_` on the store."
+            )
+
+
+# -- the modes -------------------------------------------------------------------------------------
+
+
+def collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
+    """Run `backward`, and add what it gives to `entries`.
+
+    Returns:
+        The gradients of its inputs, and the number of targets that got one.
+    """
+    match mode:
+        case "grad":
+            return _by_grad(backward, entries)
+        case "stream":
+            return _by_stream(backward, entries)
+        case _:
+            return _by_lending(backward, entries, is_plain=mode == "harvest")
+
+
+@contextmanager
+def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[int]]:
+    """Collect what any backward within accumulates in `.grad` of the targets.
+
+    Yields:
+        A list, to which the number of targets that got a gradient is added at the end.
+    """
+    is_plain = _is_distributed() or any(map(is_sharded, targets))
+    num_received: list[int] = []
+    with _lent(targets, entries, is_plain=is_plain) as lent:
+        yield num_received
+        lost = lent.lost()
+        if lost:
+            entries.num_changes += 1
+            raise GradientError(
+                f"Within `collecting`, `.grad` of {said(lost[0])} was set to None (by `zero_grad`, "
+                "for instance), and with it what the store held. Leave `.grad` alone in there."
+            )
+        num_received.append(_take(lent, targets, entries))
+
+
+def _by_grad(backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
+    wanted = [*backward.targets, *backward.inputs]
+    found: list[Tensor | None] = list(
+        torch.autograd.grad(
+            backward.outputs,
+            wanted,
+            backward.grad_outputs,
+            retain_graph=backward.retain_graph,
+            create_graph=backward.create_graph,
+            allow_unused=True,
+        )
+    )
+    num_received = 0
+    for place, target in enumerate(backward.targets):
+        gradient, found[place] = found[place], None
+        if gradient is not None:
+            num_received += 1
+            if not gradient.requires_grad:
+                # Whoever else holds the object (it may be here twice) shares our memory now.
+                gradient = gradient.detach()
+            entries.add(target, gradient)
+        del gradient
+    return found[len(backward.targets) :], num_received
+
+
+def _by_stream(backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
+    received: set[Tensor] = set()
+
+    def take(target: Tensor) -> None:
+        gradient, target.grad = target.grad, None
+        if gradient is not None:
+            received.add(target)
+            entries.add(target, gradient)
+
+    wanted = [*backward.targets, *backward.inputs]
+    with Lent(dict.fromkeys(wanted, (None, None))) as lent, ExitStack() as hooks:
+        for target in backward.targets:
+            handle = cast("Any", target).register_post_accumulate_grad_hook(take)
+            hooks.callback(handle.remove)
+        backward.run(wanted)
+        return _taken(lent, backward.inputs), len(received)
+
+
+def _by_lending(
+    backward: Backward, entries: Entries, *, is_plain: bool
+) -> tuple[list[Tensor | None], int]:
+    others = list(backward.inputs)
+    if is_plain:
+        others += ends_of(backward.outputs).leaves  # See Rule 3
+    with _lent(backward.targets, entries, others, is_plain=is_plain) as lent:
+        backward.run(None if is_plain else [*backward.targets, *backward.inputs])
+        num_received = _take(lent, backward.targets, entries)
+        return _taken(lent, backward.inputs), num_received
+
+
+@contextmanager
+def _lent(
+    targets: Sequence[Tensor], entries: Entries, others: Sequence[Tensor] = (), *, is_plain: bool
+) -> Generator[Lent]:
+    """Lend `.grad` of the targets to `entries`, and put that of the others away."""
+    lending: dict[Tensor, tuple[Tensor | None, torch.dtype | None]] = {}
+    for target in targets:
+        # A reducer has buffers in the type of the parameter.
+        dtype = target.grad_dtype if is_plain else entries.dtype_of(target)
+        gradient = entries.lendable(target)
+        is_same = gradient is not None and gradient.dtype is dtype
+        lending[target] = (gradient if is_same else None, None if is_plain else dtype)
+    for other in others:
+        lending.setdefault(other, (None, None))
+    with Lent(lending) as lent:
+        try:
+            yield lent
+        except BaseException:
+            entries.num_changes += len(lent.changed())
+            raise
+
+
+def _take(lent: Lent, targets: Iterable[Tensor], entries: Entries) -> int:
+    received = set(lent.received())
+    num_received = 0
+    for target in targets:
+        if target not in received:
+            continue
+        num_received += 1
+        gradient = cast("Tensor", lent.take(target))
+        if not lent.has_lent(target):
+            entries.add(target, gradient)
+        elif gradient is not entries.gradients[target]:
+            entries.put(target, gradient)
+    return num_received
+
+
+def _taken(lent: Lent, inputs: Iterable[Tensor]) -> list[Tensor | None]:
+    return [lent.take(each) for each in inputs]

@@ -1,0 +1,252 @@
+"""Owned gradients by their targets, and whether they may still be relied on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup.errors import GradientError
+from recoup.gradients.applying import parameters_of
+from recoup.gradients.entries import Entries
+from recoup.gradients.merging import as_dense, said
+
+__all__ = ["UNSCALED", "Container", "device_of", "scaled_by", "tensors_in"]
+
+UNSCALED = "unscaled"
+
+
+class Container(Mapping[Tensor, Tensor]):
+    """A mapping from tensors, told apart by identity, to their gradients."""
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"`dtype` is {dtype}, but must be a floating-point type.")
+        self.params: tuple[Tensor, ...] = tensors_in("params", () if params is None else params)
+        self.weight = 0.0
+        self._entries = Entries(dtype, None if device is None else device_of(device))
+        self._scale: float | str | None = None
+        self._damage: str | None = None
+
+    @contextmanager
+    def _guarded(self) -> Generator[None]:
+        """Write down whether what was there has changed when something goes wrong within."""
+        before = dict(self._entries.gradients)
+        num_changes = self._entries.num_changes
+        try:
+            yield
+        except BaseException as error:
+            if self._entries.num_changes != num_changes:
+                if before:
+                    self._damage = f"{type(error).__name__}: {error}"
+                else:
+                    self._entries.gradients.clear()  # as empty as it was
+            raise
+
+    def _check_is_whole(self) -> None:
+        if self._damage is not None:
+            raise GradientError(
+                "The store holds a part of a gradient, since a call failed half way "
+                f"({self._damage}). Call `clear()`, and collect anew."
+            )
+
+    def _check_received(self, num_received: int, num_targets: int) -> None:
+        if num_received == 0 and num_targets > 0:
+            raise GradientError(
+                f"None of the {num_targets} targets got a gradient. Are they what `outputs` was "
+                "made from, and not copies? If it is right, say allow_empty=True."
+            )
+
+    def _check_scale(self, scale: float | str | None, who: str) -> None:
+        if self._entries.gradients and scale != self._scale:
+            raise GradientError(
+                f"{who} brings gradients that are {scaled_by(scale)}, and the store holds such "
+                f"that are {scaled_by(self._scale)}. Collect all with one scale, and call "
+                "`unscale_` once, at the end."
+            )
+
+    # -- a mapping -------------------------------------------------------------------------
+
+    def __getitem__(self, target: Tensor) -> Tensor:
+        self._check_is_whole()
+        return self._entries.gradients[target]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._entries.gradients)
+
+    def __len__(self) -> int:
+        return len(self._entries.gradients)
+
+    def __contains__(self, target: object) -> bool:
+        return isinstance(target, Tensor) and target in self._entries.gradients
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        if self._damage is not None:
+            return f"GradStore(not usable: {self._damage})"
+        return f"GradStore({len(self)} gradients, {self.nbytes()} bytes, weight={self.weight:g})"
+
+    def add_(self, param: Tensor, grad: Tensor, *, alpha: float = 1.0, own: bool = False) -> Self:
+        """Add ``alpha * grad`` to the gradient of `param`.
+
+        Args:
+            param: the target.
+            grad: of its shape.
+            alpha: a factor.
+            own: whether the store may have `grad` itself rather than a copy.
+
+        Raises:
+            ValueError: `grad` cannot be a gradient of `param`.
+        """
+        self._check_is_whole()
+        with self._guarded():
+            self._entries.add(param, grad.detach(), alpha, is_ours=own)
+        return self
+
+    _NOTHING = object()
+
+    def pop(self, param: Tensor, default: Any = _NOTHING) -> Tensor:
+        """Take a gradient out."""
+        self._check_is_whole()
+        if default is Container._NOTHING:
+            return self._entries.gradients.pop(param)
+        return self._entries.gradients.pop(param, default)
+
+    def popitem(self) -> tuple[Tensor, Tensor]:
+        """Take out the gradient that came last, with its target."""
+        self._check_is_whole()
+        return self._entries.gradients.popitem()
+
+    def discard(self, param: Tensor) -> None:
+        """Drop a gradient, if there is one."""
+        self._entries.gradients.pop(param, None)
+
+    def clear(self) -> None:
+        """Drop everything; a store that a failed call has left unusable is usable again."""
+        self._entries.gradients.clear()
+        self.weight = 0.0
+        self._scale = None
+        self._damage = None
+
+    def clone(self) -> Self:
+        """Return a copy that shares nothing."""
+        return self._derived((each, gradient.clone()) for each, gradient in self.items())
+
+    __copy__ = clone
+
+    def filter(self, params: Iterable[Tensor]) -> Self:
+        """Return a copy of what belongs to `params`."""
+        wanted = set(tensors_in("params", params))
+        pairs = ((each, value.clone()) for each, value in self.items() if each in wanted)
+        return self._derived(pairs)
+
+    def split(self, *groups: Any) -> tuple[Self, ...]:
+        """Move the gradients into one store for each group, and be empty.
+
+        Args:
+            groups: optimizers, or tensors that belong together.
+
+        Raises:
+            GradientError: a gradient belongs to no group, or to two.
+        """
+        self._check_is_whole()
+        members = [set(parameters_of(group)) for group in groups]
+        for each in self:
+            num_members = sum(each in group for group in members)
+            if num_members != 1:
+                raise GradientError(
+                    f"{said(each).capitalize()} belongs to {num_members} of the {len(groups)} "
+                    "groups, and must belong to one. Name it in one of them, or `discard` it."
+                )
+        stores = tuple(
+            self._derived((each, value) for each, value in self.items() if each in group)
+            for group in members
+        )
+        self.clear()
+        return stores
+
+    def _derived(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Self:
+        self._check_is_whole()
+        store = type(self)(self.params, dtype=self._entries.dtype, device=self._entries.device)
+        store._entries.gradients.update(pairs)
+        store.weight, store._scale = self.weight, self._scale
+        return store
+
+    def detach_(self) -> Self:
+        """Cut the graphs that ``create_graph`` has left."""
+        return self._map(Tensor.detach)
+
+    def coalesce_(self) -> Self:
+        """Sum the entries that sparse gradients list twice."""
+        return self._map(lambda gradient: gradient.coalesce() if gradient.is_sparse else gradient)
+
+    def densify_(self) -> Self:
+        """Make sparse gradients dense, for an optimizer that does not take them."""
+        return self._map(as_dense)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the gradients; of a sharded one, of the part that is here."""
+        return sum(_num_bytes(gradient) for gradient in self._entries.gradients.values())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        self._check_is_whole()
+        with self._guarded():
+            for each, gradient in self._entries.gradients.items():
+                self._entries.num_changes += 1
+                self._entries.gradients[each] = function(gradient)
+        return self
+
+
+# -- arguments ---
+
+
+def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
+    """Return tensors once each, in their order, of tensors or pairs of name and tensor."""
+    if isinstance(given, Tensor | nn.Module):
+        way = "[tensor]" if isinstance(given, Tensor) else "module.parameters()"
+        raise ValueError(
+            f"`{argument}` is a {type(given).__name__}, but must be tensors: give {way}."
+        )
+    found: dict[Tensor, None] = {}
+    for each in cast("Iterable[Any]", given):
+        is_named = isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2
+        tensor = cast("object", each[1] if is_named else each)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"`{argument}` has a {type(tensor).__name__} in it, but must be "
+                "tensors, or pairs of name and tensor. Give model.parameters()."
+            )
+        found[tensor] = None
+    return tuple(found)
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """Return a device with its index, as those of tensors have one."""
+    return torch.empty(0, device=device).device
+
+
+def scaled_by(scale: float | str | None) -> str:
+    """Return what errors say of a scale."""
+    if scale is None:
+        return "as autograd made them"
+    return "unscaled" if scale == UNSCALED else f"scaled by {scale}"
+
+
+def _num_bytes(gradient: Tensor) -> int:
+    if gradient.is_sparse:
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return getattr(gradient, "_local_tensor", gradient).nbytes

@@ -1,0 +1,118 @@
+"""`.grad`, lent for a while.
+
+Whatever was in `.grad`, and in `grad_dtype`, is put back as it was, the same object. All threads
+see one `.grad`, so that of a tensor is lent to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from recoup.errors import GradientError
+from recoup.gradients.merging import said
+
+__all__ = ["Lent"]
+
+
+class Lent:
+    """`.grad` of some tensors, lent to a store for a while.
+
+    Args:
+        installed: what `.grad` of each is meanwhile, and in which type; a type of None leaves
+            `grad_dtype` as it is.
+    """
+
+    _lock = threading.Lock()
+    _holders: dict[int, list[int]] = {}  # noqa: RUF012 - of all threads, and guarded by the lock
+
+    def __init__(self, installed: dict[Tensor, tuple[Tensor | None, torch.dtype | None]]) -> None:
+        self._installed = installed
+        self._before: list[tuple[Tensor, Tensor | None, torch.dtype | None]] = []
+        self._versions: dict[Tensor, int] = {}
+
+    @classmethod
+    def is_lent_elsewhere(cls, target: Tensor) -> bool:
+        """Whether another thread holds `.grad` of `target`."""
+        with cls._lock:
+            holders = cls._holders.get(id(target), [])
+        return any(holder != threading.get_ident() for holder in holders)
+
+    def __enter__(self) -> Lent:
+        self._borrow()
+        try:
+            for target, (gradient, dtype) in self._installed.items():
+                self._before.append((target, target.grad, target.grad_dtype))
+                target.grad = None
+                if dtype is not None:
+                    target.grad_dtype = dtype
+                target.grad = gradient
+                if gradient is not None:
+                    self._versions[target] = gradient._version
+        except BaseException:
+            self._give_back()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
+
+    def _borrow(self) -> None:
+        me = threading.get_ident()
+        with self._lock:
+            for target in self._installed:
+                if any(holder != me for holder in self._holders.get(id(target), [])):
+                    raise GradientError(
+                        f"Another thread is collecting the gradient of {said(target)}, and there "
+                        'is one `.grad` for all. Use mode="grad", or take turns.'
+                    )
+            for target in self._installed:
+                self._holders.setdefault(id(target), []).append(me)
+
+    def _give_back(self) -> None:
+        for target, gradient, dtype in reversed(self._before):
+            target.grad = None
+            if target.grad_dtype is not dtype:
+                target.grad_dtype = dtype
+            target.grad = gradient
+        self._before = []
+        me = threading.get_ident()
+        with self._lock:
+            for target in self._installed:
+                holders = self._holders[id(target)]
+                holders.remove(me)
+                if not holders:
+                    del self._holders[id(target)]
+
+    def changed(self) -> list[Tensor]:
+        """Return the targets whose gradient in the store was changed in place so far."""
+        return [
+            target
+            for target, version in self._versions.items()
+            if cast("Tensor", self._installed[target][0])._version != version
+        ]
+
+    def lost(self) -> list[Tensor]:
+        """Return the targets whose gradient in the store was taken out of `.grad`."""
+        return [target for target in self._versions if target.grad is None]
+
+    def received(self) -> list[Tensor]:
+        """Return the targets that a gradient has come to."""
+        changed = set(self.changed())
+        return [
+            target
+            for target, (gradient, _) in self._installed.items()
+            if target in changed or (target.grad is not None and target.grad is not gradient)
+        ]
+
+    def has_lent(self, target: Tensor) -> bool:
+        """Whether the store's own gradient was in `.grad`."""
+        return target in self._versions
+
+    def take(self, target: Tensor) -> Tensor | None:
+        """Take the gradient out of `.grad`."""
+        gradient, target.grad = target.grad, None
+        return gradient

@@ -1,0 +1,107 @@
+"""Adding one gradient to another, whatever their layouts.
+
+NOTE [ Owned gradients ]
+
+Rule 1. A gradient in a store belongs to it alone, so sums are made in place. What comes from
+        elsewhere is adopted only if nothing else looks at its memory (`residuals.ownership`).
+Rule 2. A gradient with a graph (`create_graph`) is never changed in place: the graph needs it.
+Rule 3. Sums of sparse gradients list entries twice, and grow with each. They are coalesced when
+        they list more than `_MOST_TWICE` of the rows, and made dense when they are no smaller.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_dense", "check_fits", "is_sharded", "merged", "said", "scaled"]
+
+_MOST_TWICE = 0.5
+
+
+def said(tensor: Tensor) -> str:
+    """Return what errors call a tensor that has no name."""
+    return f"a tensor of shape {tuple(tensor.shape)}"
+
+
+def check_fits(gradient: Tensor, target: Tensor, name: str) -> None:
+    """Raise if `gradient` cannot be a gradient of `target`."""
+    if gradient.shape != target.shape:
+        raise ValueError(
+            f"The gradient of {name} has shape {tuple(gradient.shape)}, and {name} has "
+            f"{tuple(target.shape)}. Give one of the same shape."
+        )
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        raise ValueError(
+            f"The gradient of {name} has the layout {gradient.layout}, which cannot be summed in "
+            "place. Give a dense one, or a sparse one in COO layout."
+        )
+    if is_sharded(gradient) != is_sharded(target):
+        raise ValueError(
+            f"The gradient of {name} is {_kind(gradient)} and {name} is {_kind(target)}. A mixture "
+            "would drop a sum over the processes in silence: give both as they are in the model."
+        )
+    if _placements(gradient) != _placements(target):
+        raise ValueError(
+            f"The gradient of {name} is placed as {_placements(gradient)} and {name} as "
+            f"{_placements(target)}. Redistribute it first."
+        )
+    if gradient.is_complex() and not target.is_complex():
+        raise ValueError(f"The gradient of {name} is complex, and {name} is real. Give a real one.")
+
+
+def merged(into: Tensor | None, gradient: Tensor, alpha: float = 1.0) -> Tensor:
+    """Return ``into + alpha * gradient``, made in place where that can be (See Rules 1 and 2).
+
+    Args:
+        into: an owned gradient, or None for zero.
+        gradient: an owned gradient if `into` is None or sparse; it may be changed, then.
+        alpha: a factor.
+    """
+    if into is None:
+        return gradient if alpha == 1 else scaled(gradient, alpha)
+    if into.requires_grad or gradient.requires_grad:
+        return torch.add(into, gradient, alpha=alpha)
+    if not into.is_sparse:
+        return into.add_(gradient, alpha=alpha)
+    if not gradient.is_sparse:
+        return scaled(gradient, alpha).add_(into)
+    return _tidied(torch.add(into, gradient, alpha=alpha))
+
+
+def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
+    """Return an owned gradient times a number, in place where that can be."""
+    if gradient.requires_grad:
+        return gradient * factor
+    values = gradient._values() if gradient.is_sparse else gradient
+    values.mul_(factor.to(values.device) if isinstance(factor, Tensor) else factor)
+    return gradient
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    """Return a gradient with all of its entries."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _tidied(gradient: Tensor) -> Tensor:
+    """Coalesce a sparse gradient, or make it dense, if it has grown (See Rule 3)."""
+    num_rows = 1
+    for size in gradient.shape[: gradient.sparse_dim()]:
+        num_rows *= size
+    if gradient._nnz() <= _MOST_TWICE * num_rows:
+        return gradient
+    gradient = gradient.coalesce()
+    return gradient.to_dense() if gradient._nnz() > _MOST_TWICE * num_rows else gradient
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor, one part of which is in this process."""
+    return hasattr(tensor, "placements")
+
+
+def _placements(tensor: Tensor) -> object:
+    return getattr(tensor, "placements", None)
+
+
+def _kind(tensor: Tensor) -> str:
+    return "a DTensor" if is_sharded(tensor) else "a plain tensor"

@@ -1,0 +1,263 @@
+"""Gradients as values, owned by a store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.errors import GradientError
+from recoup.gradients.collecting import Backward, Mode, collect, collecting, mode_for
+from recoup.gradients.container import tensors_in
+from recoup.gradients.merging import said
+from recoup.gradients.stepping import Stepping
+from recoup.gradients.transfer import Transfer
+
+__all__ = ["GradStore"]
+
+
+class GradStore(Stepping, Transfer):
+    """The gradients of some tensors, as values that can be summed, compared and applied.
+
+    Kept: one gradient for each target that got one, in place from the second on: a store that
+    sums over any number of backwards is as large as the parameters. Backward pays nothing.
+    `.grad` of the targets, and of everything else, is left as it was.
+
+    A target without a gradient is absent, which is not the same as zero: an optimizer leaves it
+    alone. Keys are the tensors themselves, told apart by identity.
+
+    Args:
+        params: whose gradients are collected, as ``torch.optim`` takes them: tensors or pairs of
+            name and tensor. What does not require grad is left out. None for a store that others
+            are merged into.
+        dtype: what gradients are summed in. By default the type of each parameter (its
+            `grad_dtype` where that was set), and float32 for one of 16 bits.
+        device: where gradients are summed; by default where each parameter is. On another device
+            than the parameters, they leave one by one, as backward makes them.
+
+    Raises:
+        ValueError: `params` are not tensors, or `dtype` cannot hold gradients.
+
+    Example:
+        >>> import recoup, torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> store = recoup.GradStore(model.parameters())
+        >>> for _ in range(3):
+        ...     store.backward(model(torch.ones(5, 4)).square().mean())
+        >>> len(store), model.weight.grad
+        (2, None)
+        >>> norm = store.mean_().clip_norm_(1.0)
+        >>> store.step(optimizer)
+        >>> len(store)
+        0
+
+    Source: candle's GradStore, https://github.com/huggingface/candle/pull/1483.
+    """
+
+    # -- collecting ------------------------------------------------------------------------
+
+    @classmethod
+    def from_backward(
+        cls,
+        outputs: Tensor | Sequence[Tensor],
+        params: Iterable[Tensor],
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+        **kwargs: Any,
+    ) -> GradStore:
+        """Return the gradients of `outputs` in a store of their own; arguments as in `backward`."""
+        store = cls(params)
+        store.backward(outputs, grad_outputs, **kwargs)
+        return store
+
+    @classmethod
+    def from_grad(cls, params: Iterable[Tensor], *, take: bool = True) -> GradStore:
+        """Return what is in `.grad` of `params`.
+
+        Args:
+            params: the tensors.
+            take: whether `.grad` becomes None. If not, the gradients are copied.
+
+        Raises:
+            GradientError: none of them has a gradient.
+        """
+        store = cls(params)
+        for each in store.params:
+            gradient = each.grad
+            if gradient is not None:
+                if take:
+                    each.grad = None
+                gradient = gradient.detach()  # alone from now on, or shared with who holds it
+                store._entries.add(each, gradient, is_ours=take)
+        store._check_received(len(store._entries.gradients), len(store.params))
+        store.weight = 1.0
+        return store
+
+    def backward(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+        *,
+        params: Iterable[Tensor] | None = None,
+        inputs: Tensor | Iterable[Tensor] = (),
+        weight: float = 1.0,
+        scaler: Any = None,
+        mode: Mode = "auto",
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        allow_empty: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """Add the gradients of `outputs` to the store, in place.
+
+        ==============  ===========================================  ==============================
+        `mode`          how                                          peak for shared parameters
+        ==============  ===========================================  ==============================
+        "accumulate"    autograd sums into the store                 the store and one parameter
+        "grad"          ``torch.autograd.grad``, summed by us        twice the store
+        "harvest"       a plain backward: DDP, FSDP2, reentrant      the store and one parameter
+        "stream"        each gradient leaves as it is made           the store and one parameter
+        "auto"          the first of these that is right here
+        ==============  ===========================================  ==============================
+
+        Args:
+            outputs: where backward begins, usually a loss.
+            grad_outputs: the gradients there, of the shapes of `outputs`; may be left out for
+                scalars.
+            params: the targets of this call; by default those of the store.
+            inputs: other tensors whose gradients are wanted, and returned.
+            weight: what this call counts for in `mean_`: the gradient of a mean over n tokens is
+                multiplied by ``weight=n`` here, and divided by the sum of all weights there.
+            scaler: a ``torch.amp.GradScaler`` by which to scale `outputs`; the store remembers the
+                scale.
+            mode: as above.
+            retain_graph: as for ``torch.autograd.backward``.
+            create_graph: likewise; such gradients are summed out of place.
+            allow_empty: whether it is right that no target gets a gradient.
+
+        Returns:
+            The gradients of `inputs`; None for one that took no part.
+
+        Raises:
+            GradientError: no target got a gradient, or `mode` cannot deliver what it should; the
+                store is as before, or says from then on that it is not.
+            ValueError: an argument is not what it must be.
+        """
+        self._check_is_whole()
+        targets = self.params if params is None else tensors_in("params", params)
+        targets = tuple(each for each in targets if each.requires_grad)
+        wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
+        begin, seeds = _begun(outputs, grad_outputs, weight, scaler)
+        _check_targets(targets, wanted, has_params=bool(self.params) or params is not None)
+        backward = Backward(begin, seeds, targets, wanted, retain_graph, create_graph)
+        mode = mode_for(mode, backward, self._entries)
+        scale = None if scaler is None else float(scaler.get_scale())
+        self._check_scale(scale, "A backward")
+        with self._guarded():
+            found, num_received = collect(mode, backward, self._entries)
+            if not allow_empty:
+                self._check_received(num_received, len(targets))
+        self.weight += weight
+        self._scale = scale
+        return tuple(found)
+
+    @contextmanager
+    def collecting(
+        self, params: Iterable[Tensor] | None = None, *, allow_empty: bool = False
+    ) -> Generator[None]:
+        """Let every ``.backward()`` within add to the store; `.grad` is put back afterwards.
+
+        For code that calls backward itself: a trainer, an engine, a wrapper. Adds one to `weight`.
+
+        Args:
+            params: the targets; by default those of the store.
+            allow_empty: whether it is right that no target gets a gradient.
+
+        Raises:
+            GradientError: no target got a gradient, or `.grad` was cleared within.
+
+        Example:
+            >>> import recoup, torch
+            >>> model = torch.nn.Linear(4, 2)
+            >>> store = recoup.GradStore(model.parameters())
+            >>> with store.collecting():
+            ...     model(torch.ones(5, 4)).sum().backward()
+            >>> len(store), model.weight.grad
+            (2, None)
+        """
+        self._check_is_whole()
+        self._check_scale(None, "A backward")
+        targets = self.params if params is None else tensors_in("params", params)
+        targets = tuple(each for each in targets if each.requires_grad)
+        _check_targets(targets, (), has_params=bool(self.params) or params is not None)
+        with self._guarded():
+            with collecting(targets, self._entries) as num_received:
+                yield
+            if not allow_empty:
+                self._check_received(num_received[0], len(targets))
+        self.weight += 1.0
+
+
+# -- arguments ---
+
+
+def _check_targets(
+    targets: Sequence[Tensor], inputs: Sequence[Tensor], *, has_params: bool
+) -> None:
+    if not targets and not has_params:
+        raise ValueError(
+            "`params` is missing: the store was made without, so it must be said here whose "
+            "gradients to collect."
+        )
+    for each in inputs:
+        if not each.requires_grad:
+            raise ValueError(
+                f"`inputs` has {said(each)}, which does not require grad. Call `requires_grad_()` "
+                "on it before forward."
+            )
+        if each in set(targets):
+            raise ValueError(
+                f"{said(each).capitalize()} is in `params` and in `inputs`: name it once."
+            )
+
+
+def _begun(
+    outputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None,
+    weight: float,
+    scaler: Any,
+) -> tuple[list[Tensor], list[Tensor | None] | None]:
+    """Return where backward begins, with which gradients."""
+    if not (math.isfinite(weight) and weight > 0):
+        raise ValueError(
+            f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
+            "nothing is left out."
+        )
+    begin = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if not any(output.requires_grad for output in begin):
+        raise GradientError(
+            "`outputs` does not require grad: nothing that requires grad took part in it, or it "
+            "was detached."
+        )
+    seeds: list[Tensor | None] | None = None
+    if grad_outputs is not None:
+        given: list[Tensor | None]
+        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+        if len(given) != len(begin):
+            raise ValueError(
+                f"`grad_outputs` has {len(given)} gradients for {len(begin)} outputs. Give one for "
+                "each; None for a scalar."
+            )
+        seeds = given
+    if scaler is not None:
+        begin = [scaler.scale(output) for output in begin]
+    if weight != 1:
+        given = seeds or [None] * len(begin)
+        seeds = [
+            torch.full_like(output, weight) if seed is None else seed * weight
+            for output, seed in zip(begin, given, strict=True)
+        ]
+    return begin, seeds

@@ -1,0 +1,44 @@
+"""Whether a gradient is ours to change in place, and a copy of it where it is not."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+__all__ = ["owned"]
+
+_GRAPHS = "torch._inductor.cudagraph_trees"
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a copy if others see its memory or it is a piece of something larger.
+
+    What autograd delivers may be the gradient of another tensor too, a tensor that the caller gave
+    (or its indices, of a sparse one), one number expanded, a piece of the gradient of a
+    concatenation, or a buffer that a reducer or a captured graph writes to again.
+
+    Who else holds `tensor` itself cannot be seen: the caller must be the only one.
+    """
+    if tensor.layout is torch.sparse_coo:
+        # Each of these is a second view of the memory of the sparse tensor.
+        is_ours = _is_alone(tensor._indices(), 1) and _is_alone(tensor._values(), 1)
+    else:
+        local = getattr(tensor, "_local_tensor", None)  # of a DTensor
+        is_ours = _is_alone(tensor if local is None else local)
+    return tensor if is_ours else tensor.clone()
+
+
+def _is_alone(part: Tensor, num_others: int = 0) -> bool:
+    """Whether nothing but `part`, and so many others that are known, looks at its memory."""
+    if part.numel() == 0:
+        return True
+    storage = part.untyped_storage()
+    num_uses = cast("Any", torch._C)._storage_Use_Count(storage._cdata)
+    return (
+        num_uses == 2 + num_others  # `part`, and the object `storage`
+        and storage.nbytes() == part.numel() * part.element_size()
+        and not (part.is_cuda and _GRAPHS in sys.modules)
+    )
