@@ -26,6 +26,7 @@ PUBLIC = {
     "recomputing",
     "residuals",
     "schedules",
+    "segments_backward",
     "step",
     "weight_dropout",
     "weight_noise",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from recoup.gradients.segments import segments_backward
 from recoup.gradients.stepping import step
 from recoup.gradients.store import GradStore
 
-__all__ = ["GradStore", "step"]
+__all__ = ["GradStore", "segments_backward", "step"]

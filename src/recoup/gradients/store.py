@@ -48,7 +48,7 @@ class GradStore(Stepping, Transfer):
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> store = recoup.GradStore(model.parameters())
         >>> for _ in range(3):
-        ...     store.backward(model(torch.ones(5, 4)).square().mean())
+        ...     _ = store.backward(model(torch.ones(5, 4)).square().mean())
         >>> len(store), model.weight.grad
         (2, None)
         >>> norm = store.mean_().clip_norm_(1.0)

@@ -9,6 +9,7 @@ from recoup.schedules.binomial import binomial
 from recoup.schedules.constant import Way, constant
 from recoup.schedules.linear import linear
 from recoup.schedules.logarithmic import log
+from recoup.schedules.revolve import revolve
 from recoup.schedules.sqrt import sqrt
 
 __all__ = ["Memory", "schedule_for", "shown"]
@@ -25,7 +26,8 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
     """Return the schedule that `memory` means for a chain of `num_stages` stages.
 
     Args:
-        memory: "linear", "sqrt", "log", "constant", a number of slots, or a schedule.
+        memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, or a
+            schedule.
         num_stages: number of stages, at least 1.
         ways: how each stage gets its input back under "constant"; all inverted if None.
 
@@ -54,6 +56,8 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
     match memory:
         case "linear":
             return linear(num_stages)
+        case "inputs":
+            return revolve(num_stages, num_stages)
         case "sqrt":
             return sqrt(num_stages)
         case "log":
@@ -62,6 +66,6 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
             return constant(num_stages if ways is None else ways)
         case _:
             raise ValueError(
-                f'`memory` is {memory!r}, but must be "linear", "sqrt", "log", "constant", a '
-                "number of slots, or a Schedule."
+                f'`memory` is {memory!r}, but must be "linear", "inputs", "sqrt", "log", '
+                '"constant", a number of slots, or a Schedule.'
             )
