@@ -1,0 +1,371 @@
+"""segments_backward against one backward through the whole chain."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import ChangedError, GradientError, NotInvertibleError, ReplayError
+from recoup.invertible import AdditiveCoupling
+from tests.oracle import assert_same_tensor
+
+MEMORIES = ["inputs", "linear", "sqrt", "log", 1, 3, recoup.schedules.revolve(6, 2)]
+
+
+def block(dropout=0.0, norm=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)]
+    return nn.Sequential(*layers, *([nn.BatchNorm1d(6)] if norm else [])).to(dtype)
+
+
+def twice(cell):
+    return lambda x: cell(cell(x))
+
+
+def loss_fn(y):
+    return y.square().mean()
+
+
+def whole(segments, x, loss_fn=loss_fn):
+    for segment in segments:
+        x = segment(x)
+    return loss_fn(x)
+
+
+def in_segments(cell, segments, x, memory="inputs", loss_fn=loss_fn, **kwargs):
+    store = recoup.GradStore(cell.parameters())
+    loss = recoup.segments_backward(segments, x, loss_fn, store, memory=memory, **kwargs)
+    return store, loss
+
+
+def assert_same(store, cell, plain):
+    for got, want in zip(cell.parameters(), plain.parameters(), strict=True):
+        assert_same_tensor("gradient", store.get(got), want.grad)
+        assert got.grad is None
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+@pytest.mark.parametrize("wrap", [lambda cell: cell, twice], ids=["once", "twice"])
+def test_shared_segments_equal_one_backward(memory, wrap):
+    cell, x = block(dropout=0.3, norm=True), torch.randn(4, 6)
+    plain = copy.deepcopy(cell)
+    torch.manual_seed(1)
+    want = whole([wrap(plain)] * 6, x)
+    want.backward()
+    stream = torch.get_rng_state()
+    torch.manual_seed(1)
+    store, loss = in_segments(cell, [wrap(cell)] * 6, x, memory)
+    assert torch.equal(loss, want)
+    assert not loss.requires_grad
+    assert_same(store, cell, plain)
+    assert torch.equal(torch.get_rng_state(), stream)
+    for got, expected in zip(cell.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(got, expected)  # statistics are counted once
+
+
+OPTIMIZERS = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1),
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("memory", ["inputs", "sqrt"])
+def test_ten_steps_equal_ten_plain_steps(name, memory):
+    cell = block(dropout=0.2)
+    plain = copy.deepcopy(cell)
+    ours, theirs = (OPTIMIZERS[name](model.parameters()) for model in (cell, plain))
+    for step in range(10):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        torch.manual_seed(step)
+        theirs.zero_grad()
+        whole([plain] * 8, x).backward()
+        theirs.step()
+        torch.manual_seed(step)
+        store, _ = in_segments(cell, [cell] * 8, x, memory)
+        store.step(ours)
+    for got, want in zip(cell.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_step_for_each_segment_is_another_training():
+    """What a store is for: the loop of the candle thread, stepped too early."""
+    cell, x = block(dtype=torch.float64), torch.randn(4, 6).double()
+    start = copy.deepcopy(cell)
+    together = torch.optim.AdamW(cell.parameters(), lr=1e-2)
+    for _ in range(5):
+        in_segments(cell, [cell] * 8, x)[0].step(together)
+    other = copy.deepcopy(start)
+    apart = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    for _ in range(5):
+        inputs = [x]
+        for _ in range(7):
+            inputs.append(other(inputs[-1]).detach())
+        y = other(inputs[-1].requires_grad_())
+        outputs, gradient = loss_fn(y), None
+        for given in reversed(inputs):
+            store = recoup.GradStore(other.parameters())
+            given.requires_grad_()
+            outputs = loss_fn(other(given)) if gradient is None else other(given)
+            (gradient,) = store.backward(outputs, gradient, inputs=given)
+            store.step(apart)
+    worst = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(cell.parameters(), other.parameters(), strict=True)
+    )
+    assert worst > 1e-3
+
+
+def test_the_loop_by_hand_sums_to_the_same():
+    cell, x = block(), torch.randn(4, 6)
+    want, _ = in_segments(cell, [cell] * 5, x)
+    inputs = [x]
+    for _ in range(4):
+        inputs.append(cell(inputs[-1]).detach())
+    store, gradient = recoup.GradStore(cell.parameters()), None
+    for given in reversed(inputs):
+        y = cell(given.requires_grad_())
+        outputs = loss_fn(y) if gradient is None else y
+        (gradient,) = store.backward(outputs, gradient, inputs=given)
+    for each in cell.parameters():
+        assert torch.equal(store[each], want[each])
+
+
+def test_no_parameter_changes_before_the_step():
+    cell = block()
+    before = [each.clone() for each in cell.parameters()]
+    versions = [each._version for each in cell.parameters()]
+    in_segments(cell, [cell] * 4, torch.randn(2, 6))
+    assert [each._version for each in cell.parameters()] == versions
+    assert all(map(torch.equal, cell.parameters(), before))
+
+
+def test_distinct_mixed_and_frozen_segments():
+    torch.manual_seed(0)
+    first, shared, frozen = (nn.Linear(6, 6) for _ in range(3))
+    frozen.requires_grad_(False)
+    chain = [first, shared, torch.tanh, frozen, shared, nn.Identity(), lambda x: 2 * x]
+    model = nn.ModuleList([first, shared, frozen])
+    x = torch.randn(3, 6)
+    plain = copy.deepcopy(model)
+    whole([plain[0], plain[1], torch.tanh, plain[2], plain[1], lambda x: 2 * x], x).backward()
+    store, _ = in_segments(model, chain, x)
+    assert_same(store, model, plain)
+
+
+@pytest.mark.parametrize("memory", ["inputs", "sqrt", 2])
+def test_nested_states_with_integers_and_none(memory):
+    """A recurrent net: the time, a sum of losses and the hidden state go from cell to cell."""
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(3, 5)
+    series = torch.randn(7, 2, 3)
+
+    def segment(state):
+        h, c = cell(series[int(state["time"])], state["hidden"])
+        loss = state["loss"] + h.square().mean()
+        return {"time": state["time"] + 1, "hidden": (h, c), "loss": loss, "unused": None}
+
+    start = {
+        "time": torch.tensor(0),
+        "hidden": (torch.zeros(2, 5), torch.zeros(2, 5)),
+        "loss": torch.zeros(()),
+        "unused": None,
+    }
+    plain = copy.deepcopy(cell)
+    hidden, total = (torch.zeros(2, 5), torch.zeros(2, 5)), torch.zeros(())
+    for x in series:
+        hidden = plain(x, hidden)
+        total = total + hidden[0].square().mean()
+    total.backward()
+    store, loss = in_segments(cell, [segment] * 7, start, memory, lambda state: state["loss"])
+    assert torch.equal(loss, total)
+    assert_same(store, cell, plain)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_the_gradient_of_the_input(is_leaf):
+    cell = block()
+    x = torch.randn(4, 6, requires_grad=True)
+    given = x if is_leaf else x * 1
+    (want,) = torch.autograd.grad(whole([cell] * 3, given), [given])
+    given = x if is_leaf else x * 1
+    store = recoup.GradStore([*cell.parameters(), given])
+    recoup.segments_backward([cell] * 3, given, loss_fn, store)
+    assert torch.equal(store.pop(given), want)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("otherwise", ["recompute", "keep"])
+def test_inverted_segments(otherwise):
+    torch.manual_seed(0)
+    half = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = nn.ModuleList([AdditiveCoupling(half), AdditiveCoupling(half), nn.Linear(6, 6)])
+    model, x = model.double(), torch.randn(4, 6).double()
+    plain = copy.deepcopy(model)
+    y = x
+    for module in plain:
+        y = module(y)
+        y = y[0] if isinstance(y, tuple) else y
+    loss_fn(y).backward()
+    store, _ = in_segments(model, model, x, "constant", otherwise=otherwise)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same_tensor("gradient", store[got], want.grad, 1e-10)
+    with pytest.raises(NotInvertibleError, match=r"segment 2 \(Linear\) has no inverse"):
+        in_segments(model, model, x, "constant")
+
+
+def test_kept_inputs_can_be_offloaded():
+    cell, x = block(), torch.randn(4, 6)
+    want, _ = in_segments(cell, [cell] * 5, x)
+    offloaded = []
+
+    def pack(tensor):
+        offloaded.append(tensor.shape)
+        return tensor.numpy(force=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        store, _ = in_segments(cell, [cell] * 5, x)
+    assert offloaded.count(x.shape) >= 4
+    with torch.autograd.graph.save_on_cpu():
+        again, _ = in_segments(cell, [cell] * 5, x)
+    for each in cell.parameters():
+        assert torch.equal(store[each], want[each])
+        assert torch.equal(again[each], want[each])
+
+
+def test_stores_sum_over_calls_and_weights():
+    cell, x = block(), torch.randn(6, 6)
+    plain = copy.deepcopy(cell)
+    whole([plain] * 3, x).backward()
+    store = recoup.GradStore(cell.parameters())
+    for part in (x[:4], x[4:]):
+        recoup.segments_backward([cell] * 3, part, loss_fn, store, weight=len(part))
+    store.mean_()
+    for got, want in zip(cell.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(store[got], want.grad)
+
+
+def test_backpropagation_that_is_truncated():
+    cell, x = block(), torch.randn(4, 6)
+    plain = copy.deepcopy(cell)
+    y = x
+    for _ in range(5):
+        y = plain(y)
+    whole([plain] * 3, y.detach()).backward()
+    with torch.no_grad():
+        for _ in range(5):
+            x = cell(x)
+    store, _ = in_segments(cell, [cell] * 3, x)
+    assert_same(store, cell, plain)
+
+
+@pytest.mark.parametrize("memory", ["inputs", "sqrt"])
+def test_noisy_weights_and_autocast_and_no_grad_around(memory):
+    cell = recoup.weight_dropout(block(), r"0\.weight", p=0.4)
+    plain, x = copy.deepcopy(cell), torch.randn(4, 6)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = whole([plain] * 4, x)
+    want.backward()
+    torch.manual_seed(3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        store, loss = in_segments(cell, [cell] * 4, x, memory)
+    assert torch.equal(loss, want)
+    assert_same(store, cell, plain)
+
+
+def test_hooks_of_parameters_see_what_one_backward_shows_them():
+    cell = block()
+    seen = []
+    cell[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    whole([cell] * 4, torch.ones(2, 6)).backward()
+    cell.zero_grad()
+    in_segments(cell, [cell] * 4, torch.ones(2, 6))
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+def test_nothing_outlives_the_call():
+    cell = block()
+    alive = []
+
+    def watched(x):
+        y = cell(x)
+        alive.append(weakref.ref(y))
+        return y
+
+    gc.collect()
+    gc.disable()
+    try:
+        in_segments(cell, [watched] * 4, torch.randn(2, 6))
+        assert len(alive) == 7
+        assert all(ref() is None for ref in alive)
+    finally:
+        gc.enable()
+
+
+def breaking(when):
+    """A segment that breaks in its run of that number; backward runs it a second time."""
+    calls = []
+
+    class Breaks(nn.Module):
+        def forward(self, x):
+            calls.append(1)
+            if len(calls) == when:
+                raise ZeroDivisionError("broken")
+            return x
+
+    return Breaks()
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_an_exception_leaves_all_as_it_was(when):
+    cell, x = block(), torch.randn(2, 6)
+    store = recoup.GradStore(cell.parameters())
+    with pytest.raises(ZeroDivisionError):
+        recoup.segments_backward([cell, breaking(when), cell, cell], x, loss_fn, store)
+    assert len(store) == 0
+    assert all(each.grad is None for each in cell.parameters())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    recoup.segments_backward([cell] * 2, x, loss_fn, store)
+    assert len(store) == 2
+
+
+def test_what_cannot_be_right_raises():
+    cell, x = block(), torch.randn(2, 6)
+    store = recoup.GradStore(cell.parameters())
+    segments = [cell, cell]
+    for wrong, said in [([], "is empty"), ([cell, 3], "at place 1"), (cell[0], "give .segment.")]:
+        with pytest.raises(ValueError, match=f"`segments`.*{said}"):
+            recoup.segments_backward(wrong, x, loss_fn, store)
+    with pytest.raises(ValueError, match="`memory` is 'most'"):
+        recoup.segments_backward(segments, x, loss_fn, store, memory="most")
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
+        recoup.segments_backward(segments, x, loss_fn, store)
+    with pytest.raises(GradientError, match="does not require grad"):
+        recoup.segments_backward(segments, x, lambda y: y.detach().sum(), store)
+    other = recoup.GradStore(block().parameters())
+    with pytest.raises(GradientError, match="None of the 2 targets"):
+        recoup.segments_backward(segments, x, loss_fn, other)
+    generator = torch.Generator()
+    noisy = [cell, lambda x: x + torch.rand(x.shape, generator=generator), cell]
+    with pytest.raises(ReplayError, match="generator"):
+        recoup.segments_backward(noisy, x, loss_fn, store)
+
+    def stepped(y):
+        with torch.no_grad():
+            cell[0].weight.add_(1)
+        return loss_fn(y)
+
+    with pytest.raises((ChangedError, RuntimeError), match=r"changed|modified"):
+        recoup.segments_backward(segments, x, stepped, store)
+    assert len(store) == 0
