@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from recoup.weights.graph import register_operators
 from recoup.weights.matching import check, check_is_module, has_forward, matching, named
@@ -27,18 +26,13 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
     for each in found:
         step = make()
         check(step, each, module)
-        if step.changes_weight and any(isinstance(m, Wrapper) for m in module.modules()):
-            raise ValueError(
-                f"{step.kind} adds a parameter to `{each.name}`, which DistributedDataParallel "
-                "would not reduce. Apply before wrapping."
-            )
         step.fit(each.owner, each.key, each.name)
         steps.append(step)
     covering = _covering(module, {id(each.owner) for each in found})
     for step, (name, owner, key, _) in zip(steps, found, strict=True):
         places = attach(owner).places
         if key not in places:
-            places[key] = Place(key, f"`{name}` of {type(module).__name__}")
+            places[key] = Place(key, name, f"`{name}` of {type(module).__name__}")
         places[key].add(step)
         step.applied_to(owner, key)
         swap_class(owner)

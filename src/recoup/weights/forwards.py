@@ -145,7 +145,7 @@ def is_overridden() -> bool:
 
 
 def drawn_for(
-    step: Reparametrization, place: object, name: str, *, is_training: bool
+    step: Reparametrization, place: object, path: str, *, is_training: bool
 ) -> Drawn | None:
     """Return what a reparametrization does in the forward that is running, or None."""
     around: Forward | None = None
@@ -168,7 +168,7 @@ def drawn_for(
         magnitude = step.magnitude(_step_of(step.application, lasting.steps, is_training))
         seed = 0
         if magnitude and step.is_random:
-            seed = draw_seed() if kept is None else kept.seed_for(f"{name} {step.kind}")
+            seed = draw_seed() if kept is None else kept.seed_for(f"{path} {step.kind}")
         drawn = lasting.drawn[step] = Drawn(step, seed, magnitude)
     return drawn if drawn.magnitude else None
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
 from recoup.weights.reparametrization import Reparametrization
@@ -84,6 +85,11 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
         raise ValueError(
             "`module` is the projection of a MultiheadAttention, which reads its weight and never "
             'calls it. Apply to the attention: pattern "out_proj.weight".'
+        )
+    if step.changes_weight and any(isinstance(part, Ddp) for part in module.modules()):
+        raise ValueError(
+            f"{step.kind} adds a parameter to `{each.name}`, which DistributedDataParallel would "
+            "not reduce. Apply before wrapping."
         )
     hooks = cast("dict[int, Any]", each.owner._forward_pre_hooks)
     for hook in hooks.values():

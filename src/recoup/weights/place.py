@@ -30,11 +30,13 @@ class Place:
 
     Args:
         key: its name in the module that owns it.
+        path: its qualified name, on which the draws of `same_draw(seed)` depend.
         name: what errors call it.
     """
 
-    def __init__(self, key: str, name: str) -> None:
+    def __init__(self, key: str, path: str, name: str) -> None:
         self.key = key
+        self.path = path
         self.name = name
         self.steps: list[Reparametrization] = []
         self.handle = new_handle(self)
@@ -45,10 +47,10 @@ class Place:
         self.steps = sorted([*self.steps, step], key=lambda other: other.order)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"key": self.key, "name": self.name, "steps": self.steps}
+        return {"key": self.key, "path": self.path, "name": self.name, "steps": self.steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["key"], state["name"])
+        self.__init__(state["key"], state["path"], state["name"])
         self.steps = state["steps"]
 
     @property
@@ -91,7 +93,7 @@ class Place:
     def _resolve(self, *, is_training: bool) -> Resolution:
         found: list[Drawn] = []
         for step in self.steps:
-            drawn = drawn_for(step, self, self.name, is_training=is_training)
+            drawn = drawn_for(step, self, self.path, is_training=is_training)
             if drawn is not None:
                 found.append(drawn)
         return tuple(found)

@@ -838,3 +838,20 @@ def test_hooks_in_backward_may_look_at_the_weight(before):
     linear._parameters["weight"].register_hook(lambda gradient: seen.append(linear.weight))
     linear(x).sum().backward()
     assert seen[0] is linear._parameters["weight"]
+
+
+def test_the_noise_of_a_seed_goes_by_qualified_names_alone():
+    """A model under another class, with the same names, has the same noise."""
+
+    class Other(nn.Sequential):
+        pass
+
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 16), torch.randn(2, 16)
+    outputs = []
+    for kind in (nn.Sequential, Other):
+        model = recoup.weight_noise(kind(copy.deepcopy(layer)), r"0\.weight", std=0.1)
+        with recoup.weights.same_draw(seed=5):
+            outputs.append(model(x))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], layer(x))
