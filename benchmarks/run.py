@@ -1,6 +1,6 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
-    python benchmarks/run.py [couplings chains regions weights] [--device cpu]
+    python benchmarks/run.py [couplings chains regions weights gradients] [--device cpu]
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
 turn; that of weights is wall time of all cores, since draws use them. Numbers are valid for the
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import chains
 import couplings
+import gradients
 import readme
 import regions
 import torch
@@ -34,6 +35,10 @@ SUITES = {
     },
     "regions": lambda device: {"overhead": regions.overhead()},
     "weights": weights.rows,
+    "gradients": lambda device: {
+        "sums": gradients.sums(device),
+        "loops": gradients.loops(device),
+    },
 }
 
 
