@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Self
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from recoup.errors import GradientError
 from recoup.gradients import arithmetic
 from recoup.gradients.container import Container
-from recoup.gradients.merging import scaled
+from recoup.gradients.merging import check_fits, said, scaled
 
-__all__ = ["Algebra"]
+__all__ = ["Algebra", "check_is_store", "check_scales"]
 
 
 class Algebra(Container):
@@ -22,42 +23,57 @@ class Algebra(Container):
         """Add other stores, in place.
 
         Args:
-            others: what to add.
-            alpha: a factor for them.
+            others: what to add; one that is named twice is added twice.
+            alpha: a factor for them, and for their weights.
             consume: whether they are emptied, each gradient as soon as it is added.
 
         Raises:
             GradientError: one was unscaled and another not, or a store is not usable.
-            ValueError: shapes or placements differ.
+            ValueError: shapes or placements differ, or something is no store.
         """
         self._check_is_whole()
+        alpha = float(alpha)
+        counts: dict[Container, int] = {}
         for other in others:
+            check_is_store("others", other)
             other._check_is_whole()
-            if other._entries.gradients:
-                self._check_scale(other._scale, "The other store")
-        for other in others:
-            if other is self:
-                self._map(lambda gradient: scaled(gradient, 1 + alpha))
-                self.weight *= 1 + alpha
-                continue
-            if other._entries.gradients:
-                self._scale = other._scale
-            with self._guarded():
-                for each in list(other):
-                    gradient = other._entries.gradients[each]
-                    if consume:
-                        other._entries.gradients.pop(each)
-                    self._entries.add(each, gradient, alpha, is_ours=consume)
-            self.weight += alpha * other.weight
-            self.params = self.params or other.params
-            if consume:
-                other.clear()
+            counts[other] = counts.get(other, 0) + 1
+        check_scales(self, *others)
+        num_own = counts.pop(self, 0)
+        if num_own:
+            # Before the others come in, or it would be their multiple too.
+            self._map(lambda gradient: scaled(gradient, 1 + alpha * num_own))
+            self.weight *= 1 + alpha * num_own
+        for other, count in counts.items():
+            self._extend_by(other, alpha * count, consume=consume)
         return self
+
+    def _extend_by(self, other: Container, alpha: float, *, consume: bool) -> None:
+        gradients = other._entries.gradients
+        for each, gradient in gradients.items():
+            check_fits(gradient, each, said(each))
+        if gradients:
+            self._scale = other._scale
+        num_before = len(gradients)
+        try:
+            with self._guarded():
+                for each in list(gradients):
+                    gradient = gradients.pop(each) if consume else gradients[each]
+                    self._entries.add(each, gradient, alpha, is_ours=consume)
+        except BaseException as error:
+            if len(gradients) < num_before:
+                other._damage = f"{type(error).__name__}: {error}"
+            raise
+        self.weight += alpha * other.weight
+        self.params = self.params or other.params
+        if consume:
+            other.clear()
 
     merge_ = extend_
 
     def scale_(self, factor: float | Tensor) -> Self:
-        """Multiply all gradients by a number."""
+        """Multiply all gradients by a number. Weights stay, so that `mean_` is scaled too."""
+        factor = _number(factor)
         return self._map(lambda gradient: scaled(gradient, factor))
 
     def mean_(self) -> Self:
@@ -78,28 +94,39 @@ class Algebra(Container):
         self.weight = 1.0
         return self
 
-    def __add__(self, other: Algebra) -> Self:
-        return self.clone().extend_(other, consume=False)
+    def __add__(self, other: object) -> Self:
+        return self.clone().__iadd__(other)
 
-    def __sub__(self, other: Algebra) -> Self:
-        return self.clone().extend_(other, alpha=-1.0, consume=False)
+    def __sub__(self, other: object) -> Self:
+        return self.clone().__isub__(other)
 
-    def __iadd__(self, other: Algebra) -> Self:
+    def __iadd__(self, other: object) -> Self:
+        if not isinstance(other, Algebra):
+            return NotImplemented
         return self.extend_(other, consume=False)
 
-    def __isub__(self, other: Algebra) -> Self:
+    def __isub__(self, other: object) -> Self:
+        if not isinstance(other, Algebra):
+            return NotImplemented
         return self.extend_(other, alpha=-1.0, consume=False)
 
     def __mul__(self, factor: float | Tensor) -> Self:
-        return self.clone().scale_(factor)
+        return self.clone().__imul__(factor)
 
     __rmul__ = __mul__
 
     def __imul__(self, factor: float | Tensor) -> Self:
+        if not isinstance(factor, Real | Tensor):
+            return NotImplemented
         return self.scale_(factor)
 
     def __truediv__(self, divisor: float | Tensor) -> Self:
-        return self * (1 / divisor)
+        return self.clone().__itruediv__(divisor)
+
+    def __itruediv__(self, divisor: float | Tensor) -> Self:
+        if not isinstance(divisor, Real | Tensor):
+            return NotImplemented
+        return self.scale_(1 / divisor)
 
     def __neg__(self) -> Self:
         return self * -1.0
@@ -114,14 +141,18 @@ class Algebra(Container):
         return arithmetic.dot(self.coalesce_(), other.coalesce_())
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients together, as one vector."""
+        """Return the norm of all gradients together, as one vector.
+
+        Like `dot`, it has a graph where gradients have one (``create_graph``): a penalty on it
+        reaches the parameters.
+        """
         return arithmetic.norm(self.coalesce_().values(), float(norm_type))
 
     def cosine(self, other: Algebra) -> Tensor:
         """Return the cosine of the angle to another store; zero if one of them is zero."""
         dot = self.dot(other)
         norms = self.norm().to(dot) * other.norm().to(dot)
-        return torch.where(norms > 0, dot / norms, torch.zeros_like(dot))
+        return dot / torch.where(norms == 0, torch.ones_like(norms), norms)
 
     def isfinite(self) -> Tensor:
         """Return whether no entry is infinite or NaN."""
@@ -147,7 +178,7 @@ class Algebra(Container):
         Raises:
             GradientError: the norm is not finite, and that is an error.
         """
-        total = self.norm(norm_type)
+        total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
             raise GradientError(
                 f"The norm is {float(total)}. Say error_if_nonfinite=False to scale all the same, "
@@ -157,7 +188,18 @@ class Algebra(Container):
         return total
 
     def clip_value_(self, clip_value: float) -> Self:
-        """Clip each entry to ``[-clip_value, clip_value]``."""
+        """Clip each entry to ``[-clip_value, clip_value]``.
+
+        Raises:
+            GradientError: a gradient is complex, which has no order.
+        """
+        self._check_is_whole()
+        for each, gradient in self.items():
+            if gradient.is_complex():
+                raise GradientError(
+                    f"The gradient of {said(each)} is complex, and complex numbers have no order. "
+                    "Clip by norm (`clip_norm_`), or take it out (`filter`, `split`)."
+                )
 
         def clipped(gradient: Tensor) -> Tensor:
             if gradient.is_sparse:
@@ -168,3 +210,37 @@ class Algebra(Container):
             return gradient.clamp_(-clip_value, clip_value)
 
         return self.coalesce_()._map(clipped)
+
+
+# -- arguments ---
+
+
+def check_is_store(argument: str, given: object) -> None:
+    """Raise if something that must be a store is none."""
+    if not isinstance(given, Container):
+        raise ValueError(
+            f"`{argument}` has a {type(given).__name__} in it, but must be stores: give GradStore "
+            "objects."
+        )
+
+
+def check_scales(*stores: Container) -> None:
+    """Raise if the gradients of stores do not have one scale."""
+    holders = [store for store in stores if store._entries.gradients]
+    for store in holders[1:]:
+        holders[0]._check_scale(store._scale, "Another store")
+
+
+def _number(factor: object) -> float | Tensor:
+    if isinstance(factor, Tensor):
+        if factor.numel() == 1 and not factor.is_complex():
+            return factor.reshape(())
+        kind = f"tensor of shape {tuple(factor.shape)} and type {factor.dtype}"
+    elif isinstance(factor, Real):
+        return float(factor)
+    else:
+        kind = type(factor).__name__
+    raise ValueError(
+        f"The factor is a {kind}, but must be one real number, for all gradients. To scale them "
+        "one by one, change `store[param]` in place."
+    )

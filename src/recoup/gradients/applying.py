@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup.errors import GradientError
 from recoup.gradients.lent import Lent
@@ -24,7 +24,22 @@ def parameters_of(params: Any) -> dict[Tensor, str]:
     """Return the parameters of an optimizer, or those given, and what to call each."""
     names: dict[Tensor, str] = {}
     if not hasattr(params, "param_groups"):
-        return {each: said(each) for each in cast("Iterable[Tensor]", params)}
+        if isinstance(params, Tensor | nn.Module):
+            way = "[tensor]" if isinstance(params, Tensor) else "module.parameters()"
+            raise ValueError(
+                f"`params` is a {type(params).__name__}, but must be an optimizer or tensors: give "
+                f"{way}."
+            )
+        for each in cast("Iterable[Any]", params):
+            is_named = isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2
+            parameter = cast("object", each[1] if is_named else each)
+            if not isinstance(parameter, Tensor):
+                raise ValueError(
+                    f"`params` has a {type(parameter).__name__} in it, but must be an optimizer, "
+                    "tensors, or pairs of name and tensor. Give model.parameters()."
+                )
+            names[parameter] = f"`{each[0]}`" if is_named else said(parameter)
+        return names
     for group in cast("list[dict[str, Any]]", params.param_groups):
         known: list[str] = group.get("param_names", [])
         for place, parameter in enumerate(cast("list[Tensor]", group["params"])):
@@ -54,6 +69,7 @@ def check_can_step(
             "with a closure, or use another optimizer."
         )
     names = parameters_of(optimizer)
+    _check_are_leaves(names)
     if unknown == "error":
         strangers = [said(each) for each in targets if each not in names]
         if strangers:
@@ -79,6 +95,15 @@ def check_can_step(
         )
 
 
+def _check_are_leaves(names: Mapping[Tensor, str]) -> None:
+    inner = [names[each] for each in names if not each.is_leaf]
+    if inner:
+        raise GradientError(
+            f"{_listed(inner)} is no leaf, and `.grad` of such a tensor cannot be lent. For an "
+            "optimizer with `differentiable`, set `.grad` yourself, from `store[param]`."
+        )
+
+
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
@@ -87,7 +112,7 @@ def _listed(names: list[str]) -> str:
 @contextmanager
 def installed(
     gradients: Mapping[Tensor, Tensor],
-    parameters: Iterable[Tensor],
+    parameters: Mapping[Tensor, str],
     *,
     as_they_are: bool = False,
     missing: Missing = "skip",
@@ -96,39 +121,47 @@ def installed(
 
     Args:
         gradients: what to install: moved to the device of the parameter, cast to what its
-            `grad_dtype` says, in its strides.
-        parameters: all whose `.grad` matters to whoever looks.
+            `grad_dtype` says (its own type if that is None), in its strides.
+        parameters: all whose `.grad` matters to whoever looks, with their names.
         as_they_are: install no copies, whatever the types, so that a change is seen outside.
         missing: "zero" for a zero where there is none.
 
     Yields:
-        A list, to which the parameters are added, at the end, whose gradient was changed in place.
+        A list, to which the parameters are added, at the end, whose gradient in `gradients` was
+        changed in place. Not seen: kernels that leave the version of a tensor as it is, which are
+        those that divide by the scale of a ``torch.amp.GradScaler``.
     """
-    lending = {
-        each: (
-            _fitting(gradients.get(each), each, missing, as_they_are=as_they_are),
-            gradients[each].dtype if as_they_are and each in gradients else None,
-        )
-        for each in parameters
-    }
+    _check_are_leaves(parameters)
+    lending: dict[Tensor, tuple[Tensor | None, torch.dtype | None]] = {}
+    copied: set[Tensor] = set()
+    for each in parameters:
+        gradient = gradients.get(each)
+        if gradient is None:
+            lending[each] = (_absent(each, missing), None)
+            continue
+        has_graph = gradient.requires_grad
+        gradient = gradient.detach()
+        fitting = gradient if as_they_are else _fitting(gradient, each)
+        if has_graph and fitting is gradient:
+            fitting = gradient.clone()  # the graph needs it, and it may be that of two
+        if fitting is not gradient:
+            copied.add(each)
+        lending[each] = (fitting, gradient.dtype if as_they_are else None)
     changed: list[Tensor] = []
     with Lent(lending) as lent:
         try:
             yield changed
         finally:
-            changed += lent.changed()
+            changed += (each for each in lent.changed() if each in gradients and each not in copied)
 
 
-def _fitting(
-    gradient: Tensor | None, target: Tensor, missing: Missing, *, as_they_are: bool
-) -> Tensor | None:
-    if gradient is None:
-        wants_zero = missing == "zero" and target.requires_grad
-        return torch.zeros_like(target, dtype=target.grad_dtype) if wants_zero else None
-    gradient = gradient.detach()
-    if as_they_are:
-        return gradient
-    dtype = target.grad_dtype or gradient.dtype
+def _absent(target: Tensor, missing: Missing) -> Tensor | None:
+    wants_zero = missing == "zero" and target.requires_grad
+    return torch.zeros_like(target, dtype=target.grad_dtype) if wants_zero else None
+
+
+def _fitting(gradient: Tensor, target: Tensor) -> Tensor:
+    dtype = target.grad_dtype or target.dtype  # None allows any, but not every optimizer does
     gradient = gradient.to(device=target.device, dtype=dtype)
     if gradient.is_sparse or gradient.stride() == target.stride():
         return gradient

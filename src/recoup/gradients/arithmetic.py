@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -24,10 +25,25 @@ def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
     plain: list[Tensor] = []
     sharded: list[Tensor] = []
     for gradient in gradients:
-        value = _values(gradient.detach())
-        (sharded if is_sharded(value) else plain).append(value)
-    totals = [whole(get_total_norm(each, norm_type=order)) for each in (plain, sharded) if each]
-    return get_total_norm(totals, norm_type=order) if totals else torch.zeros(())
+        value = _values(gradient)
+        if value.numel() or not math.isinf(order):  # the largest of no entries is undefined
+            (sharded if is_sharded(value) else plain).append(value)
+    totals = [whole(_total_norm(each, order)) for each in (plain, sharded) if each]
+    if not totals:
+        return torch.zeros(())
+    return totals[0] if len(totals) == 1 else _total_norm(totals, order)
+
+
+def _total_norm(values: list[Tensor], order: float) -> Tensor:
+    if not any(value.requires_grad for value in values):
+        return get_total_norm(values, norm_type=order)
+    # That function is without a graph.
+    norms: list[Tensor] = [_vector_norm(value, order) for value in values]
+    return _vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
+
+
+def _vector_norm(value: Tensor, order: float) -> Tensor:
+    return cast("Any", torch.linalg).vector_norm(value, order)
 
 
 def dot(ones: Mapping[Tensor, Tensor], others: Mapping[Tensor, Tensor]) -> Tensor:
@@ -69,4 +85,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
+    if not gradient.is_sparse:
+        return gradient
+    # These are without a graph, and those are of coalesced gradients alone.
+    return gradient.coalesce().values() if gradient.requires_grad else gradient._values()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from recoup.errors import GradientError
-from recoup.gradients.algebra import Algebra
+from recoup.gradients.algebra import Algebra, check_is_store, check_scales
 from recoup.gradients.applying import (
     Missing,
     Unknown,
@@ -18,6 +18,7 @@ from recoup.gradients.applying import (
     parameters_of,
 )
 from recoup.gradients.container import UNSCALED, scaled_by
+from recoup.gradients.merging import said, scaled
 
 __all__ = ["Stepping", "step"]
 
@@ -39,32 +40,75 @@ class Stepping(Algebra):
             GradientError: the store holds other gradients, or was unscaled before.
         """
         self._check_is_whole()
-        self._check_isscaled_by(scaler)
-        parameters: dict[Tensor, str] = {}
+        self._check_is_scaled_by(scaler)
+        optimizers = tuple(dict.fromkeys(optimizers))
+        members = self._members(optimizers)
         for optimizer in optimizers:
-            check_can_step(optimizer, (), "skip", "ignore")
-            parameters |= parameters_of(optimizer)
-        if any(each not in parameters for each in self):
-            raise GradientError(
-                "`unscale_` was not given the optimizers of all gradients in the store. Give all, "
-                "or `split` the store first."
-            )
+            if _is_unscaled(scaler, optimizer):
+                raise GradientError(
+                    f"`scaler` has unscaled for this {type(optimizer).__name__} since its last "
+                    "`update`. Merge stores first (`extend_`), and unscale their sum once."
+                )
         with self._guarded():
             self._entries.num_changes += 1
-            for optimizer in optimizers:
-                mine = parameters_of(optimizer)
+            for optimizer, mine in members:
                 with installed(self._entries.gradients, mine, as_they_are=True):
                     scaler.unscale_(optimizer)
+            for each, gradient in self.items():
+                if gradient.requires_grad:  # what was divided is a copy, without the graph
+                    self._entries.gradients[each] = scaled(gradient, 1 / float(scaler.get_scale()))
         self._scale = UNSCALED
         return ~self.isfinite()
 
-    def _check_isscaled_by(self, scaler: Any) -> None:
+    def _members(self, optimizers: tuple[Any, ...]) -> list[tuple[Any, dict[Tensor, str]]]:
+        """Return each optimizer with its parameters, if each gradient belongs to one of them."""
+        members: list[tuple[Any, dict[Tensor, str]]] = []
+        for optimizer in optimizers:
+            check_can_step(optimizer, (), "skip", "ignore")
+            members.append((optimizer, parameters_of(optimizer)))
+        for each, gradient in self.items():
+            num_members = sum(each in mine for _, mine in members)
+            if num_members == 0:
+                raise GradientError(
+                    "`unscale_` was not given the optimizers of all gradients in the store. Give "
+                    "all, or `split` the store first."
+                )
+            if num_members > 1:
+                raise GradientError(
+                    f"{said(each).capitalize()} belongs to {num_members} of the optimizers, and "
+                    "each would divide its gradient. Give `unscale_` one of them."
+                )
+            if gradient.device != each.device:
+                raise GradientError(
+                    f"The gradient of {said(each)} is on {gradient.device}, and a scaler needs it "
+                    f"on {each.device}. Move the store there first (`to`)."
+                )
+        return members
+
+    def _check_is_scaled_by(self, scaler: Any) -> None:
         if self._scale == UNSCALED:
             raise GradientError("The store was unscaled before. Call `unscale_` once.")
         if self._scale is not None and self._scale != float(scaler.get_scale()):
             raise GradientError(
                 f"The gradients are {scaled_by(self._scale)}, and the scale of `scaler` is "
                 f"{float(scaler.get_scale()):g} now. Call `scaler.update()` after the step only."
+            )
+
+    def _check_goes_to(self, optimizer: Any, scaler: Any) -> None:
+        """Raise if a step would divide by a scale twice, or not at all."""
+        if scaler is None:
+            if isinstance(self._scale, float):
+                raise GradientError(
+                    f"The gradients are {scaled_by(self._scale)}, and `scaler` was not given. Give "
+                    "it, or call `unscale_` first."
+                )
+        elif self._scale != UNSCALED:
+            self._check_is_scaled_by(scaler)
+        elif _is_unscaled(scaler, optimizer) is False:
+            raise GradientError(
+                "The store was unscaled, and `scaler` would unscale it again: it was updated "
+                f"since, or is another, or `unscale_` was not given this "
+                f"{type(optimizer).__name__}. Call `scaler.update()` after the step only."
             )
 
     @contextmanager
@@ -90,18 +134,22 @@ class Stepping(Algebra):
             yield
 
     @contextmanager
-    def _installed(self, params: Any, consume: bool, missing: Missing) -> Generator[None]:
+    def _installed(
+        self, params: Any, consume: bool, missing: Missing, *, is_divided: bool = False
+    ) -> Generator[None]:
         self._check_is_whole()
         parameters = parameters_of(params)
         gradients = self._entries.gradients
         if not consume:
-            gradients = {each: gradients[each].clone() for each in gradients if each in parameters}
+            gradients = {
+                each: gradients[each].detach().clone() for each in gradients if each in parameters
+            }
         changed: list[Tensor] = []
         try:
             with installed(gradients, parameters, missing=missing) as changed:
                 yield
         except BaseException as error:
-            if consume and any(each in gradients for each in changed):
+            if consume and (changed or is_divided):
                 self._damage = f"{type(error).__name__}: {error}"
             raise
         if consume:
@@ -122,7 +170,8 @@ class Stepping(Algebra):
         """Call ``optimizer.step()`` with these gradients, and no others.
 
         It is the optimizer's own step, with its hooks and schedulers. `.grad` that was there is
-        not applied, and is there again afterwards. A store without gradients does nothing.
+        not applied, and is there again afterwards. A store without gradients for the optimizer
+        does nothing.
 
         Args:
             optimizer: anything with `param_groups` and `step`.
@@ -190,19 +239,25 @@ def step(
     if not stores:
         raise ValueError("`stores` is empty, but there must be at least one.")
     for store in stores:
+        check_is_store("stores", store)
         store._check_is_whole()
     targets = dict.fromkeys(each for store in stores for each in store)
     check_can_step(optimizer, targets, missing, unknown)
-    if not targets and missing == "skip":
+    if missing == "skip" and targets.keys().isdisjoint(parameters_of(optimizer)):
         return None
+    check_scales(*stores)
+    next(filter(len, stores), stores[0])._check_goes_to(optimizer, scaler)
     total = stores[0] if consume else stores[0].clone()
-    total.extend_(*(store for store in stores[1:] if store is not stores[0]), consume=consume)
-    if scaler is not None and total._scale != UNSCALED:
-        total._check_isscaled_by(scaler)
-    if scaler is None and isinstance(total._scale, float):
-        raise GradientError(
-            f"The gradients are {scaled_by(total._scale)}, and `scaler` was not given. Give it, "
-            "or call `unscale_` first."
-        )
-    with total._installed(optimizer, True, missing):
+    total.extend_(*stores[1:], consume=consume)
+    # What a scaler divides, in place, does not show.
+    is_divided = scaler is not None and total._scale != UNSCALED
+    with total._installed(optimizer, True, missing, is_divided=is_divided):
         return optimizer.step() if scaler is None else scaler.step(optimizer)
+
+
+def _is_unscaled(scaler: Any, optimizer: Any) -> bool | None:
+    """Whether `scaler` has unscaled for `optimizer` since its last update; None if unknown."""
+    states = getattr(scaler, "_per_optimizer_states", None)  # None too if it is not enabled
+    if states is None:
+        return None
+    return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"

@@ -1,0 +1,277 @@
+"""Every optimizer of torch: a step from a store is the step from `.grad`, its state included."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_flatten
+
+import recoup
+
+SPECIAL = {"Optimizer", "LBFGS", "SparseAdam"}
+OPTIMIZERS = sorted(
+    name
+    for name, each in vars(torch.optim).items()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and name not in SPECIAL
+)
+VARIANTS = {
+    "plain": {},
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "maximize": {"maximize": True},
+    "maximize foreach": {"maximize": True, "foreach": True},
+    "nesterov": {"nesterov": True, "momentum": 0.9},
+    "nesterov foreach": {"nesterov": True, "momentum": 0.9, "foreach": True},
+    "decay": {"weight_decay": 0.1},
+    "amsgrad foreach": {"amsgrad": True, "foreach": True},
+    "decay foreach maximize": {"weight_decay": 0.1, "foreach": True, "maximize": True},
+}
+
+
+def takes(name, settings):
+    known = torch.optim.__dict__[name].__init__.__annotations__
+    return set(settings) <= set(known)
+
+
+GPU = VARIANTS | {
+    "capturable": {"capturable": True},
+    "capturable foreach": {"capturable": True, "foreach": True},
+}
+CASES = [(name, way) for name in OPTIMIZERS for way in VARIANTS if takes(name, VARIANTS[way])]
+GPU_CASES = [(name, way) for name in OPTIMIZERS for way in GPU if takes(name, GPU[way])]
+
+
+def parameters(device="cpu", dtype=torch.float32):
+    """Of two dimensions, as Muon asks for."""
+    torch.manual_seed(1)
+    shapes = [(4, 3), (5, 5), (1, 7), (2, 6)]
+    return [nn.Parameter(torch.randn(*each, device=device, dtype=dtype)) for each in shapes]
+
+
+def assert_same(got, want):
+    """Compare nested values bit by bit."""
+    got_leaves, got_kind = tree_flatten(got)
+    want_leaves, want_kind = tree_flatten(want)
+    assert got_kind == want_kind
+    for one, other in zip(got_leaves, want_leaves, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+def run_both(name, settings, *, device="cpu", dtype=torch.float32, consume=True, steps=4):
+    """Step a pair of models side by side: one by `.grad`, and one by a store."""
+    build = torch.optim.__dict__[name]
+    plain, ours = parameters(device, dtype), parameters(device, dtype)
+    optimizers = [build(each, lr=0.05, **settings) for each in (plain, ours)]
+    for step in range(steps):
+        store = recoup.GradStore(ours)
+        for place, (one, other) in enumerate(zip(plain, ours, strict=True)):
+            # What has no gradient in a step has an old one lying around.
+            one.grad, other.grad = None, torch.full_like(other, 100.0)
+            if step == place:
+                continue
+            gradient = torch.randn(one.shape, device=device)
+            one.grad = gradient.to(dtype)
+            store.add_(other, gradient)
+        before = {each: value.clone() for each, value in store.items()}
+        stale = [each.grad for each in ours]
+        optimizers[0].step()
+        assert store.step(optimizers[1], consume=consume) is None
+        assert all(each.grad is value for each, value in zip(ours, stale, strict=True))
+        assert all(bool((value == 100).all()) for value in stale)
+        if consume:
+            assert len(store) == 0
+        else:
+            assert_same(list(store.values()), list(before.values()))
+        assert_same(ours, plain)
+    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+    return optimizers[1]
+
+
+@pytest.mark.parametrize("consume", [True, False], ids=["consumed", "kept"])
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_step_is_that_of_torch(name, way, consume):
+    run_both(name, VARIANTS[way], consume=consume)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_float32_sums_for_parameters_of_16_bits(name):
+    run_both(name, {}, dtype=torch.bfloat16)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("name", "way"), GPU_CASES)
+def test_a_step_is_that_of_torch_on_a_gpu(name, way):
+    run_both(name, GPU[way], device="cuda")
+
+
+def test_every_optimizer_and_variant_is_here():
+    assert {"SGD", "Adam", "AdamW", "Muon", "Adafactor", "Rprop"} <= set(OPTIMIZERS)
+    assert {way for _, way in CASES} == set(VARIANTS)
+
+
+# -- those that are not like the others ------------------------------------------------------------
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    params = parameters()
+    before = copy.deepcopy(params)
+    store = recoup.GradStore(params).add_(params[0], torch.ones(4, 3))
+    optimizer = torch.optim.LBFGS(params)
+    for call in (store.step, lambda each: recoup.step(each, store, store.clone())):
+        with pytest.raises(ValueError, match=r"LBFGS.*closure"):
+            call(optimizer)
+    assert torch.equal(store[params[0]], torch.ones(4, 3))
+    assert_same(params, before)
+
+
+def test_parameters_within_a_graph_are_refused():
+    """Those of an optimizer with `differentiable`, which no `.grad` can be lent to."""
+    inner = nn.Parameter(torch.ones(2)).clone()
+    optimizer = torch.optim.SGD([inner], lr=0.1, differentiable=True)
+    store = recoup.GradStore().add_(inner, torch.ones(2))
+    with pytest.raises(recoup.errors.GradientError, match=r"no leaf.*differentiable"):
+        store.step(optimizer)
+    with pytest.raises(recoup.errors.GradientError, match="no leaf"), store.as_grad([inner]):
+        pass
+    assert torch.equal(store[inner], torch.ones(2))
+
+
+def embeddings():
+    torch.manual_seed(1)
+    return nn.Embedding(6, 3, sparse=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch's Adagrad
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param([[[1, 1, 4]], [[0, 4, 0]]], id="few rows"),
+        pytest.param([[[0, 1], [2, 3], [3, 4], [4, 5]], [[2, 2]]], id="most rows"),
+    ],
+)
+@pytest.mark.parametrize("name", ["SparseAdam", "SGD", "Adagrad"])
+def test_sparse_gradients(name, windows):
+    """What torch keeps sparse must stay so for an optimizer that takes nothing else."""
+    plain, ours = embeddings(), embeddings()
+    optimizers = [torch.optim.__dict__[name](each.parameters(), lr=0.1) for each in (plain, ours)]
+    for window in windows:
+        store = recoup.GradStore(ours.parameters())
+        plain.weight.grad = None
+        for rows in window:
+            plain(torch.tensor(rows)).pow(2).sum().backward()
+            store.backward(ours(torch.tensor(rows)).pow(2).sum())
+        optimizers[0].step()
+        store.step(optimizers[1])
+    torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-6, atol=1e-7)
+    for key, value in optimizers[0].state[plain.weight].items():
+        found = optimizers[1].state[ours.weight][key]
+        torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_layout_that_an_optimizer_refuses_leaves_a_store_that_can_be_mended():
+    layer = embeddings()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    store = recoup.GradStore(layer.parameters())
+    store.backward(layer(torch.tensor([1, 1])).sum())
+    before = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="sparse"):
+        store.step(optimizer)
+    assert torch.equal(layer.weight, before)
+    store.densify_().step(optimizer)
+    assert not torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None], ids=str)
+@pytest.mark.parametrize("name", ["SGD", "Adafactor", "Muon", "AdamW"])
+def test_the_type_that_was_asked_of_gradients(name, grad_dtype):
+    """float32 reaches the optimizer if it was asked for; what AdamW says to that is torch's."""
+    plain, ours = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
+    optimizers = [torch.optim.__dict__[name](each, lr=0.1) for each in (plain, ours)]
+    store = recoup.GradStore(ours)
+    for one, other in zip(plain, ours, strict=True):
+        one.grad_dtype = other.grad_dtype = grad_dtype
+        gradient = torch.randn(one.shape)
+        one.grad = gradient if grad_dtype is torch.float32 else gradient.bfloat16()
+        store.add_(other, gradient)
+    if name == "AdamW" and grad_dtype is torch.float32:
+        before = [value.clone() for value in store.values()]
+        for step in (optimizers[0].step, lambda: store.step(optimizers[1])):
+            with pytest.raises(RuntimeError, match="expected dtype"):
+                step()
+        assert_same(list(store.values()), before)
+    else:
+        optimizers[0].step()
+        store.step(optimizers[1])
+        assert_same(ours, plain)
+        assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+    assert all(each.grad_dtype is grad_dtype for each in ours)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_gradients_are_installed_in_the_strides_of_their_parameter(layout):
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    store = recoup.GradStore([weight])
+    gradient = torch.randn(4, 3, 2, 2)
+    store.add_(weight, gradient.contiguous(memory_format=layout))
+    with store.as_grad([weight]):
+        assert weight.grad.stride() == weight.stride()
+        assert torch.equal(weight.grad, gradient)
+
+
+# -- schedules of the learning rate ----------------------------------------------------------------
+
+SCHEDULES = {
+    "StepLR": lambda each: lr_scheduler.StepLR(each, 2),
+    "LambdaLR": lambda each: lr_scheduler.LambdaLR(each, lambda epoch: 0.9**epoch),
+    "OneCycleLR": lambda each: lr_scheduler.OneCycleLR(each, 0.1, total_steps=10),
+    "CyclicLR": lambda each: lr_scheduler.CyclicLR(each, 0.01, 0.1, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda each: lr_scheduler.CosineAnnealingWarmRestarts(each, 2),
+    "SequentialLR": lambda each: lr_scheduler.SequentialLR(
+        each, [lr_scheduler.ConstantLR(each), lr_scheduler.ExponentialLR(each, 0.9)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_see_the_step(name):
+    """They warn if `optimizer.step` was not called before theirs, and warnings are errors here."""
+    plain, ours = parameters(), parameters()
+    optimizers = [torch.optim.SGD(each, lr=0.1, momentum=0.9) for each in (plain, ours)]
+    schedules = [SCHEDULES[name](each) for each in optimizers]
+    for _ in range(4):
+        store = recoup.GradStore(ours)
+        for one, other in zip(plain, ours, strict=True):
+            one.grad = torch.randn_like(one)
+            store.add_(other, one.grad)
+        optimizers[0].step()
+        store.step(optimizers[1])
+        for schedule in schedules:
+            schedule.step()
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+    assert_same(ours, plain)
+
+
+def test_hooks_of_the_step_see_the_gradients_and_may_change_them():
+    params = parameters()
+    store = recoup.GradStore(params).add_(params[0], torch.ones(4, 3))
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    want, seen = params[0].detach() - 0.5, []
+
+    def before(optimizer, args, kwargs):
+        seen.append([each.grad is None for each in params])
+        torch.nn.utils.clip_grad_value_(params, 0.5)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    store.step(optimizer)
+    assert seen == [[False, True, True, True], "after"]
+    assert torch.equal(params[0], want)
