@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recoup.residuals.tokens import parts_of
 
 __all__ = ["StorageTracker"]
 
@@ -135,14 +137,9 @@ class StorageTracker(TorchDispatchMode):
     def _storages(self, value: Any) -> Iterator[torch.UntypedStorage]:
         """All storages beneath `value`, on the device that is counted."""
         if isinstance(value, Tensor):
-            if is_traceable_wrapper_subclass(value):
-                names = value.__tensor_flatten__()[0]
-                for name in names:
-                    yield from self._storages(getattr(value, name))
-            elif value.layout is torch.strided and (
-                self._device_type is None or value.device.type == self._device_type
-            ):
-                yield value.untyped_storage()
+            for part in parts_of(value):
+                if self._device_type in (None, part.device.type):
+                    yield part.untyped_storage()
         elif isinstance(value, (tuple, list)):
             for item in value:  # pyright: ignore[reportUnknownVariableType]
                 yield from self._storages(item)
