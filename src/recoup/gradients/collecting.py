@@ -24,9 +24,10 @@ from torch import Tensor
 
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
-from recoup.gradients.lent import Lent
+from recoup.gradients.lent import Lent, LentElsewhereError
 from recoup.gradients.merging import is_sharded, said
-from recoup.residuals.graph import ends_of
+from recoup.residuals.graph import ends_of, hidden_leaves
+from recoup.residuals.ownership import owned, shared
 
 __all__ = ["Backward", "Mode", "collect", "collecting", "mode_for"]
 
@@ -84,13 +85,21 @@ def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
             f'`mode` is "{mode}", but a target is a DTensor, whose gradient FSDP2 delivers in a '
             'plain backward only. Use mode="harvest".'
         )
-    if mode in ("accumulate", "stream") and ends_of(backward.outputs).hides_leaves:
-        raise GradientError(
-            f'`mode` is "{mode}", but the graph holds a checkpoint of the reentrant kind, which '
-            'delivers gradients in a plain backward only. Use mode="harvest", or '
-            "use_reentrant=False."
-        )
+    if mode != "harvest":
+        _check_sees_leaves(f'`mode` is "{mode}"', 'Use mode="harvest"', backward, everything)
     return mode
+
+
+def _check_sees_leaves(
+    what: str, way_out: str, backward: Backward, everything: Iterable[Tensor]
+) -> None:
+    """Raise if leaves among the targets may be out of sight; torch would say nothing."""
+    is_leaf = any(each.is_leaf for each in everything)
+    if is_leaf and ends_of(backward.outputs).hides_leaves:
+        raise GradientError(
+            f"{what}, but the graph holds a checkpoint of the reentrant kind, which delivers "
+            f"gradients in a plain backward only. {way_out}, or use_reentrant=False."
+        )
 
 
 def _auto(
@@ -106,6 +115,8 @@ def _auto(
                 "delivers in a plain backward only. Take one of the two away."
             )
         _check_is_not_reduced("grad", everything)
+        what = f"{reason[0].upper()}{reason[1:]}"
+        _check_sees_leaves(what, "Take one of the two away", backward, everything)
         return "grad"
     is_plain = _is_distributed() or any(map(is_sharded, everything))
     if is_plain or ends_of(backward.outputs).hides_leaves:
@@ -169,13 +180,22 @@ def collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Tens
     Returns:
         The gradients of its inputs, and the number of targets that got one.
     """
-    match mode:
-        case "grad":
-            return _by_grad(backward, entries)
-        case "stream":
-            return _by_stream(backward, entries)
-        case _:
-            return _by_lending(backward, entries, is_plain=mode == "harvest")
+    wanted = {*backward.targets, *backward.inputs}
+    if not wanted:  # all are frozen
+        return [], 0
+    try:
+        match mode:
+            case "grad":
+                return _by_grad(backward, entries)
+            case "stream":
+                return _by_stream(backward, entries)
+            case _:
+                return _by_lending(backward, entries, is_plain=mode == "harvest")
+    except LentElsewhereError as error:
+        # Another thread was faster than we were since `mode_for`: nothing has run yet.
+        if mode == "harvest" or error.target not in wanted:
+            raise
+    return _by_grad(backward, entries)
 
 
 @contextmanager
@@ -185,18 +205,37 @@ def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[in
     Yields:
         A list, to which the number of targets that got a gradient is added at the end.
     """
+    for target in targets:
+        if not target.is_leaf or getattr(target, "_post_accumulate_grad_hooks", None):
+            what = "has a post-accumulate hook" if target.is_leaf else "is no leaf"
+            raise GradientError(
+                f"`collecting` reads `.grad`, and {said(target)} {what}. Use `backward`, which can "
+                "do without."
+            )
     is_plain = _is_distributed() or any(map(is_sharded, targets))
     num_received: list[int] = []
     with _lent(targets, entries, is_plain=is_plain) as lent:
         yield num_received
-        lost = lent.lost()
-        if lost:
+        _check_was_left_alone(lent, entries, is_plain=is_plain)
+        num_received.append(_take(lent, targets, entries, is_seen=True))
+
+
+def _check_was_left_alone(lent: Lent, entries: Entries, *, is_plain: bool) -> None:
+    lost = lent.lost(is_plain=is_plain)
+    if lost:
+        entries.num_changes += 1
+        raise GradientError(
+            f"Within `collecting`, `.grad` of {said(lost[0])} was set to None or replaced (by "
+            "`zero_grad` or `create_graph`, for instance), and with it what the store held. Leave "
+            "`.grad` alone in there, and collect gradients with a graph with `backward`."
+        )
+    for target, gradient in lent.lent().items():
+        if entries.gradients.get(target) is not gradient:
             entries.num_changes += 1
             raise GradientError(
-                f"Within `collecting`, `.grad` of {said(lost[0])} was set to None (by `zero_grad`, "
-                "for instance), and with it what the store held. Leave `.grad` alone in there."
+                f"Within `collecting`, the gradient of {said(target)} was taken out of the store "
+                "that collects (by `step`, for instance). Do that afterwards."
             )
-        num_received.append(_take(lent, targets, entries))
 
 
 def _by_grad(backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
@@ -212,14 +251,17 @@ def _by_grad(backward: Backward, entries: Entries) -> tuple[list[Tensor | None],
         )
     )
     num_received = 0
-    for place, target in enumerate(backward.targets):
+    for place, each in enumerate(wanted):
         gradient, found[place] = found[place], None
-        if gradient is not None:
+        if gradient is None:
+            continue
+        if not gradient.requires_grad:
+            gradient = shared(gradient)  # it may be here twice, or be one of `grad_outputs`
+        if place < len(backward.targets):
             num_received += 1
-            if not gradient.requires_grad:
-                # Whoever else holds the object (it may be here twice) shares our memory now.
-                gradient = gradient.detach()
-            entries.add(target, gradient)
+            entries.add(each, gradient)
+        else:
+            found[place] = gradient if gradient.requires_grad else owned(gradient)
         del gradient
     return found[len(backward.targets) :], num_received
 
@@ -231,7 +273,8 @@ def _by_stream(backward: Backward, entries: Entries) -> tuple[list[Tensor | None
         gradient, target.grad = target.grad, None
         if gradient is not None:
             received.add(target)
-            entries.add(target, gradient)
+            with torch.enable_grad():  # what is there already may have a graph
+                entries.add(target, gradient)
 
     wanted = [*backward.targets, *backward.inputs]
     with Lent(dict.fromkeys(wanted, (None, None))) as lent, ExitStack() as hooks:
@@ -245,11 +288,18 @@ def _by_stream(backward: Backward, entries: Entries) -> tuple[list[Tensor | None
 def _by_lending(
     backward: Backward, entries: Entries, *, is_plain: bool
 ) -> tuple[list[Tensor | None], int]:
-    others = list(backward.inputs)
-    if is_plain:
-        others += ends_of(backward.outputs).leaves  # See Rule 3
-    with _lent(backward.targets, entries, others, is_plain=is_plain) as lent:
-        backward.run(None if is_plain else [*backward.targets, *backward.inputs])
+    if not is_plain:
+        with _lent(backward.targets, entries, backward.inputs, is_plain=False) as lent:
+            backward.run([*backward.targets, *backward.inputs])
+            num_received = _take(lent, backward.targets, entries)
+            return _taken(lent, backward.inputs), num_received
+    ends = ends_of(backward.outputs)
+    others = [*backward.inputs, *ends.leaves]  # See Rule 3
+    with (
+        _lent(backward.targets, entries, others, is_plain=True) as lent,
+        hidden_leaves(ends.checkpoints, lent.put_away),
+    ):
+        backward.run(None)
         num_received = _take(lent, backward.targets, entries)
         return _taken(lent, backward.inputs), num_received
 
@@ -276,7 +326,8 @@ def _lent(
             raise
 
 
-def _take(lent: Lent, targets: Iterable[Tensor], entries: Entries) -> int:
+def _take(lent: Lent, targets: Iterable[Tensor], entries: Entries, *, is_seen: bool = False) -> int:
+    """Take what was received; `is_seen` says that others may have kept what was in `.grad`."""
     received = set(lent.received())
     num_received = 0
     for target in targets:
@@ -285,6 +336,7 @@ def _take(lent: Lent, targets: Iterable[Tensor], entries: Entries) -> int:
         num_received += 1
         gradient = cast("Tensor", lent.take(target))
         if not lent.has_lent(target):
+            gradient = shared(gradient) if is_seen else gradient
             entries.add(target, gradient)
         elif gradient is not entries.gradients[target]:
             entries.put(target, gradient)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recoup.errors import GradientError
 from recoup.gradients.applying import parameters_of
 from recoup.gradients.entries import Entries
-from recoup.gradients.merging import as_dense, said
+from recoup.gradients.merging import as_dense, coalesced, said
 
 __all__ = ["UNSCALED", "Container", "device_of", "scaled_by", "tensors_in"]
 
@@ -40,16 +40,16 @@ class Container(Mapping[Tensor, Tensor]):
     @contextmanager
     def _guarded(self) -> Generator[None]:
         """Write down whether what was there has changed when something goes wrong within."""
-        before = dict(self._entries.gradients)
+        was_empty = not self._entries.gradients
         num_changes = self._entries.num_changes
         try:
             yield
         except BaseException as error:
             if self._entries.num_changes != num_changes:
-                if before:
-                    self._damage = f"{type(error).__name__}: {error}"
+                if was_empty:
+                    self._entries.gradients.clear()
                 else:
-                    self._entries.gradients.clear()  # as empty as it was
+                    self._damage = f"{type(error).__name__}: {error}"
             raise
 
     def _check_is_whole(self) -> None:
@@ -107,14 +107,15 @@ class Container(Mapping[Tensor, Tensor]):
             param: the target.
             grad: of its shape.
             alpha: a factor.
-            own: whether the store may have `grad` itself rather than a copy.
+            own: whether the store may have `grad` itself rather than a copy: do not use it after.
 
         Raises:
             ValueError: `grad` cannot be a gradient of `param`.
         """
         self._check_is_whole()
         with self._guarded():
-            self._entries.add(param, grad.detach(), alpha, is_ours=own)
+            grad = grad.detach() if grad.requires_grad else grad
+            self._entries.add(param, grad, alpha, is_ours=own)
         return self
 
     _NOTHING = object()
@@ -188,11 +189,12 @@ class Container(Mapping[Tensor, Tensor]):
 
     def detach_(self) -> Self:
         """Cut the graphs that ``create_graph`` has left."""
-        return self._map(Tensor.detach)
+        # Two tensors may have one gradient, as long as it is not changed in place.
+        return self._map(lambda each: each.detach().clone() if each.requires_grad else each)
 
     def coalesce_(self) -> Self:
         """Sum the entries that sparse gradients list twice."""
-        return self._map(lambda gradient: gradient.coalesce() if gradient.is_sparse else gradient)
+        return self._map(lambda each: coalesced(each) if each.is_sparse else each)
 
     def densify_(self) -> Self:
         """Make sparse gradients dense, for an optimizer that does not take them."""
@@ -247,6 +249,9 @@ def scaled_by(scale: float | str | None) -> str:
 
 
 def _num_bytes(gradient: Tensor) -> int:
+    """Return the bytes of the memory that is held: a sum of sparse ones may leave some unused."""
     if gradient.is_sparse:
-        return gradient._indices().nbytes + gradient._values().nbytes
-    return getattr(gradient, "_local_tensor", gradient).nbytes
+        parts = [gradient._indices(), gradient._values()]
+    else:
+        parts = [getattr(gradient, "_local_tensor", gradient)]
+    return sum(part.untyped_storage().nbytes() for part in parts)

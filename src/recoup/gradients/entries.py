@@ -42,11 +42,15 @@ class Entries:
         return self.device is not None and self.device != target.device
 
     def lendable(self, target: Tensor) -> Tensor | None:
-        """Return the gradient of `target` if autograd may sum into it."""
+        """Return the gradient of `target` if autograd may sum into it.
+
+        Of a sparse one autograd would only lengthen the list (See Rule 3 of `merging`).
+        """
         gradient = self.gradients.get(target)
-        if gradient is None or gradient.requires_grad or gradient.device != target.device:
+        if gradient is None or gradient.requires_grad or gradient.is_sparse:
             return None
-        return gradient
+        fits = gradient.device == target.device and gradient.shape == target.shape
+        return gradient if fits else None
 
     def add(
         self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool = True
@@ -61,9 +65,17 @@ class Entries:
         """
         check_fits(gradient, target, said(target))
         into = self.gradients.get(target)
+        if into is not None and into.shape != gradient.shape:
+            raise ValueError(
+                f"The store holds a gradient of shape {tuple(into.shape)} of what is "
+                f"{said(target)} now. Drop it (`discard`) when a tensor is resized."
+            )
         self.num_changes += 1
         if into is None or into.is_sparse:
-            gradient = self._placed(target, gradient)
+            placed = self._placed(target, gradient)
+            is_ours |= placed is not gradient
+            gradient = placed
+            del placed
             gradient = owned(gradient) if is_ours else gradient.clone()
         elif gradient.device != into.device or gradient.is_sparse:
             gradient = gradient.to(device=into.device, dtype=into.dtype)

@@ -7,6 +7,7 @@ see one `.grad`, so that of a tensor is lent to one thread at a time.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -15,7 +16,18 @@ from torch import Tensor
 from recoup.errors import GradientError
 from recoup.gradients.merging import said
 
-__all__ = ["Lent"]
+__all__ = ["Lent", "LentElsewhereError"]
+
+
+class LentElsewhereError(GradientError):
+    """Another thread holds `.grad` of a tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__(
+            f"Another thread is collecting the gradient of {said(target)}, and there is one "
+            '`.grad` for all. Use mode="grad", or take turns.'
+        )
+        self.target = target
 
 
 class Lent:
@@ -30,7 +42,8 @@ class Lent:
     _holders: dict[int, list[int]] = {}  # noqa: RUF012 - of all threads, and guarded by the lock
 
     def __init__(self, installed: dict[Tensor, tuple[Tensor | None, torch.dtype | None]]) -> None:
-        self._installed = installed
+        self._installed: dict[Tensor, tuple[Tensor | None, torch.dtype | None]] = {}
+        self._wanted = installed
         self._before: list[tuple[Tensor, Tensor | None, torch.dtype | None]] = []
         self._versions: dict[Tensor, int] = {}
 
@@ -42,16 +55,8 @@ class Lent:
         return any(holder != threading.get_ident() for holder in holders)
 
     def __enter__(self) -> Lent:
-        self._borrow()
         try:
-            for target, (gradient, dtype) in self._installed.items():
-                self._before.append((target, target.grad, target.grad_dtype))
-                target.grad = None
-                if dtype is not None:
-                    target.grad_dtype = dtype
-                target.grad = gradient
-                if gradient is not None:
-                    self._versions[target] = gradient._version
+            self._install(self._wanted)
         except BaseException:
             self._give_back()
             raise
@@ -60,17 +65,28 @@ class Lent:
     def __exit__(self, *_: object) -> None:
         self._give_back()
 
-    def _borrow(self) -> None:
+    def put_away(self, others: Iterable[Tensor]) -> None:
+        """Put `.grad` of more tensors away."""
+        self._install(dict.fromkeys((o for o in others if o not in self._installed), (None, None)))
+
+    def _install(self, more: dict[Tensor, tuple[Tensor | None, torch.dtype | None]]) -> None:
         me = threading.get_ident()
         with self._lock:
-            for target in self._installed:
+            for target in more:
                 if any(holder != me for holder in self._holders.get(id(target), [])):
-                    raise GradientError(
-                        f"Another thread is collecting the gradient of {said(target)}, and there "
-                        'is one `.grad` for all. Use mode="grad", or take turns.'
-                    )
-            for target in self._installed:
+                    raise LentElsewhereError(target)
+            for target in more:
                 self._holders.setdefault(id(target), []).append(me)
+            self._installed |= more
+        for target, (gradient, dtype) in more.items():
+            self._before.append((target, target.grad, target.grad_dtype))
+            target.grad = None
+            # Once set, it no longer follows the type of the tensor, and cannot be unset.
+            if dtype is not None and target.grad_dtype is not dtype:
+                target.grad_dtype = dtype
+            target.grad = gradient
+            if gradient is not None:
+                self._versions[target] = gradient._version
 
     def _give_back(self) -> None:
         for target, gradient, dtype in reversed(self._before):
@@ -95,9 +111,20 @@ class Lent:
             if cast("Tensor", self._installed[target][0])._version != version
         ]
 
-    def lost(self) -> list[Tensor]:
-        """Return the targets whose gradient in the store was taken out of `.grad`."""
-        return [target for target in self._versions if target.grad is None]
+    def lost(self, *, is_plain: bool) -> list[Tensor]:
+        """Return the targets whose gradient in the store was taken out of `.grad`.
+
+        With `is_plain`, a reducer may have moved it into a buffer of its own.
+        """
+        return [
+            each
+            for each, gradient in self.lent().items()
+            if each.grad is None or (each.grad is not gradient and not is_plain)
+        ]
+
+    def lent(self) -> dict[Tensor, Tensor]:
+        """Return the store's own gradients that were put into `.grad`."""
+        return {each: cast("Tensor", self._installed[each][0]) for each in self._versions}
 
     def received(self) -> list[Tensor]:
         """Return the targets that a gradient has come to."""

@@ -6,7 +6,8 @@ Rule 1. A gradient in a store belongs to it alone, so sums are made in place. Wh
         elsewhere is adopted only if nothing else looks at its memory (`residuals.ownership`).
 Rule 2. A gradient with a graph (`create_graph`) is never changed in place: the graph needs it.
 Rule 3. Sums of sparse gradients list entries twice, and grow with each. They are coalesced when
-        they list more than `_MOST_TWICE` of the rows, and made dense when they are no smaller.
+        they list more than half as many entries as there are rows. They stay sparse, whatever they
+        cover: SparseAdam takes no others, and the layout must not depend on the data.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_dense", "check_fits", "is_sharded", "merged", "said", "scaled"]
+from recoup.residuals.ownership import owned
 
-_MOST_TWICE = 0.5
+__all__ = ["as_dense", "check_fits", "coalesced", "is_sharded", "merged", "said", "scaled"]
 
 
 def said(tensor: Tensor) -> str:
@@ -61,6 +62,8 @@ def merged(into: Tensor | None, gradient: Tensor, alpha: float = 1.0) -> Tensor:
     if into is None:
         return gradient if alpha == 1 else scaled(gradient, alpha)
     if into.requires_grad or gradient.requires_grad:
+        if into.is_sparse and not gradient.is_sparse:  # torch adds the sparse one to the dense one
+            return torch.add(gradient if alpha == 1 else gradient * alpha, into)
         return torch.add(into, gradient, alpha=alpha)
     if not into.is_sparse:
         return into.add_(gradient, alpha=alpha)
@@ -83,15 +86,17 @@ def as_dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
+def coalesced(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient with each entry listed once, in as much memory as that takes."""
+    return owned(gradient.coalesce())  # torch leaves it a piece of what all entries took
+
+
 def _tidied(gradient: Tensor) -> Tensor:
-    """Coalesce a sparse gradient, or make it dense, if it has grown (See Rule 3)."""
+    """Coalesce a sparse gradient if it has grown (See Rule 3)."""
     num_rows = 1
     for size in gradient.shape[: gradient.sparse_dim()]:
         num_rows *= size
-    if gradient._nnz() <= _MOST_TWICE * num_rows:
-        return gradient
-    gradient = gradient.coalesce()
-    return gradient.to_dense() if gradient._nnz() > _MOST_TWICE * num_rows else gradient
+    return coalesced(gradient) if gradient._nnz() > num_rows / 2 else gradient
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from recoup.gradients.container import tensors_in
 from recoup.gradients.merging import said
 from recoup.gradients.stepping import Stepping
 from recoup.gradients.transfer import Transfer
+from recoup.residuals.ownership import shared
 
 __all__ = ["GradStore"]
 
@@ -91,7 +92,7 @@ class GradStore(Stepping, Transfer):
             if gradient is not None:
                 if take:
                     each.grad = None
-                gradient = gradient.detach()  # alone from now on, or shared with who holds it
+                gradient = shared(gradient) if take else gradient.detach()
                 store._entries.add(each, gradient, is_ours=take)
         store._check_received(len(store._entries.gradients), len(store.params))
         store.weight = 1.0
@@ -207,7 +208,12 @@ class GradStore(Stepping, Transfer):
 def _check_targets(
     targets: Sequence[Tensor], inputs: Sequence[Tensor], *, has_params: bool
 ) -> None:
-    if not targets and not has_params:
+    if not targets and not inputs:
+        if has_params:
+            raise GradientError(
+                "None of the `params` requires grad, so there is nothing to collect. Call "
+                "`requires_grad_()` on what is to be trained."
+            )
         raise ValueError(
             "`params` is missing: the store was made without, so it must be said here whose "
             "gradients to collect."
@@ -256,6 +262,12 @@ def _begun(
         begin = [scaler.scale(output) for output in begin]
     if weight != 1:
         given = seeds or [None] * len(begin)
+        for output, seed in zip(begin, given, strict=True):
+            if seed is None and output.numel() != 1:
+                raise ValueError(
+                    f"`grad_outputs` is missing for an output of shape {tuple(output.shape)}. Only "
+                    "a scalar can do without: sum it, or give its gradient."
+                )
         seeds = [
             torch.full_like(output, weight) if seed is None else seed * weight
             for output, seed in zip(begin, given, strict=True)

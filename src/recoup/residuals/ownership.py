@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["owned"]
+__all__ = ["owned", "shared"]
 
 _GRAPHS = "torch._inductor.cudagraph_trees"
 
@@ -31,6 +31,15 @@ def owned(tensor: Tensor) -> Tensor:
     return tensor if is_ours else tensor.clone()
 
 
+def shared(tensor: Tensor) -> Tensor:
+    """Return another tensor with the memory of `tensor`, which somebody else may hold.
+
+    `owned` sees them, once `tensor` is let go. They would not show in the memory of a sparse one,
+    which is copied.
+    """
+    return tensor.clone() if tensor.layout is torch.sparse_coo else tensor.detach()
+
+
 def _is_alone(part: Tensor, num_others: int = 0) -> bool:
     """Whether nothing but `part`, and so many others that are known, looks at its memory."""
     if part.numel() == 0:
@@ -40,5 +49,7 @@ def _is_alone(part: Tensor, num_others: int = 0) -> bool:
     return (
         num_uses == 2 + num_others  # `part`, and the object `storage`
         and storage.nbytes() == part.numel() * part.element_size()
+        # One number expanded may have been taken out of a buffer that is just as large.
+        and (part.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(part))
         and not (part.is_cuda and _GRAPHS in sys.modules)
     )

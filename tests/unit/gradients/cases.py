@@ -1,0 +1,133 @@
+"""Layers whose gradients are collected, in each mode, and what plain autograd makes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tests.oracle import assert_same_tensor
+
+MODES = ("auto", "accumulate", "grad", "harvest", "stream")
+LENDING = ("accumulate", "harvest", "stream")
+
+
+class Attends(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+class First(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+class Tied(nn.Module):
+    """One layer in three places, another one between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again = self.a
+
+    def forward(self, x):
+        return self.a(self.b(torch.tanh(self.a(x)))) @ self.again.weight
+
+
+class Layer(NamedTuple):
+    build: Callable[[], nn.Module]
+    input: Callable[[], Tensor]
+
+
+def conv():
+    return nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+
+
+def image():
+    return torch.randn(2, 3, 5, 6).to(memory_format=torch.channels_last)
+
+
+LAYERS = {
+    "linear": Layer(lambda: nn.Linear(4, 3), lambda: torch.randn(5, 4)),
+    "conv": Layer(conv, image),
+    "embedding": Layer(lambda: nn.Embedding(40, 3), lambda: torch.randint(9, (5, 2))),
+    "sparse": Layer(lambda: nn.Embedding(40, 3, sparse=True), lambda: torch.randint(9, (5, 2))),
+    "lstm": Layer(lambda: First(4, 3, 2), lambda: torch.randn(5, 2, 4)),
+    "attention": Layer(lambda: Attends(4, 2), lambda: torch.randn(3, 2, 4)),
+    "complex": Layer(Complex, lambda: torch.randn(5, 3)),
+    "tied": Layer(Tied, lambda: torch.randn(5, 4)),
+    "bfloat16": Layer(lambda: nn.Linear(4, 3).bfloat16(), lambda: torch.randn(5, 4).bfloat16()),
+    "sparse bfloat16": Layer(
+        lambda: nn.Embedding(40, 3, sparse=True, dtype=torch.bfloat16),
+        lambda: torch.randint(9, (5, 2)),
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, list[Tensor]]:
+    """A layer in float64, unless it says otherwise, and two inputs."""
+    layer = LAYERS[name]
+    module, inputs = layer.build(), [layer.input(), layer.input()]
+    if name not in ("complex", "bfloat16", "sparse bfloat16"):
+        module.double()
+        inputs = [x.double() if x.is_floating_point() else x for x in inputs]
+    return module, inputs
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.double().sin().sum()
+
+
+def plain(module: nn.Module, inputs: list[Tensor], loss=loss_of) -> dict[str, Tensor]:
+    """The sum of the gradients of a copy, each made by a backward of its own."""
+    module = copy.deepcopy(module)
+    total: dict[str, Tensor] = {}
+    for x in inputs:
+        module.zero_grad()
+        loss(module(x)).backward()
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                is_low = parameter.dtype is torch.bfloat16
+                gradient = (parameter.grad.float() if is_low else parameter.grad).to_dense()
+                total[name] = gradient + total[name] if name in total else gradient.clone()
+    return total
+
+
+def assert_holds(store, module: nn.Module, want: dict[str, Tensor], rtol: float = 0.0):
+    """Compare what a store holds with gradients by name."""
+    got = store.named(module)
+    assert set(got) == set(want)
+    for name, value in want.items():
+        assert_same_tensor(name, got[name].to_dense(), value, rtol)
+
+
+class Undisturbed:
+    """A context whose end checks that `.grad` and `grad_dtype` are the same objects, and values."""
+
+    def __init__(self, *tensors: Tensor, preset: bool = True) -> None:
+        self._tensors = tensors
+        for tensor in tensors if preset else ():
+            tensor.grad = torch.full_like(tensor, 7, dtype=tensor.grad_dtype)
+        self._before = [(t.grad, t.grad_dtype) for t in tensors]
+
+    def __enter__(self) -> Undisturbed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tensor, (gradient, dtype) in zip(self._tensors, self._before, strict=True):
+            assert tensor.grad is gradient
+            assert tensor.grad_dtype is dtype
+            assert gradient is None or bool((gradient == 7).all())
+            assert not getattr(tensor, "_post_accumulate_grad_hooks", None)
