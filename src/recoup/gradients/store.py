@@ -152,7 +152,8 @@ class GradStore(Stepping, Transfer):
         targets = tuple(each for each in targets if each.requires_grad)
         wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
         begin, seeds = _begun(outputs, grad_outputs, weight, scaler)
-        _check_targets(targets, wanted, has_params=bool(self.params) or params is not None)
+        has_params = bool(self.params) or params is not None
+        _check_targets(targets, wanted, has_params=has_params, allow_empty=allow_empty)
         backward = Backward(begin, seeds, targets, wanted, retain_graph, create_graph)
         mode = mode_for(mode, backward, self._entries)
         scale = None if scaler is None else float(scaler.get_scale())
@@ -193,7 +194,8 @@ class GradStore(Stepping, Transfer):
         self._check_scale(None, "A backward")
         targets = self.params if params is None else tensors_in("params", params)
         targets = tuple(each for each in targets if each.requires_grad)
-        _check_targets(targets, (), has_params=bool(self.params) or params is not None)
+        has_params = bool(self.params) or params is not None
+        _check_targets(targets, (), has_params=has_params, allow_empty=allow_empty)
         with self._guarded():
             with collecting(targets, self._entries) as num_received:
                 yield
@@ -206,9 +208,15 @@ class GradStore(Stepping, Transfer):
 
 
 def _check_targets(
-    targets: Sequence[Tensor], inputs: Sequence[Tensor], *, has_params: bool
+    targets: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    has_params: bool,
+    allow_empty: bool,
 ) -> None:
     if not targets and not inputs:
+        if has_params and allow_empty:
+            return
         if has_params:
             raise GradientError(
                 "None of the `params` requires grad, so there is nothing to collect. Call "
