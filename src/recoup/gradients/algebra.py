@@ -11,7 +11,8 @@ from torch import Tensor
 from recoup.errors import GradientError
 from recoup.gradients import arithmetic
 from recoup.gradients.container import Container
-from recoup.gradients.merging import check_fits, said, scaled
+from recoup.gradients.merging import check_fits, scaled
+from recoup.gradients.targets import said
 
 __all__ = ["Algebra", "check_is_store", "check_scales"]
 

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recoup.errors import GradientError
 from recoup.gradients.lent import Lent
-from recoup.gradients.merging import said
+from recoup.gradients.targets import parameters_of, said
 
-__all__ = ["Missing", "Unknown", "check_can_step", "installed", "parameters_of"]
+__all__ = ["Missing", "Unknown", "check_can_step", "installed"]
 
 Missing = Literal["skip", "zero", "error"]
 Unknown = Literal["error", "ignore"]
-
-
-def parameters_of(params: Any) -> dict[Tensor, str]:
-    """Return the parameters of an optimizer, or those given, and what to call each."""
-    names: dict[Tensor, str] = {}
-    if not hasattr(params, "param_groups"):
-        if isinstance(params, Tensor | nn.Module):
-            way = "[tensor]" if isinstance(params, Tensor) else "module.parameters()"
-            raise ValueError(
-                f"`params` is a {type(params).__name__}, but must be an optimizer or tensors: give "
-                f"{way}."
-            )
-        for each in cast("Iterable[Any]", params):
-            is_named = isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2
-            parameter = cast("object", each[1] if is_named else each)
-            if not isinstance(parameter, Tensor):
-                raise ValueError(
-                    f"`params` has a {type(parameter).__name__} in it, but must be an optimizer, "
-                    "tensors, or pairs of name and tensor. Give model.parameters()."
-                )
-            names[parameter] = f"`{each[0]}`" if is_named else said(parameter)
-        return names
-    for group in cast("list[dict[str, Any]]", params.param_groups):
-        known: list[str] = group.get("param_names", [])
-        for place, parameter in enumerate(cast("list[Tensor]", group["params"])):
-            names[parameter] = f"`{known[place]}`" if known else said(parameter)
-    return names
 
 
 def check_can_step(

@@ -25,7 +25,8 @@ from torch import Tensor
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.lent import Lent, LentElsewhereError
-from recoup.gradients.merging import is_sharded, said
+from recoup.gradients.merging import is_sharded
+from recoup.gradients.targets import said
 from recoup.residuals.graph import ends_of, hidden_leaves
 from recoup.residuals.ownership import owned, shared
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recoup.errors import GradientError
-from recoup.gradients.applying import parameters_of
 from recoup.gradients.entries import Entries
-from recoup.gradients.merging import as_dense, coalesced, said
+from recoup.gradients.merging import as_dense, coalesced
+from recoup.gradients.targets import named_in, parameters_of, said
 
-__all__ = ["UNSCALED", "Container", "device_of", "scaled_by", "tensors_in"]
+__all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
 
 UNSCALED = "unscaled"
 
@@ -31,7 +31,9 @@ class Container(Mapping[Tensor, Tensor]):
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"`dtype` is {dtype}, but must be a floating-point type.")
-        self.params: tuple[Tensor, ...] = tensors_in("params", () if params is None else params)
+        self.params: tuple[Tensor, ...] = tuple(
+            named_in("params", () if params is None else params)
+        )
         self.weight = 0.0
         self._entries = Entries(dtype, None if device is None else device_of(device))
         self._scale: float | str | None = None
@@ -151,7 +153,7 @@ class Container(Mapping[Tensor, Tensor]):
 
     def filter(self, params: Iterable[Tensor]) -> Self:
         """Return a copy of what belongs to `params`."""
-        wanted = set(tensors_in("params", params))
+        wanted = named_in("params", params)
         pairs = ((each, value.clone()) for each, value in self.items() if each in wanted)
         return self._derived(pairs)
 
@@ -211,29 +213,6 @@ class Container(Mapping[Tensor, Tensor]):
                 self._entries.num_changes += 1
                 self._entries.gradients[each] = function(gradient)
         return self
-
-
-# -- arguments ---
-
-
-def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
-    """Return tensors once each, in their order, of tensors or pairs of name and tensor."""
-    if isinstance(given, Tensor | nn.Module):
-        way = "[tensor]" if isinstance(given, Tensor) else "module.parameters()"
-        raise ValueError(
-            f"`{argument}` is a {type(given).__name__}, but must be tensors: give {way}."
-        )
-    found: dict[Tensor, None] = {}
-    for each in cast("Iterable[Any]", given):
-        is_named = isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2
-        tensor = cast("object", each[1] if is_named else each)
-        if not isinstance(tensor, Tensor):
-            raise ValueError(
-                f"`{argument}` has a {type(tensor).__name__} in it, but must be "
-                "tensors, or pairs of name and tensor. Give model.parameters()."
-            )
-        found[tensor] = None
-    return tuple(found)
 
 
 def device_of(device: torch.device | str) -> torch.device:

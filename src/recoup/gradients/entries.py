@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recoup.gradients.merging import check_fits, merged, said
+from recoup.gradients.merging import check_fits, merged
+from recoup.gradients.targets import said
 from recoup.residuals.ownership import owned
 
 __all__ = ["Entries"]

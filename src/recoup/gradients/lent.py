@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recoup.errors import GradientError
-from recoup.gradients.merging import said
+from recoup.gradients.targets import said
 
 __all__ = ["Lent", "LentElsewhereError"]
 

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from recoup.residuals.ownership import owned
 
-__all__ = ["as_dense", "check_fits", "coalesced", "is_sharded", "merged", "said", "scaled"]
-
-
-def said(tensor: Tensor) -> str:
-    """Return what errors call a tensor that has no name."""
-    return f"a tensor of shape {tuple(tensor.shape)}"
+__all__ = ["as_dense", "check_fits", "coalesced", "is_sharded", "merged", "scaled"]
 
 
 def check_fits(gradient: Tensor, target: Tensor, name: str) -> None:

@@ -15,10 +15,10 @@ from recoup.gradients.applying import (
     Unknown,
     check_can_step,
     installed,
-    parameters_of,
 )
 from recoup.gradients.container import UNSCALED, scaled_by
-from recoup.gradients.merging import said, scaled
+from recoup.gradients.merging import scaled
+from recoup.gradients.targets import parameters_of, said
 
 __all__ = ["Stepping", "step"]
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from recoup.errors import GradientError
 from recoup.gradients.collecting import Backward, Mode, collect, collecting, mode_for
-from recoup.gradients.container import tensors_in
-from recoup.gradients.merging import said
 from recoup.gradients.stepping import Stepping
+from recoup.gradients.targets import named_in, said
 from recoup.gradients.transfer import Transfer
 from recoup.residuals.ownership import shared
 
@@ -148,9 +147,10 @@ class GradStore(Stepping, Transfer):
             ValueError: an argument is not what it must be.
         """
         self._check_is_whole()
-        targets = self.params if params is None else tensors_in("params", params)
+        targets = self.params if params is None else tuple(named_in("params", params))
         targets = tuple(each for each in targets if each.requires_grad)
-        wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
+        given = (inputs,) if isinstance(inputs, Tensor) else inputs
+        wanted = tuple(named_in("inputs", given))
         begin, seeds = _begun(outputs, grad_outputs, weight, scaler)
         has_params = bool(self.params) or params is not None
         _check_targets(targets, wanted, has_params=has_params, allow_empty=allow_empty)
@@ -192,7 +192,7 @@ class GradStore(Stepping, Transfer):
         """
         self._check_is_whole()
         self._check_scale(None, "A backward")
-        targets = self.params if params is None else tensors_in("params", params)
+        targets = self.params if params is None else tuple(named_in("params", params))
         targets = tuple(each for each in targets if each.requires_grad)
         has_params = bool(self.params) or params is not None
         _check_targets(targets, (), has_params=has_params, allow_empty=allow_empty)
