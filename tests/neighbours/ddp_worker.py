@@ -1,23 +1,16 @@
-"""One of two processes under DistributedDataParallel; writes the largest difference found.
-
-Run as ``python ddp_worker.py RANK FILE MODE CASE``.
-"""
+"""One of two processes under DistributedDataParallel: the largest difference of each case."""
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
-from datetime import timedelta
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup.invertible import AdditiveCoupling, Chain
+from tests.neighbours.workers import report
 
 
 class Skips(nn.Module):
@@ -92,23 +85,14 @@ def largest_difference(rank, memory, case):
     return worst
 
 
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    lines = []
+def cases(rank):
+    found = {}
     for memory in ("sqrt", "1", "constant"):
         for case in ("plain", "unused", "shared"):
             mode = int(memory) if memory.isdigit() else memory
-            lines.append(f"{memory} {case} {largest_difference(rank, mode, case)}")
-    dist.barrier()
-    (folder / f"found-{rank}").write_text("\n".join(lines), encoding="utf-8")
-    dist.destroy_process_group()
-    # gloo's threads may abort the interpreter's own exit.
-    os._exit(0)
+            found[f"{memory} {case}"] = largest_difference(rank, mode, case)
+    return found
+
+
+if __name__ == "__main__":
+    report(cases)

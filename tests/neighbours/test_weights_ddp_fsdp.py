@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch.distributed
 
-WORKER = Path(__file__).with_name("weights_ddp_worker.py")
+from tests.neighbours.workers import both, found_by, furthest
+
 WAYS = ["dropout", "noise", "rows", "stacked"]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("torch is built without gloo")
-    folder = tmp_path_factory.mktemp("weights")
-    command = [sys.executable, str(WORKER)]
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [worker.communicate(timeout=180)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)[-3000:]
-    return [
-        json.loads((folder / f"found-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)
-    ]
-
-
-def both(found, name):
-    """What the ranks found, which both did."""
-    return [rank[name] for rank in found]
-
-
-def furthest(found, name):
-    """The largest difference; an error, if it was one."""
-    values = both(found, name)
-    assert [value for value in values if isinstance(value, str)] == []
-    return max(values)
+    return found_by("weights_ddp_worker", tmp_path_factory.mktemp("weights"))
 
 
 @pytest.mark.parametrize("call", ["plainly", "torch", "reentrant", "ours"])

@@ -1,17 +1,9 @@
-"""One of two processes with reparametrized weights under DistributedDataParallel and FSDP2.
-
-Run as ``python weights_ddp_worker.py RANK FOLDER``; writes what it found, a case to a line.
-"""
+"""One of two processes with reparametrized weights under DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup.weights import disabled, same_draw
+from tests.neighbours.workers import report
 
 PATTERN = r"(.*\.)?(weight|in_proj_weight|weight_hh_l0)"
 STEPS = 3
@@ -330,16 +323,7 @@ def fsdp_trains(rank: int, mesh: Any) -> float:
     return difference([got], [dict(single.named_parameters())])
 
 
-def main(rank: int, folder: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+def cases(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {}
     for way in WAYS:
@@ -370,12 +354,8 @@ def main(rank: int, folder: Path) -> None:
         found[f"fsdp recurrent {how}"] = said(fsdp_of_a_recurrent_layer, how, rank, mesh)
     found["fsdp bfloat16"] = fsdp_in_bfloat16(rank, mesh)
     found["fsdp trains"] = fsdp_trains(rank, mesh)
-    dist.barrier()
-    (folder / f"found-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
-    # gloo's threads may abort the interpreter's own exit.
-    os._exit(0)
+    return found
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    report(cases)

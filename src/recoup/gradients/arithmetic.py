@@ -28,10 +28,36 @@ def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
         value = _values(gradient)
         if value.numel() or not math.isinf(order):  # the largest of no entries is undefined
             (sharded if is_sharded(value) else plain).append(value)
-    totals = [whole(_total_norm(each, order)) for each in (plain, sharded) if each]
+    totals = [whole(_total_norm(plain, order))] if plain else []
+    if sharded and order == math.inf:
+        totals += _largest(sharded)
+    elif sharded:
+        totals.append(whole(_total_norm(sharded, order)))
     if not totals:
         return torch.zeros(())
     return totals[0] if len(totals) == 1 else _total_norm(totals, order)
+
+
+def _largest(sharded: Iterable[Tensor]) -> list[Tensor]:
+    """Return the largest entries of sharded tensors, one for each way to shard.
+
+    torch has none where a process has no entries: it raises there, and the other processes wait.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    found: dict[Any, list[Tensor]] = {}
+    for each in cast("Iterable[Any]", sharded):
+        part = each.to_local().detach().abs()
+        part = part.max() if part.numel() else part.new_zeros(())
+        found.setdefault((each.device_mesh, each.placements), []).append(part)
+    return [
+        DTensor.from_local(
+            torch.stack(parts).max(),
+            mesh,
+            [Partial("max") if place.is_shard() else Replicate() for place in placements],
+        ).full_tensor()
+        for (mesh, placements), parts in found.items()
+    ]
 
 
 def _total_norm(values: list[Tensor], order: float) -> Tensor:

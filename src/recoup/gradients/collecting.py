@@ -15,12 +15,13 @@ Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a p
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
@@ -28,7 +29,7 @@ from recoup.gradients.lent import Lent, LentElsewhereError
 from recoup.gradients.merging import is_sharded
 from recoup.gradients.targets import said
 from recoup.residuals.graph import ends_of, hidden_leaves
-from recoup.residuals.ownership import owned, shared
+from recoup.residuals.ownership import is_alone, owned, shared
 
 __all__ = ["Backward", "Mode", "collect", "collecting", "mode_for"]
 
@@ -79,7 +80,7 @@ def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
         return _auto(backward, everything, entries, reason)
     if mode != "grad" and reason is not None:
         raise GradientError(f'`mode` is "{mode}", but {reason}. Use mode="grad".')
-    if mode in ("grad", "stream"):
+    if mode != "harvest":
         _check_is_not_reduced(mode, everything)
     if mode != "harvest" and any(map(is_sharded, everything)):
         raise GradientError(
@@ -155,21 +156,70 @@ def _is_distributed() -> bool:
 
 def _check_is_not_reduced(mode: str, everything: Iterable[Tensor]) -> None:
     """Raise if a DistributedDataParallel would not reduce what this mode delivers."""
+    if any(each.require_backward_grad_sync for each in _reducers_of(everything)):
+        raise GradientError(
+            f'Mode "{mode}" gives the gradients of this process alone, but the parameters belong '
+            'to a DistributedDataParallel. Use mode="harvest"; or run forward and backward in its '
+            "`no_sync()`, and call `all_reduce_` on the store."
+        )
+
+
+_known_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the DistributedDataParallel objects that reduce gradients of these tensors."""
     if not _is_distributed():
-        return
+        return []
     from torch.nn.parallel import DistributedDataParallel
 
-    targets = set(everything)
-    # It leaves no mark on its parameters, so it is looked for; only where there are processes.
-    for found in gc.get_objects():
-        if not isinstance(found, DistributedDataParallel) or not found.require_backward_grad_sync:
-            continue
-        if not targets.isdisjoint(found.parameters()):
-            raise GradientError(
-                f'Mode "{mode}" gives the gradients of this process alone, but the parameters '
-                'belong to a DistributedDataParallel. Use mode="harvest"; or run forward and '
-                "backward in its `no_sync()`, and call `all_reduce_` on the store."
-            )
+    wanted = set(tensors)
+    found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
+    if not found:
+        # It leaves no mark on its parameters, so it is looked for; only where there are processes.
+        # Not by `isinstance`, which asks objects, and a proxy of what is gone raises.
+        every = (
+            each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
+        )
+        _known_reducers.update(every)
+        found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
+    return found
+
+
+@contextmanager
+def _reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[None]:
+    """Raise if a backward within would be reduced and what is in the store would never be.
+
+    Parts that were collected within `no_sync` go to a reducer in `.grad`, if they fit in there.
+    """
+    if not any(target in entries.gradients for target in targets):
+        entries.are_local = False
+    may_be_lost = entries.are_local and not _fit(targets, entries)
+    if may_be_lost and any(each.require_backward_grad_sync for each in _reducers_of(targets)):
+        raise GradientError(
+            "The store holds gradients of this process alone, collected within `no_sync()`, and "
+            "this backward would not reduce them too, since they are sparse or of another type or "
+            "device than the parameters. Call `all_reduce_` first; or collect all within "
+            "`no_sync()`, and call it at the end."
+        )
+    yield
+    if not entries.are_local and not _fit(targets, entries):
+        reducers = _reducers_of(targets)
+        entries.are_local = any(not each.require_backward_grad_sync for each in reducers)
+
+
+def _fit(targets: Iterable[Tensor], entries: Entries) -> bool:
+    """Whether a reducer would take what the store holds of `targets`."""
+    return all(
+        target not in entries.gradients or _lendable(target, entries, target.grad_dtype) is not None
+        for target in targets
+        if target.is_leaf
+    )
+
+
+def _lendable(target: Tensor, entries: Entries, dtype: torch.dtype | None) -> Tensor | None:
+    gradient = entries.lendable(target)
+    return gradient if gradient is not None and gradient.dtype is dtype else None
 
 
 # -- the modes -------------------------------------------------------------------------------------
@@ -181,9 +231,14 @@ def collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Tens
     Returns:
         The gradients of its inputs, and the number of targets that got one.
     """
-    wanted = {*backward.targets, *backward.inputs}
-    if not wanted:  # all are frozen
+    if not backward.targets and not backward.inputs:  # all are frozen
         return [], 0
+    with _reduced_in_time(backward.targets, entries):
+        return _collect(mode, backward, entries)
+
+
+def _collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
+    wanted = {*backward.targets, *backward.inputs}
     try:
         match mode:
             case "grad":
@@ -215,7 +270,10 @@ def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[in
             )
     is_plain = _is_distributed() or any(map(is_sharded, targets))
     num_received: list[int] = []
-    with _lent(targets, entries, is_plain=is_plain) as lent:
+    with (
+        _reduced_in_time(targets, entries),
+        _lent(targets, entries, is_plain=is_plain) as lent,
+    ):
         yield num_received
         _check_was_left_alone(lent, entries, is_plain=is_plain)
         num_received.append(_take(lent, targets, entries, is_seen=True))
@@ -295,7 +353,11 @@ def _by_lending(
             num_received = _take(lent, backward.targets, entries)
             return _taken(lent, backward.inputs), num_received
     ends = ends_of(backward.outputs)
-    others = [*backward.inputs, *ends.leaves]  # See Rule 3
+    leaves = ends.leaves
+    if any(map(is_sharded, backward.targets)):
+        # FSDP2 may sum in these, in parameters of its own, over backwards that it does not reduce.
+        leaves = [each for each in leaves if not isinstance(each, nn.Parameter)]
+    others = [*backward.inputs, *leaves]  # See Rule 3
     with (
         _lent(backward.targets, entries, others, is_plain=True) as lent,
         hidden_leaves(ends.checkpoints, lent.put_away),
@@ -314,17 +376,24 @@ def _lent(
     for target in targets:
         # A reducer has buffers in the type of the parameter.
         dtype = target.grad_dtype if is_plain else entries.dtype_of(target)
-        gradient = entries.lendable(target)
-        is_same = gradient is not None and gradient.dtype is dtype
-        lending[target] = (gradient if is_same else None, None if is_plain else dtype)
+        lending[target] = (_lendable(target, entries, dtype), None if is_plain else dtype)
     for other in others:
         lending.setdefault(other, (None, None))
+    # A reducer may write to what is in `.grad` now, where that is a view of its buffer.
+    numbers = [
+        (each.grad, each.grad.clone())
+        for each in (lending if is_plain else ())
+        if each.grad is not None and not is_alone(each.grad)
+    ]
     with Lent(lending) as lent:
         try:
             yield lent
         except BaseException:
             entries.num_changes += len(lent.changed())
             raise
+        finally:
+            for gradient, before in numbers:
+                gradient.copy_(before)
 
 
 def _take(lent: Lent, targets: Iterable[Tensor], entries: Entries, *, is_seen: bool = False) -> int:

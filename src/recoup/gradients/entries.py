@@ -28,6 +28,7 @@ class Entries:
         self.dtype = dtype
         self.device = device
         self.num_changes = 0
+        self.are_local = False  # parts of a sum over processes, which a reducer does not know of
 
     def dtype_of(self, target: Tensor) -> torch.dtype:
         """Return the type that the gradient of `target` is summed in."""

@@ -86,7 +86,7 @@ class Lent:
                 target.grad_dtype = dtype
             target.grad = gradient
             if gradient is not None:
-                self._versions[target] = gradient._version
+                self._versions[target] = _version_of(gradient)
 
     def _give_back(self) -> None:
         for target, gradient, dtype in reversed(self._before):
@@ -108,7 +108,7 @@ class Lent:
         return [
             target
             for target, version in self._versions.items()
-            if cast("Tensor", self._installed[target][0])._version != version
+            if _version_of(cast("Tensor", self._installed[target][0])) != version
         ]
 
     def lost(self, *, is_plain: bool) -> list[Tensor]:
@@ -143,3 +143,8 @@ class Lent:
         """Take the gradient out of `.grad`."""
         gradient, target.grad = target.grad, None
         return gradient
+
+
+def _version_of(gradient: Tensor) -> int:
+    """Return how often `gradient` was changed in place; FSDP2 adds to its own part of it."""
+    return getattr(gradient, "_local_tensor", gradient)._version

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from recoup.errors import GradientError
-from recoup.gradients.merging import said
+from recoup.gradients.targets import said
 
 __all__ = ["by_name", "by_target"]
 
@@ -20,7 +20,8 @@ def by_name(gradients: Mapping[Tensor, Tensor], module: nn.Module) -> dict[str, 
         raise GradientError(
             f"{type(module).__name__} has no parameter that is {strangers[0]}, of which the store "
             f"holds the gradient ({len(strangers)} of this kind). Give the module that holds all "
-            "of them, or take those out with `filter`."
+            "of them, or pick those of this one with `filter`. Parameters that were replaced, by "
+            "`load_state_dict(assign=True)` for instance, have no names any more: ask before."
         )
     return {name: gradients[each] for each, name in names.items() if each in gradients}
 

@@ -2,18 +2,18 @@
 
 NOTE [ Every process says the same ]
 
-Rule 1. A collective that one process does not call hangs the others. So the processes first agree
-        on which gradients any of them has and in which layout, and then all send the same ones in
-        the same order, with zeros where a process has none. One message of a fixed size tells
-        whether they agree already; only if they do not is there a second one.
+Rule 1. A collective that one process does not call hangs the others. So the processes first tell
+        each other what they are about to send, in one message of a fixed size, also if one of them
+        cannot go on; then all raise, or all send the same in the same order, with zeros where one
+        has nothing. Only if they do not have the same gradients is there one message more.
 Rule 2. The order is that of the targets, which every process declared alike.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,106 +23,219 @@ from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.merging import as_dense, is_sharded
 
-__all__ = ["Op", "all_reduce"]
+__all__ = ["Counted", "Op", "all_reduce"]
 
 Op = Literal["mean", "sum"]
-_ABSENT, _SPARSE, _DENSE = 0, 1, 2
+# A sparse gradient is one more than the number of its sparse dimensions.
+_ABSENT, _DENSE = 0, 255
+
+
+class Counted(NamedTuple):
+    """What else the processes have to agree on.
+
+    Args:
+        weight: the weights of what was collected; reduced as the gradients are.
+        scale: a number that says how gradients are scaled.
+        error: why this process cannot take part, if it cannot.
+    """
+
+    weight: float
+    scale: float
+    error: Exception | None
+
+
+class _Said(NamedTuple):
+    """What a process tells the others (See Rule 1), all of it numbers."""
+
+    has_error: float
+    num_targets: float
+    declared: float
+    layouts: float
+    has_gradients: float
+    weight: float
+    scale: float
 
 
 def all_reduce(
-    entries: Entries, targets: Sequence[Tensor], op: Op, bucket_bytes: int, group: Any
-) -> None:
-    """Sum the gradients of `targets` over the processes of `group`, or average them."""
+    entries: Entries,
+    targets: Sequence[Tensor],
+    op: Op,
+    bucket_bytes: int,
+    group: Any,
+    counted: Counted,
+) -> Counted:
+    """Sum the gradients of `targets` over the processes of `group`, or average them.
+
+    Returns:
+        The same for all processes.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise GradientError(
             "There are no processes to reduce over. Call torch.distributed.init_process_group, or "
             "leave `all_reduce_` out."
         )
-    num_processes = dist.get_world_size(group)
-    factor = 1 / num_processes if op == "mean" else 1.0
-    buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-    for target, layout in zip(targets, _agreed(entries, targets, group), strict=True):
-        if layout == _ABSENT:
-            continue
-        gradient = _in_layout(entries, target, layout)
-        if layout == _SPARSE:
-            dist.all_reduce(gradient, group=group)
-            entries.put(target, gradient.coalesce() * factor)
-            continue
-        key = (gradient.dtype, gradient.device)
-        bucket = buckets.setdefault(key, _Bucket(factor, group))
-        bucket.add(gradient)
-        if bucket.num_bytes >= bucket_bytes:
-            bucket.reduce()
-    for bucket in buckets.values():
-        bucket.reduce()
-
-
-def _agreed(entries: Entries, targets: Sequence[Tensor], group: Any) -> Iterator[int]:
-    """Return the layout in which each target is sent (See Rule 1)."""
-    layouts = bytes(_layout(entries.gradients.get(target)) for target in targets)
+    factor = 1 / dist.get_world_size(group) if op == "mean" else 1.0
+    error = counted.error or _why_not(entries)
+    layouts = bytes(_layout(entries.gradients.get(each), group) for each in targets)
+    mine = _Said(
+        has_error=error is not None,
+        num_targets=len(targets),
+        declared=zlib.crc32(repr((op, bucket_bytes, _declared(entries, targets))).encode()),
+        layouts=zlib.crc32(layouts),
+        has_gradients=any(layouts),
+        weight=counted.weight,
+        scale=counted.scale,
+    )
     device = targets[0].device
-    here = torch.tensor([len(targets), zlib.crc32(layouts)], device=device)
-    there = torch.cat([here, -here])
-    dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
-    most, digest, least, other_digest = cast("list[int]", there.tolist())
-    if most != -least:
+    everyone = _gathered(mine, device, group)
+    if error is not None:
+        raise error
+    _check_agree(mine, everyone)
+    if len({each.layouts for each in everyone}) > 1:
+        found = torch.tensor(list(layouts), dtype=torch.uint8, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        layouts = bytes(cast("list[int]", found.tolist()))
+    entries.num_changes += 1  # whatever goes wrong from here on leaves a part
+    _reduce(entries, zip(targets, layouts, strict=True), factor, bucket_bytes, group)
+    entries.are_local = False
+    scales = [each.scale for each in everyone if each.has_gradients]
+    weight = sum(each.weight for each in everyone) * factor
+    return Counted(weight, scales[0] if scales else counted.scale, None)
+
+
+# -- agreeing --------------------------------------------------------------------------------------
+
+
+def _declared(entries: Entries, targets: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    for target in targets:
+        gradient = entries.gradients.get(target)
+        dtype = entries.dtype_of(target) if gradient is None else gradient.dtype
+        found.append((tuple(target.shape), dtype))
+    return found
+
+
+def _gathered(mine: _Said, device: torch.device, group: Any) -> list[_Said]:
+    sent = torch.tensor(mine, dtype=torch.float64, device=device)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    rows = cast("list[list[float]]", torch.stack(received).tolist())
+    return [_Said(*numbers) for numbers in rows]
+
+
+def _check_agree(mine: _Said, everyone: Sequence[_Said]) -> None:
+    failed = [rank for rank, each in enumerate(everyone) if each.has_error]
+    if failed:
         raise GradientError(
-            f"This process has {len(targets)} targets, and others have {-least} to {most}. Make "
-            "the store of each process with the same parameters."
+            f"Process {failed[0]} of the group could not take part in `all_reduce_`, and says why. "
+            "Nothing was reduced."
         )
-    if digest == -other_digest:
-        return iter(layouts)
-    found = torch.tensor(list(layouts), dtype=torch.uint8, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return iter(cast("list[int]", found.tolist()))
-
-
-def _layout(gradient: Tensor | None) -> int:
-    if gradient is None:
-        return _ABSENT
-    if is_sharded(gradient):
+    numbers = [int(each.num_targets) for each in everyone]
+    if len({*numbers}) > 1:
         raise GradientError(
+            f"This process has {int(mine.num_targets)} targets, and others have {min(numbers)} to "
+            f"{max(numbers)}. Make the store of each process with the same parameters."
+        )
+    if len({each.declared for each in everyone}) > 1:
+        raise GradientError(
+            "The processes called `all_reduce_` with targets of other shapes or types or in "
+            "another order, or with another `op` or `bucket_bytes`. Make the store of each process "
+            "with the same parameters in the same order, and call it alike."
+        )
+    if len({each.scale for each in everyone if each.has_gradients}) > 1:
+        raise GradientError(
+            "The gradients of the processes do not have one scale. Collect all with one scale, and "
+            "call `unscale_` on all processes, or on none."
+        )
+
+
+def _why_not(entries: Entries) -> GradientError | None:
+    if any(map(is_sharded, entries.gradients.values())):
+        return GradientError(
             "The store holds DTensors, which FSDP2 has reduced already. Leave `all_reduce_` out."
         )
-    if gradient.requires_grad:
-        raise GradientError(
+    if any(gradient.requires_grad for gradient in entries.gradients.values()):
+        return GradientError(
             "The store holds gradients with a graph, which a reduction would cut. Call `detach_()` "
             "first."
         )
-    return _SPARSE if gradient.is_sparse else _DENSE
+    return None
+
+
+def _layout(gradient: Tensor | None, group: Any) -> int:
+    if gradient is None:
+        return _ABSENT
+    # Of the backends of torch, gloo alone sums sparse tensors.
+    is_gloo = gradient.device.type == "cpu" or dist.get_backend(group) == "gloo"
+    return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
+
+
+# -- sending ---------------------------------------------------------------------------------------
+
+
+def _reduce(
+    entries: Entries,
+    layouts: Iterable[tuple[Tensor, int]],
+    factor: float,
+    bucket_bytes: int,
+    group: Any,
+) -> None:
+    buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    for target, layout in layouts:
+        if layout == _ABSENT:
+            continue
+        gradient = _in_layout(entries, target, layout)
+        if layout != _DENSE:
+            gradient = gradient.coalesce() * factor
+            dist.all_reduce(gradient, group=group)
+            entries.put(target, gradient.coalesce())
+            continue
+        key = (gradient.dtype, gradient.device)
+        bucket = buckets.setdefault(key, _Bucket(factor, bucket_bytes, group))
+        bucket.add(gradient)
+    for bucket in buckets.values():
+        bucket.reduce()
 
 
 def _in_layout(entries: Entries, target: Tensor, layout: int) -> Tensor:
     gradient = entries.gradients.get(target)
     if gradient is None:
         device = target.device if entries.device is None else entries.device
-        dtype = entries.dtype_of(target)
-        kind = torch.sparse_coo if layout == _SPARSE else torch.strided
-        gradient = torch.zeros(target.shape, dtype=dtype, device=device, layout=kind)
-        entries.put(target, gradient)
-        return entries.gradients[target]
-    if layout == _DENSE and gradient.is_sparse:
-        gradient = entries.gradients[target] = as_dense(gradient)
-    return gradient.coalesce() if layout == _SPARSE else gradient
+        gradient = torch.zeros(target.shape, dtype=entries.dtype_of(target), device=device)
+    if layout == _DENSE:
+        gradient = as_dense(gradient)
+    elif not gradient.is_sparse or 1 + gradient.sparse_dim() != layout:
+        gradient = as_dense(gradient).to_sparse(layout - 1)
+    entries.gradients[target] = gradient
+    return gradient
 
 
 class _Bucket:
     """Dense gradients of one type on one device, that are reduced in one message."""
 
-    def __init__(self, factor: float, group: Any) -> None:
+    def __init__(self, factor: float, least_bytes: int, group: Any) -> None:
         self._factor = factor
+        self._least_bytes = least_bytes
         self._group = group
         self._gradients: list[Tensor] = []
-        self.num_bytes = 0
+        self._num_bytes = 0
 
     def add(self, gradient: Tensor) -> None:
+        """Take a gradient in; what is full is reduced."""
+        if gradient.nbytes >= self._least_bytes:
+            self._reduce([gradient])  # without a copy of it beside those that wait
+            return
         self._gradients.append(gradient)
-        self.num_bytes += gradient.nbytes
+        self._num_bytes += gradient.nbytes
+        if self._num_bytes >= self._least_bytes:
+            self.reduce()
 
     def reduce(self) -> None:
         """Reduce what is in here, in place, and be empty."""
-        gradients, self._gradients, self.num_bytes = self._gradients, [], 0
+        gradients, self._gradients, self._num_bytes = self._gradients, [], 0
+        self._reduce(gradients)
+
+    def _reduce(self, gradients: list[Tensor]) -> None:
         if len(gradients) == 1 and gradients[0].is_contiguous():
             self._send(gradients[0])
         elif gradients:
@@ -133,6 +246,6 @@ class _Bucket:
                 gradient.copy_(piece.view(gradient.shape))
 
     def _send(self, flat: Tensor) -> None:
-        dist.all_reduce(flat, group=self._group)
         if self._factor != 1:
-            flat.mul_(self._factor)
+            flat.mul_(self._factor)  # before the sum, which may be too large for 16 bits
+        dist.all_reduce(flat, group=self._group)

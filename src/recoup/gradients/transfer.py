@@ -10,12 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import GradientError
-from recoup.gradients.container import Container, device_of
+from recoup.gradients.container import UNSCALED, Container, device_of
+from recoup.gradients.entries import Entries
 from recoup.gradients.naming import by_name, by_target
-from recoup.gradients.reducing import Op, all_reduce
+from recoup.gradients.reducing import Counted, Op, all_reduce
 from recoup.memory.size import parse_bytes
 
 __all__ = ["Transfer"]
+
+_UNORDERED = (
+    "The processes can only agree on an order of gradients that all declare alike: make the store "
+    "with `params`, and collect nothing else."
+)
 
 
 class Transfer(Container):
@@ -35,7 +41,11 @@ class Transfer(Container):
             device: where to; by default where the gradients are.
             dtype: which type; by default that which they have.
             non_blocking: as for ``torch.Tensor.to``; wait for the device before you read.
-            pin_memory: whether to put the copies, on the CPU, in pinned memory.
+            pin_memory: whether to put the copies, on the CPU, in pinned memory; where there is no
+                accelerator to read it, that is any memory.
+
+        Raises:
+            ValueError: memory of another device than the CPU cannot be pinned.
         """
         self._check_is_whole()
         place = self._entries.device if device is None else device_of(device)
@@ -43,7 +53,9 @@ class Transfer(Container):
         for each, gradient in self.items():
             kind = dtype if dtype is None or not gradient.is_complex() else dtype.to_complex()
             moved = gradient.to(device=place, dtype=kind, non_blocking=non_blocking, copy=True)
-            store._entries.gradients[each] = moved.pin_memory() if pin_memory else moved
+            if pin_memory:
+                moved = _pinned(moved)
+            store._entries.gradients[each] = moved
         store.weight, store._scale = self.weight, self._scale
         return store
 
@@ -72,11 +84,21 @@ class Transfer(Container):
 
         Raises:
             GradientError: a name or a shape does not fit; nothing is changed then.
+            ValueError: a gradient is of another kind than its parameter; likewise.
         """
+        lacking = [key for key in ("gradients", "weight", "scale") if key not in state_dict]
+        if lacking:
+            raise GradientError(
+                f"`state_dict` has no {lacking[0]!r}. Give what `store.state_dict(module)` "
+                "returned; gradients by name alone are added with `add_`."
+            )
         found = by_target(state_dict["gradients"], module, strict=strict)
-        self.clear()
+        entries = Entries(self._entries.dtype, self._entries.device)
         for each, gradient in found.items():
-            self._entries.add(each, gradient, is_ours=False)
+            entries.add(each, gradient, is_ours=False)
+        self.clear()
+        self._entries.num_changes += 1
+        self._entries.gradients.update(entries.gradients)
         self.weight, self._scale = state_dict["weight"], state_dict["scale"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -100,9 +122,10 @@ class Transfer(Container):
     ) -> Self:
         """Average or sum the gradients over processes, in buckets.
 
-        What any process has a gradient of, all have afterwards; what none has stays absent. For
-        gradients that nobody has reduced: those of plain models, or of DistributedDataParallel
-        within `no_sync()`.
+        What any process has a gradient of, all have afterwards; what none has stays absent. The
+        weights are reduced alike, so that `mean_` is over all processes. For gradients that nobody
+        has reduced: those of plain models, or of DistributedDataParallel within `no_sync()`.
+        Sparse ones become dense where the backend does not sum them, as NCCL does not.
 
         Args:
             group: the processes; by default all.
@@ -110,18 +133,48 @@ class Transfer(Container):
             bucket_bytes: how much goes into one message, at least.
 
         Raises:
-            GradientError: there are no processes, or they have other targets.
+            GradientError: there are no processes, they have other targets, or one cannot take
+                part; then all raise, and nothing is changed.
             ValueError: the store was made without `params`, or `op` is unknown.
         """
-        self._check_is_whole()
         if op not in ("mean", "sum"):
             raise ValueError(f'`op` is {op!r}, but must be "mean" or "sum".')
-        strangers = [each for each in self if each not in set(self.params)]
-        if strangers or not self.params:
-            raise ValueError(
-                "The processes can only agree on an order of gradients that all declare alike: "
-                "make the store with `params`, and collect nothing else."
-            )
+        if not self.params:
+            raise ValueError(_UNORDERED)
+        num_bytes = parse_bytes(bucket_bytes)
+        counted = Counted(self.weight, _as_number(self._scale), self._why_not_reduced())
         with self._guarded():
-            all_reduce(self._entries, self.params, op, parse_bytes(bucket_bytes), group)
+            counted = all_reduce(self._entries, self.params, op, num_bytes, group, counted)
+        self.weight, self._scale = counted.weight, _as_scale(counted.scale)
         return self
+
+    def _why_not_reduced(self) -> Exception | None:
+        """Return what is wrong here, which the other processes have to be told."""
+        try:
+            self._check_is_whole()
+        except GradientError as error:
+            return error
+        known = set(self.params)
+        return None if all(each in known for each in self) else ValueError(_UNORDERED)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"`pin_memory` is for memory of the CPU, and the copies are on {tensor.device}. Say "
+            'device="cpu" too.'
+        )
+    return tensor.pin_memory() if torch.accelerator.is_available() else tensor
+
+
+# -- scales as numbers ---
+
+
+def _as_number(scale: float | str | None) -> float:
+    if scale is None:
+        return -1.0
+    return -2.0 if isinstance(scale, str) else scale
+
+
+def _as_scale(number: float) -> float | str | None:
+    return {-1.0: None, -2.0: UNSCALED}.get(number, number)

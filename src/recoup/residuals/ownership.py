@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["owned", "shared"]
+__all__ = ["is_alone", "owned", "shared"]
 
 _GRAPHS = "torch._inductor.cudagraph_trees"
 
@@ -22,13 +22,16 @@ def owned(tensor: Tensor) -> Tensor:
 
     Who else holds `tensor` itself cannot be seen: the caller must be the only one.
     """
+    return tensor if is_alone(tensor) else tensor.clone()
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether `tensor` is all that looks at its memory, and looks at all of it."""
     if tensor.layout is torch.sparse_coo:
         # Each of these is a second view of the memory of the sparse tensor.
-        is_ours = _is_alone(tensor._indices(), 1) and _is_alone(tensor._values(), 1)
-    else:
-        local = getattr(tensor, "_local_tensor", None)  # of a DTensor
-        is_ours = _is_alone(tensor if local is None else local)
-    return tensor if is_ours else tensor.clone()
+        return _is_alone(tensor._indices(), 1) and _is_alone(tensor._values(), 1)
+    local = getattr(tensor, "_local_tensor", None)  # of a DTensor
+    return _is_alone(tensor if local is None else local)
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -42,9 +45,9 @@ def shared(tensor: Tensor) -> Tensor:
 
 def _is_alone(part: Tensor, num_others: int = 0) -> bool:
     """Whether nothing but `part`, and so many others that are known, looks at its memory."""
-    if part.numel() == 0:
-        return True
     storage = part.untyped_storage()
+    if part.numel() == 0:
+        return storage.nbytes() == 0  # what FSDP2 has none of is a piece of its buffer too
     num_uses = cast("Any", torch._C)._storage_Use_Count(storage._cdata)
     return (
         num_uses == 2 + num_others  # `part`, and the object `storage`

@@ -1,0 +1,248 @@
+"""One of two processes whose gradients a store collects from DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import recoup
+from tests.neighbours.workers import report, said
+
+STEPS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "views unused": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
+    "views static": {"gradient_as_bucket_view": True, "static_graph": True},
+}
+
+
+class Model(nn.Module):
+    """Layers of which the last is used where it is said so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.uses_c = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x).tanh())
+        return self.c(x) if self.uses_c else x
+
+
+def model_for(kind: str) -> Model:
+    model = Model().double()
+    if "unused" not in kind and "static" not in kind:
+        model.c = nn.Identity()
+    return model
+
+
+def batch(step: int, rank: int | None = None) -> Tensor:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).double()
+    return x if rank is None else x[2 * rank : 2 * rank + 2]
+
+
+def whole(model: nn.Module, steps: int = STEPS) -> dict[str, Tensor]:
+    """The gradients of all steps, in one process."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    if got.keys() != want.keys():
+        return math.inf
+    return max(float((got[name] - want[name]).detach().abs().max()) for name in want)
+
+
+# -- DistributedDataParallel -----------------------------------------------------------------------
+
+
+def collect(store: recoup.GradStore, loss: Tensor, way: str) -> None:
+    if way == "collecting":
+        with store.collecting():
+            loss.backward()
+    else:
+        store.backward(loss, mode=way)
+
+
+def several(rank: int, kind: str, way: str) -> dict[str, Any]:
+    """Three backwards into one store, with something in `.grad`, and others after that."""
+    model = model_for(kind)
+    wrapped = DistributedDataParallel(model, **KINDS[kind])
+    store = recoup.GradStore(model.parameters())
+    for each in model.parameters():
+        each.grad = torch.full_like(each, 7.0)
+    for step in range(STEPS):
+        collect(store, wrapped(batch(step, rank)).square().mean(), way)
+    found = {
+        "apart": difference(store.named(model), whole(model)),
+        ".grad": [float(each.grad.sub(7).abs().max()) for each in model.parameters()],
+    }
+    before = {name: value.clone() for name, value in store.named(model).items()}
+    for _ in range(2):
+        wrapped(batch(9, rank)).square().mean().mul(100).backward()
+    found["later"] = difference(store.named(model), before)
+    return found
+
+
+def taken(rank: int, kind: str) -> list[float]:
+    """What was in `.grad`, taken, while the reducer goes on."""
+    model = model_for(kind)
+    wrapped = DistributedDataParallel(model, **KINDS[kind])
+    want = whole(model)
+    for step in range(STEPS):
+        wrapped(batch(step, rank)).square().mean().backward()
+    store = recoup.GradStore.from_grad(model.parameters())
+    before = difference(store.named(model), want)
+    wrapped(batch(9, rank)).square().mean().mul(100).backward()
+    return [before, difference(store.named(model), want)]
+
+
+def subset(rank: int, kind: str, way: str) -> float | str:
+    """A store over some of the parameters; `.grad` of the others is put back."""
+    model = model_for(kind)
+    wrapped = DistributedDataParallel(model, **KINDS[kind])
+    store = recoup.GradStore(model.b.parameters())
+    for step in range(STEPS):
+        collect(store, wrapped(batch(step, rank)).square().mean(), way)
+    if way != "collecting" and any(each.grad is not None for each in model.a.parameters()):
+        return "left something in `.grad`"
+    want = {name: value for name, value in whole(model).items() if name.startswith("b.")}
+    return difference(store.named(model), want)
+
+
+def unlike(rank: int, kind: str) -> float:
+    """A layer that each rank uses at other steps."""
+    model = model_for(kind)
+    wrapped = DistributedDataParallel(model, **KINDS[kind])
+    store = recoup.GradStore(model.parameters())
+    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for step in range(STEPS):
+        model.uses_c = rank == step % 2
+        store.backward(wrapped(batch(step, rank)).square().mean())
+        for other in range(2):
+            single = copy.deepcopy(model)
+            single.uses_c = other == step % 2
+            single(batch(step, other)).square().mean().backward()
+            for name, p in single.named_parameters():
+                want[name] += 0 if p.grad is None else p.grad / 2
+    return difference(store.named(model), want)
+
+
+def unreduced(rank: int, way: str, end: str, dtype: torch.dtype | None = None) -> float | str:
+    """Backwards within `no_sync`; then `all_reduce_`, or one more backward that is reduced."""
+    model = model_for("plain")
+    wrapped = DistributedDataParallel(model)
+    store = recoup.GradStore(model.parameters(), dtype=dtype)
+    for step in range(STEPS):
+        is_reduced = end == "backward" and step == STEPS - 1
+        with nullcontext() if is_reduced else wrapped.no_sync():
+            loss = wrapped(batch(step, rank)).square().mean()
+            collect(store, loss, "auto" if is_reduced else way)
+    if end == "all_reduce_":
+        store.all_reduce_()
+    return difference(store.named(model), whole(model))
+
+
+def trained(rank: int) -> float:
+    """Steps of AdamW, clipped by the norm that all have."""
+    model, single = model_for("plain"), model_for("plain")
+    wrapped = DistributedDataParallel(model)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, single))
+    store = recoup.GradStore(model.parameters())
+    for step in range(4):
+        for micro in range(2):
+            store.backward(wrapped(batch(10 * step + micro, rank)).square().mean())
+            single(batch(10 * step + micro)).square().mean().backward()
+        store.clip_norm_(0.05)
+        store.step(ours)
+        nn.utils.clip_grad_norm_(single.parameters(), 0.05)
+        theirs.step()
+        theirs.zero_grad()
+    return difference(dict(model.named_parameters()), dict(single.named_parameters()))
+
+
+def beside_a_proxy(rank: int) -> float | str:
+    """Where somebody holds a proxy of what is gone, which raises whatever it is asked."""
+    proxy = weakref.proxy(Model())
+    apart = unreduced(rank, "grad", "all_reduce_")
+    del proxy
+    return apart
+
+
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(9, 4, sparse=True)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.words(ids))
+
+
+def of_words(rank: int, end: str) -> float | str:
+    """Three backwards, all reduced, or only those or the sum that `end` says."""
+    model = Words().double()
+    wrapped = DistributedDataParallel(model)
+    single = copy.deepcopy(model)
+    store = recoup.GradStore(model.parameters())
+    model.words.weight.grad = torch.ones(9, 4).double().to_sparse(1)
+    before = model.words.weight.grad
+    for step in range(STEPS):
+        ids = torch.tensor([[step, 1, 2], [3, step + 4, 3]])
+        is_reduced = end == "all" or (end == "backward" and step == STEPS - 1)
+        with nullcontext() if is_reduced else wrapped.no_sync():
+            store.backward(wrapped(ids[rank : rank + 1]).square().mean())
+        single(ids).square().mean().backward()
+    if end == "all_reduce_":
+        store.all_reduce_()
+    if model.words.weight.grad is not before or before.to_dense().sub(1).any():
+        return "changed `.grad`"
+    want = {name: p.grad.to_dense() for name, p in single.named_parameters()}
+    return difference({name: g.to_dense() for name, g in store.named(model).items()}, want)
+
+
+def cases(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        for way in ("auto", "harvest", "collecting"):
+            found[f"several {kind} {way}"] = said(several, rank, kind, way)
+        found[f"taken {kind}"] = said(taken, rank, kind)
+    for kind in ("plain", "views"):
+        for way in ("auto", "collecting"):
+            found[f"subset {kind} {way}"] = said(subset, rank, kind, way)
+    for kind in ("unused", "views unused"):
+        found[f"unlike {kind}"] = said(unlike, rank, kind)
+    for way in ("auto", "accumulate", "grad", "stream", "collecting"):
+        for end in ("all_reduce_", "backward"):
+            found[f"unreduced {way} {end}"] = said(unreduced, rank, way, end)
+    for end in ("all_reduce_", "backward"):
+        found[f"float32 {end}"] = said(unreduced, rank, "auto", end, torch.float32)
+    for end in ("all", "all_reduce_", "backward"):
+        found[f"sparse {end}"] = said(of_words, rank, end)
+    found["proxy"] = said(beside_a_proxy, rank)
+    found["trained"] = said(trained, rank)
+    # Last, since what goes wrong here may leave a reducer waiting.
+    for way in ("grad", "stream", "accumulate"):
+        found[f"refused {way}"] = said(subset, rank, "plain", way)
+    return found
+
+
+if __name__ == "__main__":
+    report(cases)
