@@ -14,8 +14,6 @@ Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a p
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, cast
@@ -27,6 +25,12 @@ from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.lent import Lent, LentElsewhereError
 from recoup.gradients.merging import is_sharded
+from recoup.gradients.reducers import (
+    check_is_not_reduced,
+    is_distributed,
+    lendable,
+    reduced_in_time,
+)
 from recoup.gradients.targets import said
 from recoup.residuals.graph import ends_of, hidden_leaves
 from recoup.residuals.ownership import is_alone, owned, shared
@@ -81,7 +85,7 @@ def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
     if mode != "grad" and reason is not None:
         raise GradientError(f'`mode` is "{mode}", but {reason}. Use mode="grad".')
     if mode != "harvest":
-        _check_is_not_reduced(mode, everything)
+        check_is_not_reduced(mode, everything)
     if mode != "harvest" and any(map(is_sharded, everything)):
         raise GradientError(
             f'`mode` is "{mode}", but a target is a DTensor, whose gradient FSDP2 delivers in a '
@@ -116,11 +120,11 @@ def _auto(
                 f"{reason[0].upper()}{reason[1:]}, and a target is a DTensor, whose gradient FSDP2 "
                 "delivers in a plain backward only. Take one of the two away."
             )
-        _check_is_not_reduced("grad", everything)
+        check_is_not_reduced("grad", everything)
         what = f"{reason[0].upper()}{reason[1:]}"
         _check_sees_leaves(what, "Take one of the two away", backward, everything)
         return "grad"
-    is_plain = _is_distributed() or any(map(is_sharded, everything))
+    is_plain = is_distributed() or any(map(is_sharded, everything))
     if is_plain or ends_of(backward.outputs).hides_leaves:
         return "harvest"
     if any(map(entries.is_elsewhere, backward.targets)):
@@ -145,83 +149,6 @@ def _why_not_in_grad(backward: Backward, everything: Sequence[Tensor]) -> str | 
     return None
 
 
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
-
-
-def _check_is_not_reduced(mode: str, everything: Iterable[Tensor]) -> None:
-    """Raise if a DistributedDataParallel would not reduce what this mode delivers."""
-    if any(each.require_backward_grad_sync for each in _reducers_of(everything)):
-        raise GradientError(
-            f'Mode "{mode}" gives the gradients of this process alone, but the parameters belong '
-            'to a DistributedDataParallel. Use mode="harvest"; or run forward and backward in its '
-            "`no_sync()`, and call `all_reduce_` on the store."
-        )
-
-
-_known_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the DistributedDataParallel objects that reduce gradients of these tensors."""
-    if not _is_distributed():
-        return []
-    from torch.nn.parallel import DistributedDataParallel
-
-    wanted = set(tensors)
-    found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
-    if not found:
-        # It leaves no mark on its parameters, so it is looked for; only where there are processes.
-        # Not by `isinstance`, which asks objects, and a proxy of what is gone raises.
-        every = (
-            each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
-        )
-        _known_reducers.update(every)
-        found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
-    return found
-
-
-@contextmanager
-def _reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[None]:
-    """Raise if a backward within would be reduced and what is in the store would never be.
-
-    Parts that were collected within `no_sync` go to a reducer in `.grad`, if they fit in there.
-    """
-    if not any(target in entries.gradients for target in targets):
-        entries.are_local = False
-    may_be_lost = entries.are_local and not _fit(targets, entries)
-    if may_be_lost and any(each.require_backward_grad_sync for each in _reducers_of(targets)):
-        raise GradientError(
-            "The store holds gradients of this process alone, collected within `no_sync()`, and "
-            "this backward would not reduce them too, since they are sparse or of another type or "
-            "device than the parameters. Call `all_reduce_` first; or collect all within "
-            "`no_sync()`, and call it at the end."
-        )
-    yield
-    if not entries.are_local and not _fit(targets, entries):
-        reducers = _reducers_of(targets)
-        entries.are_local = any(not each.require_backward_grad_sync for each in reducers)
-
-
-def _fit(targets: Iterable[Tensor], entries: Entries) -> bool:
-    """Whether a reducer would take what the store holds of `targets`."""
-    return all(
-        target not in entries.gradients or _lendable(target, entries, target.grad_dtype) is not None
-        for target in targets
-        if target.is_leaf
-    )
-
-
-def _lendable(target: Tensor, entries: Entries, dtype: torch.dtype | None) -> Tensor | None:
-    gradient = entries.lendable(target)
-    return gradient if gradient is not None and gradient.dtype is dtype else None
-
-
 # -- the modes -------------------------------------------------------------------------------------
 
 
@@ -233,7 +160,7 @@ def collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Tens
     """
     if not backward.targets and not backward.inputs:  # all are frozen
         return [], 0
-    with _reduced_in_time(backward.targets, entries):
+    with reduced_in_time(backward.targets, entries):
         return _collect(mode, backward, entries)
 
 
@@ -268,10 +195,10 @@ def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[in
                 f"`collecting` reads `.grad`, and {said(target)} {what}. Use `backward`, which can "
                 "do without."
             )
-    is_plain = _is_distributed() or any(map(is_sharded, targets))
+    is_plain = is_distributed() or any(map(is_sharded, targets))
     num_received: list[int] = []
     with (
-        _reduced_in_time(targets, entries),
+        reduced_in_time(targets, entries),
         _lent(targets, entries, is_plain=is_plain) as lent,
     ):
         yield num_received
@@ -376,7 +303,7 @@ def _lent(
     for target in targets:
         # A reducer has buffers in the type of the parameter.
         dtype = target.grad_dtype if is_plain else entries.dtype_of(target)
-        lending[target] = (_lendable(target, entries, dtype), None if is_plain else dtype)
+        lending[target] = (lendable(target, entries, dtype), None if is_plain else dtype)
     for other in others:
         lending.setdefault(other, (None, None))
     # A reducer may write to what is in `.grad` now, where that is a view of its buffer.

@@ -1,0 +1,96 @@
+"""Reducers of other processes' gradients, and what would pass them by."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recoup.errors import GradientError
+from recoup.gradients.entries import Entries
+
+__all__ = ["check_is_not_reduced", "is_distributed", "lendable", "reduced_in_time"]
+
+
+def is_distributed() -> bool:
+    """Whether there are other processes."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def check_is_not_reduced(mode: str, everything: Iterable[Tensor]) -> None:
+    """Raise if a DistributedDataParallel would not reduce what this mode delivers."""
+    if any(each.require_backward_grad_sync for each in _reducers_of(everything)):
+        raise GradientError(
+            f'Mode "{mode}" gives the gradients of this process alone, but the parameters belong '
+            'to a DistributedDataParallel. Use mode="harvest"; or run forward and backward in its '
+            "`no_sync()`, and call `all_reduce_` on the store."
+        )
+
+
+_known_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the DistributedDataParallel objects that reduce gradients of these tensors."""
+    if not is_distributed():
+        return []
+    from torch.nn.parallel import DistributedDataParallel
+
+    wanted = set(tensors)
+    found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
+    if not found:
+        # It leaves no mark on its parameters, so it is looked for; only where there are processes.
+        # Not by `isinstance`, which asks objects, and a proxy of what is gone raises.
+        every = (
+            each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
+        )
+        _known_reducers.update(every)
+        found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
+    return found
+
+
+@contextmanager
+def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[None]:
+    """Raise if a backward within would be reduced and what is in the store would never be.
+
+    Parts that were collected within `no_sync` go to a reducer in `.grad`, if they fit in there.
+    """
+    if not any(target in entries.gradients for target in targets):
+        entries.are_local = False
+    may_be_lost = entries.are_local and not _fit(targets, entries)
+    if may_be_lost and any(each.require_backward_grad_sync for each in _reducers_of(targets)):
+        raise GradientError(
+            "The store holds gradients of this process alone, collected within `no_sync()`, and "
+            "this backward would not reduce them too, since they are sparse or of another type or "
+            "device than the parameters. Call `all_reduce_` first; or collect all within "
+            "`no_sync()`, and call it at the end."
+        )
+    yield
+    if not entries.are_local and not _fit(targets, entries):
+        reducers = _reducers_of(targets)
+        entries.are_local = any(not each.require_backward_grad_sync for each in reducers)
+
+
+def _fit(targets: Iterable[Tensor], entries: Entries) -> bool:
+    """Whether a reducer would take what the store holds of `targets`."""
+    return all(
+        target not in entries.gradients or lendable(target, entries, target.grad_dtype) is not None
+        for target in targets
+        if target.is_leaf
+    )
+
+
+def lendable(target: Tensor, entries: Entries, dtype: torch.dtype | None) -> Tensor | None:
+    """Return the gradient of `target` if autograd may sum into it, in that type."""
+    gradient = entries.lendable(target)
+    return gradient if gradient is not None and gradient.dtype is dtype else None
