@@ -137,6 +137,7 @@ class Algebra(Container):
 
         Of complex gradients it is the real part, so that ``a.dot(a)`` is the square of the norm.
         """
+        check_is_store("other", other)
         self._check_is_whole()
         other._check_is_whole()
         return arithmetic.dot(self.coalesce_(), other.coalesce_())
@@ -168,7 +169,7 @@ class Algebra(Container):
         Call it once, when everything is merged: clipped one by one, later batches weigh more.
 
         Args:
-            max_norm: the largest norm.
+            max_norm: the largest norm, at least 0.
             norm_type: order of the norm.
             error_if_nonfinite: whether to raise, before anything is changed, on a norm that is
                 infinite or NaN; this waits for the device.
@@ -178,7 +179,11 @@ class Algebra(Container):
 
         Raises:
             GradientError: the norm is not finite, and that is an error.
+            ValueError: `max_norm` is no number, or below 0.
         """
+        given: object = max_norm
+        if not isinstance(given, Tensor) and not (isinstance(given, Real) and given >= 0):
+            raise ValueError(f"`max_norm` is {given!r}, but must be a number of at least 0.")
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
             raise GradientError(

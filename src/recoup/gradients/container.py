@@ -80,7 +80,15 @@ class Container(Mapping[Tensor, Tensor]):
 
     def __getitem__(self, target: Tensor) -> Tensor:
         self._check_is_whole()
-        return self._entries.gradients[target]
+        found = self.get(target)
+        if found is None:
+            raise KeyError(f"The store has no gradient of {_shown(target)}.")
+        return found
+
+    def get(self, target: Tensor, default: Any = None) -> Any:
+        """Return the gradient of `target`, or `default` if there is none."""
+        self._check_is_whole()
+        return self._entries.gradients[target] if target in self else default
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._entries.gradients)
@@ -115,6 +123,8 @@ class Container(Mapping[Tensor, Tensor]):
             ValueError: `grad` cannot be a gradient of `param`.
         """
         self._check_is_whole()
+        named_in("param", [param])
+        named_in("grad", [grad])
         with self._guarded():
             grad = grad.detach() if grad.requires_grad else grad
             self._entries.add(param, grad, alpha, is_ours=own)
@@ -125,8 +135,8 @@ class Container(Mapping[Tensor, Tensor]):
     def pop(self, param: Tensor, default: Any = _NOTHING) -> Tensor:
         """Take a gradient out."""
         self._check_is_whole()
-        if default is Container._NOTHING:
-            return self._entries.gradients.pop(param)
+        if default is Container._NOTHING and param not in self:
+            raise KeyError(f"The store has no gradient of {_shown(param)}.")
         return self._entries.gradients.pop(param, default)
 
     def popitem(self) -> tuple[Tensor, Tensor]:
@@ -225,6 +235,10 @@ def scaled_by(scale: float | str | None) -> str:
     if scale is None:
         return "as autograd made them"
     return "unscaled" if scale == UNSCALED else f"scaled by {scale}"
+
+
+def _shown(target: object) -> str:
+    return said(target) if isinstance(target, Tensor) else f"a {type(target).__name__}"
 
 
 def _num_bytes(gradient: Tensor) -> int:

@@ -72,6 +72,11 @@ def segments_backward(
     Source: https://github.com/huggingface/candle/pull/1483.
     """
     links = _named(segments)
+    if not isinstance(cast("object", store), GradStore):
+        raise ValueError(
+            f"`store` is a {type(store).__name__}, but must be a GradStore: make one with "
+            "recoup.GradStore(model.parameters())."
+        )
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "`segments_backward` was called in inference mode, which has no backward. Leave the "

@@ -204,7 +204,7 @@ class GradStore(Stepping, Transfer):
         self.weight += 1.0
 
 
-# -- arguments ---
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def _check_targets(
@@ -250,7 +250,14 @@ def _begun(
             f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
             "nothing is left out."
         )
-    begin = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    begin: list[Tensor] = []
+    for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"`outputs` is, or holds, a {type(output).__name__}, but must be tensors: a loss "
+                "that was made from the targets."
+            )
+        begin.append(output)
     if not any(output.requires_grad for output in begin):
         raise GradientError(
             "`outputs` does not require grad: nothing that requires grad took part in it, or it "
