@@ -36,6 +36,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def fresh_compiler():
+    """torch.compile without anything from before, and nothing of it left: it keeps tensors."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def device(request):
     """The device given with `--device`."""

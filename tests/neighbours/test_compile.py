@@ -10,6 +10,7 @@ import recoup
 from recoup.invertible import AdditiveCoupling, Chain
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.slow,
     # What the compiler itself warns of when a graph breaks.
     pytest.mark.filterwarnings("ignore"),
@@ -26,13 +27,6 @@ def gradients(call, model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor
     y = y[0] if isinstance(y, tuple) else y
     y.square().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "constant"])

@@ -31,13 +31,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def on_batches(*size):
     """Losses of a model on three batches."""
     batches = torch.randn(3, *size).double()

@@ -20,11 +20,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
+def fresh_counters(fresh_compiler):
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Loop(nn.Module):

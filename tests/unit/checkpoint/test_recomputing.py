@@ -936,7 +936,7 @@ def gradients_of(fn):
     return a.grad, x.grad
 
 
-def test_compiled_around():
+def test_compiled_around(fresh_compiler):
     compiled = torch.compile(in_a_block, backend="aot_eager")
     for _ in range(2):
         for got, want in zip(gradients_of(compiled), gradients_of(in_a_block), strict=True):
@@ -944,7 +944,7 @@ def test_compiled_around():
         assert nothing_of_ours()
 
 
-def test_compiled_as_one_graph_is_refused():
+def test_compiled_as_one_graph_is_refused(fresh_compiler):
     def fn(a, x):
         return in_a_block(a, x) * 2
 
@@ -953,7 +953,7 @@ def test_compiled_as_one_graph_is_refused():
         gradients_of(compiled)
 
 
-def test_compiled_within():
+def test_compiled_within(fresh_compiler):
     compiled = torch.compile(lambda a: noisy(a).tanh(), backend="aot_eager")
     compiled(leaves()[0])
 

@@ -113,7 +113,7 @@ def test_under_autocast(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_compiled(mode):
+def test_compiled(mode, fresh_compiler):
     module, inputs = made("linear")
     compiled = torch.compile(copy.deepcopy(module), backend="aot_eager")
     for x in inputs:

@@ -610,7 +610,7 @@ def test_a_census_within_a_region_or_another_census():
     assert inner == [expected, [(operator, at, "recompute") for operator, at, _ in expected]]
 
 
-def test_compiled_code_is_listed_as_it_was_written():
+def test_compiled_code_is_listed_as_it_was_written(fresh_compiler):
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     graphs = []
     compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
