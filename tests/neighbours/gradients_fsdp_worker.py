@@ -192,6 +192,16 @@ def saved(model: Any, rank: int) -> list[Any]:
     return [difference(loaded.named(model), whole(1)), words]
 
 
+def measured(model: Any, rank: int) -> bool:
+    """Whether the meter and the census see sharded tensors."""
+    store = recoup.GradStore(model.parameters())
+    held = recoup.measure(
+        lambda: store.backward(model(batch(0, rank)).square().mean()), device="cpu", repeats=0
+    ).held_bytes
+    listed = recoup.residuals(lambda: [each.exp() for each in model.parameters()])
+    return held >= sum(each.to_local().nbytes for each in store.values()) and bool(listed.entries)
+
+
 SINGLE: dict[str, Callable[..., Any]] = {
     "unreduced alone": unreduced_alone,
     "inputs": inputs,
@@ -200,6 +210,7 @@ SINGLE: dict[str, Callable[..., Any]] = {
     "reduced again": reduced_again,
     "with a graph": with_a_graph,
     "saved": saved,
+    "measured": measured,
 }
 
 

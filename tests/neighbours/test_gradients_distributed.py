@@ -254,3 +254,8 @@ def test_sharded_states(sharded, how):
     for apart, words in both(sharded, f"{how} saved"):
         assert apart < 1e-6
         assert "plain tensor" in words
+
+
+@pytest.mark.parametrize("how", LAYERS)
+def test_sharded_tensors_are_measured_and_listed(sharded, how):
+    assert both(sharded, f"{how} measured") == [True, True]

@@ -36,7 +36,9 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors with memory of their own that `tensor` is made of."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from parts_of(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh, too
+                yield from parts_of(part)
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
