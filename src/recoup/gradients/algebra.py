@@ -65,6 +65,7 @@ class Algebra(Container):
             if len(gradients) < num_before:
                 other._damage = f"{type(error).__name__}: {error}"
             raise
+        self._entries.are_local |= other._entries.are_local
         self.weight += alpha * other.weight
         self.params = self.params or other.params
         if consume:

@@ -28,7 +28,6 @@ from recoup.gradients.merging import is_sharded
 from recoup.gradients.reducers import (
     check_is_not_reduced,
     is_distributed,
-    lendable,
     reduced_in_time,
 )
 from recoup.gradients.targets import said
@@ -84,15 +83,15 @@ def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
         return _auto(backward, everything, entries, reason)
     if mode != "grad" and reason is not None:
         raise GradientError(f'`mode` is "{mode}", but {reason}. Use mode="grad".')
-    if mode != "harvest":
-        check_is_not_reduced(mode, everything)
-    if mode != "harvest" and any(map(is_sharded, everything)):
+    if mode == "harvest":
+        return mode
+    check_is_not_reduced(mode, everything)
+    if any(map(is_sharded, everything)):
         raise GradientError(
             f'`mode` is "{mode}", but a target is a DTensor, whose gradient FSDP2 delivers in a '
             'plain backward only. Use mode="harvest".'
         )
-    if mode != "harvest":
-        _check_sees_leaves(f'`mode` is "{mode}"', 'Use mode="harvest"', backward, everything)
+    _check_sees_leaves(f'`mode` is "{mode}"', 'Use mode="harvest"', backward, everything)
     return mode
 
 
@@ -115,13 +114,13 @@ def _auto(
     reason: str | None,
 ) -> Mode:
     if reason is not None:
+        what = f"{reason[0].upper()}{reason[1:]}"
         if any(map(is_sharded, everything)):
             raise GradientError(
-                f"{reason[0].upper()}{reason[1:]}, and a target is a DTensor, whose gradient FSDP2 "
+                f"{what}, and a target is a DTensor, whose gradient FSDP2 "
                 "delivers in a plain backward only. Take one of the two away."
             )
         check_is_not_reduced("grad", everything)
-        what = f"{reason[0].upper()}{reason[1:]}"
         _check_sees_leaves(what, "Take one of the two away", backward, everything)
         return "grad"
     is_plain = is_distributed() or any(map(is_sharded, everything))
@@ -303,7 +302,7 @@ def _lent(
     for target in targets:
         # A reducer has buffers in the type of the parameter.
         dtype = target.grad_dtype if is_plain else entries.dtype_of(target)
-        lending[target] = (lendable(target, entries, dtype), None if is_plain else dtype)
+        lending[target] = (entries.lendable(target, dtype), None if is_plain else dtype)
     for other in others:
         lending.setdefault(other, (None, None))
     # A reducer may write to what is in `.grad` now, where that is a view of its buffer.

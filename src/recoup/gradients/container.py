@@ -13,6 +13,7 @@ from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.merging import as_dense, coalesced
 from recoup.gradients.targets import named_in, parameters_of, said
+from recoup.residuals.tokens import parts_of
 
 __all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
 
@@ -79,7 +80,6 @@ class Container(Mapping[Tensor, Tensor]):
     # -- a mapping -------------------------------------------------------------------------
 
     def __getitem__(self, target: Tensor) -> Tensor:
-        self._check_is_whole()
         found = self.get(target)
         if found is None:
             raise KeyError(f"The store has no gradient of {_shown(target)}.")
@@ -151,6 +151,7 @@ class Container(Mapping[Tensor, Tensor]):
     def clear(self) -> None:
         """Drop everything; a store that a failed call has left unusable is usable again."""
         self._entries.gradients.clear()
+        self._entries.are_local = False
         self.weight = 0.0
         self._scale = None
         self._damage = None
@@ -192,10 +193,17 @@ class Container(Mapping[Tensor, Tensor]):
         self.clear()
         return stores
 
-    def _derived(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Self:
+    def _derived(self, pairs: Iterable[tuple[Tensor, Tensor]], **changes: Any) -> Self:
+        """Return a store of other gradients, of which all else is true that is of these."""
         self._check_is_whole()
-        store = type(self)(self.params, dtype=self._entries.dtype, device=self._entries.device)
+        settings: dict[str, Any] = {
+            "dtype": self._entries.dtype,
+            "device": self._entries.device,
+            **changes,
+        }
+        store = type(self)(settings.pop("params", self.params), **settings)
         store._entries.gradients.update(pairs)
+        store._entries.are_local = self._entries.are_local
         store.weight, store._scale = self.weight, self._scale
         return store
 
@@ -243,8 +251,4 @@ def _shown(target: object) -> str:
 
 def _num_bytes(gradient: Tensor) -> int:
     """Return the bytes of the memory that is held: a sum of sparse ones may leave some unused."""
-    if gradient.is_sparse:
-        parts = [gradient._indices(), gradient._values()]
-    else:
-        parts = [getattr(gradient, "_local_tensor", gradient)]
-    return sum(part.untyped_storage().nbytes() for part in parts)
+    return sum(part.untyped_storage().nbytes() for part in parts_of(gradient))

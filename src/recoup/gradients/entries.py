@@ -43,8 +43,8 @@ class Entries:
         """Whether the gradient of `target` is summed on another device."""
         return self.device is not None and self.device != target.device
 
-    def lendable(self, target: Tensor) -> Tensor | None:
-        """Return the gradient of `target` if autograd may sum into it.
+    def lendable(self, target: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """Return the gradient of `target` if autograd may sum into it, in that type.
 
         Of a sparse one autograd would only lengthen the list (See Rule 3 of `merging`).
         """
@@ -52,6 +52,7 @@ class Entries:
         if gradient is None or gradient.requires_grad or gradient.is_sparse:
             return None
         fits = gradient.device == target.device and gradient.shape == target.shape
+        fits = fits and gradient.dtype is dtype
         return gradient if fits else None
 
     def add(

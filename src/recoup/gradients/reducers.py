@@ -14,7 +14,7 @@ from torch import Tensor
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 
-__all__ = ["check_is_not_reduced", "is_distributed", "lendable", "reduced_in_time"]
+__all__ = ["check_is_not_reduced", "is_distributed", "reduced_in_time"]
 
 
 def is_distributed() -> bool:
@@ -84,13 +84,7 @@ def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[No
 def _fit(targets: Iterable[Tensor], entries: Entries) -> bool:
     """Whether a reducer would take what the store holds of `targets`."""
     return all(
-        target not in entries.gradients or lendable(target, entries, target.grad_dtype) is not None
+        target not in entries.gradients or entries.lendable(target, target.grad_dtype) is not None
         for target in targets
         if target.is_leaf
     )
-
-
-def lendable(target: Tensor, entries: Entries, dtype: torch.dtype | None) -> Tensor | None:
-    """Return the gradient of `target` if autograd may sum into it, in that type."""
-    gradient = entries.lendable(target)
-    return gradient if gradient is not None and gradient.dtype is dtype else None

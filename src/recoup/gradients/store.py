@@ -202,6 +202,7 @@ class GradStore(Stepping, Transfer):
             if not allow_empty:
                 self._check_received(num_received[0], len(targets))
         self.weight += 1.0
+        self._scale = None  # a store that was emptied one by one may have had another
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -49,14 +49,13 @@ class Transfer(Container):
         """
         self._check_is_whole()
         place = self._entries.device if device is None else device_of(device)
-        store = type(self)(self.params, dtype=dtype or self._entries.dtype, device=place)
+        store = self._derived((), dtype=dtype or self._entries.dtype, device=place)
         for each, gradient in self.items():
             kind = dtype if dtype is None or not gradient.is_complex() else dtype.to_complex()
             moved = gradient.to(device=place, dtype=kind, non_blocking=non_blocking, copy=True)
             if pin_memory:
                 moved = _pinned(moved)
             store._entries.gradients[each] = moved
-        store.weight, store._scale = self.weight, self._scale
         return store
 
     def named(self, module: nn.Module) -> dict[str, Tensor]:
@@ -102,12 +101,8 @@ class Transfer(Container):
         self.weight, self._scale = state_dict["weight"], state_dict["scale"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        store = type(self)(
-            copy.deepcopy(self.params, memo), dtype=self._entries.dtype, device=self._entries.device
-        )
-        for each, gradient in self._entries.gradients.items():
-            store._entries.gradients[copy.deepcopy(each, memo)] = gradient.clone()
-        store.weight, store._scale, store._damage = self.weight, self._scale, self._damage
+        pairs = ((copy.deepcopy(each, memo), value.clone()) for each, value in self.items())
+        store = self._derived(pairs, params=copy.deepcopy(self.params, memo))
         memo[id(self)] = store
         return store
 

@@ -343,3 +343,15 @@ def test_what_is_not_finite_in_float16_is_skipped(is_sparse):
     assert store.unscale_(scaler, optimizer)
     store.step(optimizer, scaler=scaler)
     assert torch.equal(layer.weight, before)
+
+
+def test_a_store_that_was_emptied_one_by_one_forgets_its_scale():
+    model, scaler = nn.Linear(3, 2), torch.amp.GradScaler("cpu", init_scale=4.0)
+    store = recoup.GradStore(model.parameters())
+    store.backward(model(torch.ones(1, 3)).sum(), scaler=scaler)
+    while store:
+        store.popitem()
+    with store.collecting():
+        model(torch.ones(1, 3)).sum().backward()
+    store.step(torch.optim.SGD(model.parameters(), lr=0.1))  # which asks for no scaler
+    assert not store
