@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-__all__ = ["check_same_network", "read_checkpoint"]
+__all__ = ["check_same_network", "read_checkpoint", "settings_in"]
 
 
 def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"`{option}` is {path}, which is not there. Give a .ckpt file, such as "
-            "runs/flow/fit-1/checkpoints/best.ckpt."
+            "checkpoints/best.ckpt in the folder of a run."
         )
     try:
         checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -42,6 +42,18 @@ def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
             "that `fit` wrote."
         )
     return checkpoint
+
+
+def settings_in(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return settings that a checkpoint was written with.
+
+    Args:
+        checkpoint: The checkpoint.
+        key: "hyper_parameters" for those of the model, "datamodule_hyper_parameters" of the data.
+    """
+    # Lightning's command line adds names of its own, which begin with an underscore.
+    found: dict[str, Any] = checkpoint.get(key, {})
+    return {name: value for name, value in found.items() if not name.startswith("_")}
 
 
 def check_same_network(checkpoint: dict[str, Any], model: LightningModule, path: str) -> None:

@@ -18,6 +18,9 @@ recoup: training that remembers less
   recoup flow evaluate   say how well it codes pictures that it has not seen
   recoup flow sample     draw pictures from it
   recoup flow demo       train in three memory modes, and compare them
+  recoup lm fit          train a language model on your text, or on Python's documentation
+  recoup lm evaluate     say how well it predicts text that it has not seen
+  recoup lm generate     let it write
   recoup curve           measure memory and time against depth, for any builder
 
 Each says more with --help."""
@@ -93,6 +96,24 @@ def _demo(args: Sequence[str]) -> int:
     return _call(demo, "flow demo", args)
 
 
+def _lm_fit(args: Sequence[str]) -> int:
+    from recoup.recipes.language_model.train import train
+
+    return train(args)
+
+
+def _lm_evaluate(args: Sequence[str]) -> int:
+    from recoup.recipes.language_model.evaluate import evaluate
+
+    return _call(evaluate, "lm evaluate", args)
+
+
+def _lm_generate(args: Sequence[str]) -> int:
+    from recoup.recipes.language_model.generate import generate
+
+    return _call(generate, "lm generate", args)
+
+
 def _curve(args: Sequence[str]) -> int:
     from jsonargparse import ArgumentParser
 
@@ -124,7 +145,12 @@ def _call(function: Callable[..., int], name: str, args: Sequence[str]) -> int:
         prog=f"recoup {name}", description=description, exit_on_error=False
     )
     parser.add_function_arguments(function, as_positional=False)
-    names = [arg.replace("batch-size", "batch_size") for arg in args]
+    # The options of `fit` that have two words are written with a hyphen, and so may these.
+    names = [
+        name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else arg
+        for arg in args
+        for name, equals, value in [arg.partition("=")]
+    ]
     with mistakes_reported():
         options = parser.parse_args(names)
     return function(**options.as_dict())
@@ -135,6 +161,9 @@ _COMMANDS: dict[str, Command] = {
     "flow evaluate": _evaluate,
     "flow sample": _sample,
     "flow demo": _demo,
+    "lm fit": _lm_fit,
+    "lm evaluate": _lm_evaluate,
+    "lm generate": _lm_generate,
     "curve": _curve,
 }
 

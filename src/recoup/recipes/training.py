@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class TrainingCLI(LightningCLI):
         links: Pairs of names: a property of the data, and the setting of the model that it gives.
         monitor: The metric whose lowest value marks the best checkpoint.
         args: The arguments, without the name of the command.
+        default_config: The configuration that counts if the arguments name none.
+        short_names: Short names of settings.
+        trainer_defaults: Settings of the Trainer that are not Lightning's.
+        finetuning: Settings of the model that ``--finetune`` changes.
 
     Raises:
         MistakeError: When something is wrong that the user can mend.
@@ -63,10 +67,18 @@ class TrainingCLI(LightningCLI):
         links: Sequence[tuple[str, str]],
         monitor: str,
         args: Sequence[str],
+        default_config: str | None = None,
+        short_names: Mapping[str, str] = SHORT_NAMES,
+        trainer_defaults: Mapping[str, Any] | None = None,
+        finetuning: Mapping[str, Any] | None = None,
     ) -> None:
         self.recipe = recipe
         self.resume: str | None = None
+        self.finetune: str | None = None
         self._configs = configs
+        self._default_config = default_config
+        self._short_names = short_names
+        self._finetuning = finetuning or {}
         self._links = links
         self._monitor = monitor
         with quiet_lightning(), mistakes_reported():
@@ -77,11 +89,11 @@ class TrainingCLI(LightningCLI):
                 save_config_kwargs={"save_to_log_dir": False},
                 trainer_defaults={
                     "max_epochs": 30,
-                    "gradient_clip_val": 10.0,
                     "logger": False,
                     "enable_progress_bar": False,
                     "enable_model_summary": False,
                     "num_sanity_val_steps": 0,
+                    **(trainer_defaults or {}),
                 },
                 seed_everything_default=0,
                 parser_kwargs={
@@ -94,12 +106,24 @@ class TrainingCLI(LightningCLI):
                 run=False,
                 auto_configure_optimizers=False,
             )
-            if self.resume is not None:
-                checkpoint = read_checkpoint(self.resume, "--resume")
-                check_same_network(checkpoint, self.model, self.resume)
-                self._check_epochs(checkpoint)
-            else:
+            begun_from = self.begun_from
+            if begun_from is not None:
+                option, path = begun_from
+                checkpoint = read_checkpoint(path, option)
+                check_same_network(checkpoint, self.model, path)
+                if option == "--resume":
+                    self._check_epochs(checkpoint)
+                else:
+                    self.model.load_state_dict(checkpoint["state_dict"])
+            if begun_from is None or begun_from[0] != "--resume":
                 self._check_out()
+
+    @property
+    def begun_from(self) -> tuple[str, str] | None:
+        """The option that named a checkpoint to begin with, and its path; None without one."""
+        if self.resume is not None:
+            return "--resume", self.resume
+        return None if self.finetune is None else ("--finetune", self.finetune)
 
     @property
     def out(self) -> Path:
@@ -144,6 +168,13 @@ class TrainingCLI(LightningCLI):
             help="Go on from this checkpoint, with its settings, in its folder.",
         )
         parser.add_argument(
+            "--finetune",
+            type=str | None,
+            default=None,
+            metavar="CKPT",
+            help="Begin a new run with the weights of this checkpoint, and its settings.",
+        )
+        parser.add_argument(
             "--num_threads",
             type=int | None,
             default=None,
@@ -168,16 +199,26 @@ class TrainingCLI(LightningCLI):
             parser.link_arguments(source, target, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; on resume, beginning with the settings that the checkpoint was trained with."""
-        self.config: Any = parser.parse_args(args)
-        self.resume = self.config.pop("resume")
-        if self.resume is None:
+        """Parse; beginning with the settings of the checkpoint that the run begins with."""
+        self._take(parser.parse_args(args))
+        if self.resume is not None and self.finetune is not None:
+            raise ValueError("`--resume` and `--finetune` are both given. Give one of them.")
+        if self.begun_from is None:
             return
-        settings = read_checkpoint(self.resume, "--resume").get(_SETTINGS)
+        option, path = self.begun_from
+        settings = read_checkpoint(path, option).get(_SETTINGS)
         if settings is not None:
-            settings.get("trainer", {})["default_root_dir"] = str(_folder_of(self.resume))
-            self.config = parser.parse_args(["--config", yaml.safe_dump(settings), *args])
-            self.config.pop("resume")
+            folder = None if self.resume is None else str(_folder_of(path))
+            settings.get("trainer", {})["default_root_dir"] = folder
+            if self.resume is None:
+                settings.get("checkpoint", {})["dirpath"] = None
+                settings.get("model", {}).update(self._finetuning)
+            self._take(parser.parse_args(["--config", yaml.safe_dump(settings), *args]))
+
+    def _take(self, config: Any) -> None:
+        self.config: Any = config
+        self.resume = config.pop("resume")
+        self.finetune = config.pop("finetune")
 
     def before_instantiate_classes(self) -> None:
         """Decide where the run goes."""
@@ -195,7 +236,10 @@ class TrainingCLI(LightningCLI):
         long: list[str] = []
         for arg in args:
             name, equals, value = arg.partition("=")
-            long += [SHORT_NAMES.get(name, name), value] if equals else [SHORT_NAMES.get(arg, arg)]
+            name = self._short_names.get(name, name)
+            long += [name, value] if equals else [name]
+        if self._default_config is not None and not _OWN_SETTINGS & set(long):
+            long = ["--config", self._default_config, *long]
         for index in range(1, len(long)):
             shipped = self._configs / f"{long[index]}.yaml"
             if (
@@ -226,6 +270,7 @@ class TrainingCLI(LightningCLI):
 
 
 _CONFIG_FILE = "config.yaml"
+_OWN_SETTINGS = {"--config", "--resume", "--finetune"}
 _SETTINGS = "recoup_settings"
 
 

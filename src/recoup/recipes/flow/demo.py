@@ -14,7 +14,7 @@ from torch import Tensor
 import recoup
 from recoup.flows import Flow, Glow
 from recoup.memory import Curve
-from recoup.recipes.flow.report import table
+from recoup.recipes.tables import table
 
 if TYPE_CHECKING:
     from recoup.recipes.training import TrainingCLI

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 
-from recoup.recipes.flow.report import table
 from recoup.recipes.flow.trained import load_data, load_flow, load_path
 from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.tables import table
 from recoup.recipes.training import quiet_lightning
 
 __all__ = ["evaluate"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from recoup.flows import Glow
+from recoup.recipes.draws import seed_at
 
 __all__ = ["FlowTraining"]
 
@@ -121,9 +121,7 @@ class FlowTraining(LightningModule):
         self._seed("test", batch_idx)
 
     def _seed(self, *place: str | int) -> None:
-        text = repr((self.seed, self.global_rank, *place)).encode()
-        # A digest, since sums of small numbers would give the same seed to several places.
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little"))
+        torch.manual_seed(seed_at(self.seed, self.global_rank, *place))
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, with its learning rate set anew for each step."""

@@ -36,6 +36,7 @@ Train a Glow on pictures. Options, each as --name VALUE:
   --seed N           seed of weights, order, noise and dropout (0)
   --threads N        threads on CPU
   --resume CKPT      go on from a checkpoint, with its settings, in its folder
+  --finetune CKPT    begin a new run with the weights of a checkpoint, and its settings
   --config FILE      settings from a file, or of the recipe: {
     ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 }
@@ -68,6 +69,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         links=[("data.shape", "model.shape"), ("data.levels", "model.levels")],
         monitor=MONITOR,
         args=args,
+        trainer_defaults={"gradient_clip_val": 10.0},
     )
 
 

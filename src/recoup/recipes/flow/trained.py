@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from recoup.recipes.checkpoints import check_same_network, read_checkpoint
+from recoup.recipes.checkpoints import check_same_network, read_checkpoint, settings_in
 from recoup.recipes.flow.data import Images
 from recoup.recipes.flow.model import FlowTraining
 
@@ -20,7 +19,7 @@ def load_flow(path: str | Path) -> FlowTraining:
     """
     checkpoint = read_checkpoint(path, "--checkpoint")
     try:
-        model = FlowTraining(**_settings(checkpoint, "hyper_parameters"))
+        model = FlowTraining(**settings_in(checkpoint, "hyper_parameters"))
     except TypeError as error:
         raise ValueError(
             f"`--checkpoint` is {path}, which is not a checkpoint of a flow. Give one that "
@@ -43,13 +42,13 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
         ValueError: When the data cannot be read, or do not fit the flow.
     """
     checkpoint = read_checkpoint(path, "--checkpoint")
-    settings = _settings(checkpoint, "datamodule_hyper_parameters")
+    settings = settings_in(checkpoint, "datamodule_hyper_parameters")
     if data is not None:
         settings["path"] = data
     if batch_size is not None:
         settings["batch_size"] = batch_size
     images = Images(**settings)
-    flow = _settings(checkpoint, "hyper_parameters")
+    flow = settings_in(checkpoint, "hyper_parameters")
     if images.shape != tuple(flow["shape"]) or images.levels != flow["levels"]:
         theirs, ours = (" x ".join(map(str, shape)) for shape in (images.shape, flow["shape"]))
         raise ValueError(
@@ -62,10 +61,4 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
 def load_path(path: str | Path) -> str | None:
     """Return where the pictures were that the flow of a checkpoint was trained on."""
     checkpoint = read_checkpoint(path, "--checkpoint")
-    return _settings(checkpoint, "datamodule_hyper_parameters").get("path")
-
-
-def _settings(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
-    # Lightning's command line adds names of its own, which begin with an underscore.
-    found: dict[str, Any] = checkpoint.get(key, {})
-    return {name: value for name, value in found.items() if not name.startswith("_")}
+    return settings_in(checkpoint, "datamodule_hyper_parameters").get("path")

@@ -1,0 +1,129 @@
+"""Averaging the parameters once validation no longer improves: NT-ASGD, outside of the optimizer.
+
+Rule 1: the optimizer is ``torch.optim.SGD``, which takes the learning rate of its step. The average
+of ``torch.optim.ASGD`` is the same, but its steps take the learning rate of the step before, so
+that a rate which is scaled by the length of each window is scaled by the length of another.
+
+Rule 2: what is averaged are the raw parameters. Weight dropout and noise are made in forward, and
+no parameter ever holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+
+__all__ = ["AveragingKind", "TriggeredAveraging", "is_triggered"]
+
+AveragingKind = Literal["triggered", "always", "never"]
+
+
+def is_triggered(losses: Sequence[float], num_patient: int) -> bool:
+    """Say whether the last loss is worse than the best, not counting those just before it.
+
+    Args:
+        losses: validation losses, the last one included.
+        num_patient: how many before the last do not count.
+
+    Example:
+        >>> is_triggered([4.0, 3.0, 2.9, 2.8, 3.1], num_patient=3)
+        False
+        >>> is_triggered([3.0, 4.0, 2.9, 2.8, 3.1], num_patient=3)
+        True
+
+    Source: Merity, Keskar and Socher, https://arxiv.org/abs/1708.02182, algorithm 1. A popular
+    implementation compared with the best of the last ones, which gluon-nlp mended in
+    https://github.com/dmlc/gluon-nlp/pull/1277.
+    """
+    *before, last = losses
+    counted = before[: max(0, len(before) - num_patient)]
+    return bool(counted) and last > min(counted)
+
+
+class TriggeredAveraging(WeightAveraging):
+    """Averages parameters over steps, from when validation no longer improves. See Rules 1 and 2.
+
+    From then on validation, and the weights of a checkpoint, are those of the average; training
+    goes on from the last ones, which the checkpoint has too.
+
+    Args:
+        monitor: the metric to watch.
+        num_patient: how many validations before the last do not count.
+        from_start: whether to average from the first step; when the trigger is met, training stops
+            then (finetuning).
+    """
+
+    def __init__(self, monitor: str, num_patient: int, *, from_start: bool = False) -> None:
+        super().__init__(use_buffers=False)
+        self.monitor = monitor
+        self.num_patient = num_patient
+        self.from_start = from_start
+        self.losses: list[float] = []
+        self.is_averaging = from_start
+
+    @property
+    def num_averaged(self) -> int:
+        """How many steps the average is over; 0 before there is one."""
+        model = self._average_model
+        return 0 if model is None or not self.is_averaging else int(model.n_averaged)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Say whether a step counts."""
+        return self.is_averaging and step_idx is not None
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the average be validated, if there is one."""
+        if self.num_averaged:
+            super().on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the last parameters back."""
+        if self.num_averaged:
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to average, or stop finetuning, if the trigger is met."""
+        if trainer.sanity_checking:
+            return
+        self.losses.append(float(trainer.callback_metrics[self.monitor]))
+        if not is_triggered(self.losses, self.num_patient):
+            return
+        if self.from_start:
+            trainer.should_stop = True
+        self.is_averaging = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the average in the model, if there is one."""
+        if self.num_averaged:
+            super().on_train_end(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the average as the weights of the checkpoint, if there is one."""
+        if self.num_averaged:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on from the last parameters, and with the average."""
+        if "averaging_state" in checkpoint:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to know."""
+        return {
+            **super().state_dict(),
+            "losses": list(self.losses),
+            "is_averaging": self.is_averaging,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what a run had come to."""
+        super().load_state_dict(state_dict)
+        self.losses = list(state_dict["losses"])
+        self.is_averaging = state_dict["is_averaging"]

@@ -1,0 +1,167 @@
+"""Text to train on: Python's documentation, a file, or a folder; split and numbered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from recoup.recipes.language_model.reading import Text, TokenKind, read_text, tokens_of
+from recoup.recipes.language_model.vocabulary import Vocabulary
+from recoup.recipes.language_model.windows import Windows, columns_of, jittered_lengths
+
+__all__ = ["Texts"]
+
+
+class Texts(LightningDataModule):
+    """Text in training, validation and test parts, as windows ``(length + 1, N)`` of tokens.
+
+    All of it is held in memory, 8 bytes a token. The vocabulary is that of the training part. The
+    windows of an epoch depend on `seed` and its number alone, so that a run that was interrupted
+    goes on as if it had not been.
+
+    Args:
+        path: A text file, or a folder with train.txt, valid.txt and test.txt; the documentation
+            that comes with CPython if None.
+        tokens: What a token is: "whitespace" for what stands between white space, as in texts
+            that were tokenized before; "words" for words and marks of punctuation; "characters".
+            "words" for the built-in text and "whitespace" for others if None.
+        min_count: How often a token must occur in training to be in the vocabulary; all others
+            are <unk>.
+        max_vocab_size: The largest size of the vocabulary.
+        batch_size: Number of columns that are read side by side in training.
+        eval_batch_size: The same in validation and test.
+        bptt: Number of steps of a window.
+        jitter: Whether the windows of training vary around `bptt`, anew in each epoch; the learning
+            rate of a window is scaled by its length.
+        validation_fraction: Part of the text that validates, if there is no validation file.
+        test_fraction: Part of the text kept for the end, if there is no test file.
+        seed: Seed of the lengths of windows.
+        vocabulary: The tokens of a vocabulary to use, in the order of their numbers.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        tokens: TokenKind | None = None,
+        min_count: int = 2,
+        max_vocab_size: int | None = None,
+        batch_size: int = 20,
+        eval_batch_size: int = 10,
+        bptt: int = 70,
+        jitter: bool = True,
+        validation_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        seed: int = 0,
+        vocabulary: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["vocabulary"])
+        _check(min_count=min_count, batch_size=batch_size)
+        _check(eval_batch_size=eval_batch_size, bptt=bptt)
+        if max_vocab_size is not None and max_vocab_size < 2:
+            raise ValueError(f"`max_vocab_size` is {max_vocab_size}, but must be at least 2.")
+        if not (0 < validation_fraction < 1 and 0 < test_fraction < 1):
+            raise ValueError(
+                f"`validation_fraction` is {validation_fraction} and `test_fraction` "
+                f"{test_fraction}, but both must lie between 0 and 1. Try 0.1."
+            )
+        self.path = path
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.bptt = bptt
+        self.jitter = jitter
+        self.seed = seed
+        text = read_text(None if path is None else Path(path))
+        self.name = text.name
+        self.token_kind: TokenKind = tokens or ("words" if path is None else "whitespace")
+        self.has_test_part = "test" in text.parts
+        parts = _split(text, self.token_kind, validation_fraction, test_fraction)
+        self.vocabulary = (
+            Vocabulary.of(parts["train"], min_count, max_vocab_size)
+            if vocabulary is None
+            else Vocabulary(vocabulary)
+        )
+        self.num_unknown = {
+            part: self.vocabulary.num_unknown(tokens) for part, tokens in parts.items()
+        }
+        self.parts = {part: self.vocabulary.encode(tokens) for part, tokens in parts.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary."""
+        return len(self.vocabulary)
+
+    @property
+    def num_train_steps(self) -> int:
+        """Number of steps of an epoch, if it were one window."""
+        return len(self._columns("train", self.batch_size)) - 1
+
+    def train_dataloader(self) -> Windows:
+        """Windows of the training part, of lengths that `seed` and the epoch decide."""
+        num_ranks, rank, epoch = 1, 0, 0
+        if self.trainer is not None:
+            num_ranks, rank = self.trainer.world_size, self.trainer.global_rank
+            epoch = self.trainer.current_epoch
+        columns = self._columns("train", self.batch_size * num_ranks)
+        columns = columns[:, rank * self.batch_size :][:, : self.batch_size]
+        if not self.jitter:
+            return Windows.even(columns, self.bptt)
+        return Windows(columns, jittered_lengths(len(columns) - 1, self.bptt, self.seed, epoch))
+
+    def val_dataloader(self) -> Windows:
+        """Windows of the validation part."""
+        return Windows.even(self._columns("validation", self.eval_batch_size), self.bptt)
+
+    def test_dataloader(self) -> Windows:
+        """Windows of the test part."""
+        return Windows.even(self._columns("test", self.eval_batch_size), self.bptt)
+
+    def test_on_everything(self) -> None:
+        """Let the test part be all of the text, for one of which training has seen nothing."""
+        order = ("train", "validation", "test")
+        self.parts["test"] = torch.cat([self.parts[part] for part in order])
+        self.num_unknown["test"] = sum(self.num_unknown.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must have of the text to read others: the vocabulary."""
+        return {"vocabulary": list(self.vocabulary.tokens), "tokens": self.token_kind}
+
+    def _columns(self, part: str, batch_size: int) -> Tensor:
+        columns = columns_of(self.parts[part], batch_size)
+        if len(columns) < 2:
+            raise ValueError(
+                f"The {part} part of {self.name} has {len(self.parts[part])} tokens, too few for "
+                f"{batch_size} columns of two. Give more text, or a smaller batch size."
+            )
+        return columns
+
+
+def _split(
+    text: Text, kind: TokenKind, validation_fraction: float, test_fraction: float
+) -> dict[str, list[str]]:
+    """Cut the parts into tokens, and those that there are no files for from the end of training."""
+    parts = {part: tokens_of(content, kind) for part, content in text.parts.items()}
+    rest = parts["train"]
+    num_tokens = len(rest)
+    for part, fraction in (("test", test_fraction), ("validation", validation_fraction)):
+        if part not in parts:
+            num = round(fraction * num_tokens)
+            parts[part], rest = rest[len(rest) - num :], rest[: len(rest) - num]
+    parts["train"] = rest
+    for part, tokens in parts.items():
+        if not tokens:
+            raise ValueError(
+                f"{text.name} has {num_tokens} tokens, of which none are left for {part}. Give "
+                "more text, or other `--data.validation_fraction` and `--data.test_fraction`."
+            )
+    return parts
+
+
+def _check(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"`{name}` is {value}, but must be at least 1.")

@@ -1,0 +1,90 @@
+"""Say how well a trained language model predicts text: ``recoup lm evaluate``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+
+from recoup.recipes.language_model.cache import NeuralCache
+from recoup.recipes.language_model.trained import load_data, load_model, load_path
+from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.tables import table
+from recoup.recipes.training import quiet_lightning
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    checkpoint: str,
+    data: str | None = None,
+    batch_size: int = 1,
+    cache_window: int = 0,
+    cache_theta: float = 0.662,
+    cache_weight: float = 0.1279,
+    accelerator: str = "auto",
+) -> int:
+    """Print the perplexity of a text, from sums over its tokens.
+
+    Without `data`, or with the text that the model was trained on, it is the part that training
+    kept for the end. Of another text, its test file if it has one, else all of it. The state is
+    carried through the whole text. Tokens that the model does not know are read as <unk>, and
+    counted.
+
+    Args:
+        checkpoint: The .ckpt file of a trained model.
+        data: A text file, or a folder.
+        batch_size: Number of columns that are read side by side; only 1 reads every token.
+        cache_window: Number of words of the neural cache; 0 for no cache. Published figures have
+            2000 to 3785 for WikiText-2 and 500 for Penn Treebank.
+        cache_theta: How sharply the cache tells outputs apart.
+        cache_weight: Part of the cache in the probability.
+        accelerator: Where to run: auto, cpu or gpu.
+
+    Returns:
+        The exit code.
+    """
+    with mistakes_reported(), quiet_lightning():
+        model = load_model(checkpoint)
+        if cache_window:
+            model.cache = NeuralCache(cache_window, cache_theta, cache_weight)
+        texts = load_data(checkpoint, data, eval_batch_size=batch_size)
+        unseen = data is not None and not _same(data, load_path(checkpoint))
+        whole = unseen and not texts.has_test_part
+        if whole:
+            texts.test_on_everything()
+        windows = texts.test_dataloader()
+        trainer = Trainer(
+            accelerator=accelerator,
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    with quiet_lightning(), torch.no_grad():
+        metrics = trainer.test(model, windows, verbose=False)[0]
+    num_unknown = texts.num_unknown["test"]
+    print(
+        f"{windows.num_tokens:,} tokens ({texts.token_kind}), {'all' if whole else 'the test part'}"
+        f" of {texts.name}; {num_unknown:,} that the model does not know were read as <unk>"
+    )
+    rows = [
+        [_NAMES[name], f"{perplexity:.3f}", f"{math.log(perplexity):.4f}", _bits(perplexity)]
+        for name, perplexity in sorted(metrics.items(), reverse=True)
+    ]
+    print(table(["", "perplexity", "nats/token", "bits/token"], rows))
+    return 0
+
+
+_NAMES = {"test_perplexity": "network", "test_cache_perplexity": "with cache"}
+
+
+def _bits(perplexity: float) -> str:
+    return f"{math.log2(perplexity):.4f}"
+
+
+def _same(data: str, trained_on: str | None) -> bool:
+    return trained_on is not None and Path(data).resolve() == Path(trained_on).resolve()

@@ -1,0 +1,79 @@
+"""Let a trained language model write: ``recoup lm generate``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from recoup.recipes.language_model.reading import END_OF_LINE, text_of, tokens_of
+from recoup.recipes.language_model.trained import load_model, load_vocabulary
+from recoup.recipes.mistakes import mistakes_reported
+
+__all__ = ["generate"]
+
+
+def generate(
+    checkpoint: str,
+    prompt: str = "",
+    num_tokens: int = 100,
+    temperature: float = 1.0,
+    seed: int = 0,
+    device: str = "cpu",
+) -> int:
+    """Print a text that begins with a prompt and goes on as a trained model has it.
+
+    Args:
+        checkpoint: The .ckpt file of a trained model.
+        prompt: How the text begins. Tokens that the model does not know are read as <unk>, which
+            it never writes itself.
+        num_tokens: Number of tokens to write.
+        temperature: 1 for the probabilities of the model; less gives likelier tokens, 0 always the
+            likeliest.
+        seed: Seed of the draws.
+        device: Where to run: cpu or cuda.
+
+    Returns:
+        The exit code.
+    """
+    with mistakes_reported():
+        if num_tokens < 1:
+            raise ValueError(f"`--num-tokens` is {num_tokens}, but must be at least 1.")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(
+                f"`--temperature` is {temperature}, but must be at least 0, and finite."
+            )
+        network = load_model(checkpoint).network
+        vocabulary, kind = load_vocabulary(checkpoint)
+        try:
+            network = network.to(device)
+        except (RuntimeError, AssertionError) as error:  # torch says so in either way
+            raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
+    tokens = tokens_of(prompt, kind)
+    if tokens[-1:] == [END_OF_LINE]:
+        tokens.pop()  # The line goes on.
+    unknown = [token for token in tokens if token not in vocabulary]
+    if unknown:
+        print(f"read as <unk>: {', '.join(dict.fromkeys(unknown))}", file=sys.stderr)
+    generator = torch.Generator().manual_seed(seed)
+    start = "\n" if kind == "characters" else END_OF_LINE
+    ids, state = vocabulary.encode([start, *tokens])[:, None].to(device), None
+    written: list[int] = []
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            logits, state = network(ids, state)
+            last = logits[-1, 0].cpu()
+            last[vocabulary.unknown] = -torch.inf
+            chosen = _chosen(last, temperature, generator)
+            written.append(int(chosen))
+            ids = chosen.view(1, 1).to(device)
+    print(text_of([*tokens, *(vocabulary.tokens[number] for number in written)], kind))
+    return 0
+
+
+def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax()
+    probabilities = (logits.double() / temperature).softmax(dim=0)
+    return torch.multinomial(probabilities, 1, generator=generator)

@@ -1,0 +1,288 @@
+"""What is trained: a language model, its loss through time, and how its parameters move."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+import recoup
+from recoup.recipes.draws import seed_at
+from recoup.recipes.language_model.averaging import AveragingKind, TriggeredAveraging
+from recoup.recipes.language_model.cache import NeuralCache
+from recoup.recipes.language_model.masks import DropoutKind
+from recoup.recipes.language_model.network import LanguageModel, State
+from recoup.recipes.language_model.plan import TimePlan
+from recoup.recipes.language_model.segments import Penalties, Window, window_backward
+
+__all__ = ["MONITOR", "LanguageModelTraining", "Perplexity"]
+
+MONITOR = "val_perplexity"
+
+
+class Perplexity(MeanMetric):
+    """Exponential of the mean negative log-likelihood, from sums over all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_dtype(torch.float64)
+
+    def add(self, nll: Tensor, num_tokens: int) -> None:
+        """Count tokens whose negative log-likelihoods, in nats, add up to `nll`."""
+        self.update(nll.double() / num_tokens, weight=num_tokens)
+
+    def compute(self) -> Tensor:
+        """Return the perplexity of all tokens."""
+        return super().compute().exp()
+
+
+class LanguageModelTraining(LightningModule):
+    """Train an AWD-LSTM on text, through time in a memory of your choice.
+
+    Logged for each epoch, for training (``train_``) and validation (``val_``), and for ``test_``:
+    `perplexity`, from sums over tokens and without the penalties; `averaged`, over how many steps
+    the parameters that were validated are averaged.
+
+    All randomness of a step (masks, weight dropout, noise) follows from `seed`, the epoch and the
+    number of the window: a resumed run draws what the uninterrupted one would have drawn.
+
+    Args:
+        vocab_size: Number of tokens.
+        bptt: Length of a window at which the learning rate is as given; it is scaled by the length.
+        embed_size: Size of an embedding.
+        hidden_size: Size of the layers.
+        num_layers: Number of LSTM layers.
+        tie_weights: Whether the decoder has the weight of the embedding.
+        input_dropout: Dropout of what the first layer is given.
+        hidden_dropout: Dropout between layers.
+        output_dropout: Dropout of what the decoder is given.
+        embedding_dropout: Dropout of rows of the embedding.
+        weight_dropout: Dropout of hidden-to-hidden weights.
+        dropout_kind: "locked" for one mask for a window, "independent" for another at each step.
+        weight_noise: Standard deviation of variational noise on weights.
+        weight_noise_start: Number of the step from which there is noise.
+        activation_penalty: Weight of the mean square of the outputs (AR).
+        temporal_penalty: Weight of the mean square of their differences in time (TAR).
+        optimizer: The optimizer.
+        learning_rate: The learning rate.
+        weight_decay: The weight decay.
+        clip: Largest norm of the gradient; 0 for no bound.
+        averaging: Whether the parameters are averaged: "triggered" when validation no longer
+            improves (NT-ASGD), "always" from the first step on, until validation no longer improves
+            (finetuning), or "never".
+        num_patient: How many of the last validations the trigger does not count.
+        memory: What backward remembers of a window: "linear" for all of it, "sqrt" for as many
+            states as a segment has steps, or the most bytes that a step may take, as "500 MiB".
+        seed: Seed of the draws of all steps.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        bptt: int = 70,
+        embed_size: int = 400,
+        hidden_size: int = 1150,
+        num_layers: int = 3,
+        tie_weights: bool = True,
+        input_dropout: float = 0.65,
+        hidden_dropout: float = 0.2,
+        output_dropout: float = 0.4,
+        embedding_dropout: float = 0.1,
+        weight_dropout: float = 0.5,
+        dropout_kind: DropoutKind = "locked",
+        weight_noise: float = 0.0,
+        weight_noise_start: int = 0,
+        activation_penalty: float = 2.0,
+        temporal_penalty: float = 1.0,
+        optimizer: Literal["sgd", "adam"] = "sgd",
+        learning_rate: float = 30.0,
+        weight_decay: float = 1.2e-6,
+        clip: float = 0.25,
+        averaging: AveragingKind = "triggered",
+        num_patient: int = 5,
+        memory: str = "linear",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.network = LanguageModel(
+            vocab_size,
+            embed_size=embed_size,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            tie_weights=tie_weights,
+            input_dropout=input_dropout,
+            hidden_dropout=hidden_dropout,
+            output_dropout=output_dropout,
+            embedding_dropout=embedding_dropout,
+            weight_dropout=weight_dropout,
+            weight_noise=weight_noise,
+            dropout_kind=dropout_kind,
+        )
+        self.bptt = bptt
+        self.weight_noise_start = weight_noise_start
+        self.penalties = Penalties(activation_penalty, temporal_penalty)
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.clip = clip
+        self.averaging: AveragingKind = averaging
+        self.num_patient = num_patient
+        self.plan = TimePlan(memory)
+        self.seed = seed
+        self.cache: NeuralCache | None = None  # for the test part alone
+        self.perplexities = torch.nn.ModuleDict(
+            {f"{stage}_": Perplexity() for stage in ("train", "val", "test", "test_cache")}
+        )
+        self._state: State | None = None
+        _check_not_negative(
+            weight_noise_start=weight_noise_start,
+            activation_penalty=activation_penalty,
+            temporal_penalty=temporal_penalty,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            clip=clip,
+            num_patient=num_patient,
+        )
+
+    def forward(self, ids: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Return the logits ``(T, N, vocab_size)`` of tokens ``(T, N)``, and the state after."""
+        return self.network(ids, state)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Take a step on a window ``(T + 1, N)``, and carry the state on."""
+        torch.manual_seed(seed_at(self.seed, self.global_rank, self.current_epoch, batch_idx))
+        network = self.network
+        num_steps, batch_size = len(batch) - 1, batch.shape[1]
+        network.set_weight_noise(self.global_step >= self.weight_noise_start)
+        store = recoup.GradStore(network.parameters())
+        trained = window_backward(
+            network,
+            Window(batch, self._state_for(batch)),
+            store,
+            penalties=self.penalties,
+            segment_steps=self.plan.segment_steps(num_steps),
+            masks=network.new_masks(num_steps, batch_size),
+        )
+        self._state = trained.state
+        self._count("train", trained.nll, num_steps * batch_size)
+        self._step(store, num_steps / self.bptt)
+
+    def prepare_memory(self, batch_size: int, longest: int, device: torch.device) -> None:
+        """Find out how to keep the bound on bytes, if there is one, by measuring steps.
+
+        Args:
+            batch_size: number of columns N.
+            longest: steps of the longest window.
+            device: where training will be; the network is moved there.
+
+        Raises:
+            ValueError: the bound cannot be kept.
+        """
+        network = self.network.to(device)
+
+        def peak(num_steps: int, segment_steps: int) -> int:
+            ids = torch.zeros(num_steps + 1, batch_size, dtype=torch.int64, device=device)
+            window = Window(ids, network.zero_state(batch_size))
+
+            def step() -> recoup.GradStore:
+                store = recoup.GradStore(network.parameters())
+                masks = network.new_masks(num_steps, batch_size)
+                window_backward(
+                    network,
+                    window,
+                    store,
+                    penalties=self.penalties,
+                    segment_steps=segment_steps,
+                    masks=masks,
+                )
+                return store
+
+            return recoup.measure(step, device=device, repeats=0).peak_bytes
+
+        network.set_weight_noise(True)
+        self.plan.measure(peak, longest)
+
+    def _step(self, store: recoup.GradStore, scale: float) -> None:
+        """Step by the gradients, at a learning rate that is scaled for this step alone."""
+        optimizer: Any = self.optimizers()
+        if self.clip:
+            store.clip_norm_(self.clip)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        try:
+            for group in optimizer.param_groups:
+                group["lr"] *= scale
+            store.step(optimizer)
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Count what a window ``(T + 1, N)`` of the validation part costs."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Count what a window ``(T + 1, N)`` of the test part costs."""
+        self._evaluate("test", batch)
+
+    def on_train_epoch_start(self) -> None:
+        """Begin at the start of the text."""
+        self._state = None
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin at the start of the text."""
+        self._state = None
+
+    def on_test_epoch_start(self) -> None:
+        """Begin at the start of the text."""
+        self._state = None
+        if self.cache is not None:
+            self.cache.forget()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[self.optimizer]
+        return kind(
+            self.network.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay
+        )
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what averages the parameters."""
+        if self.averaging == "never":
+            return []
+        return [
+            TriggeredAveraging(MONITOR, self.num_patient, from_start=self.averaging == "always")
+        ]
+
+    def _evaluate(self, stage: str, batch: Tensor) -> None:
+        encoded = self.network.encode(batch[:-1], self._state_for(batch))
+        self._state = encoded.state
+        logits, targets = self.network.decoder(encoded.dropped), batch[1:]
+        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        self._count(stage, nll, targets.numel())
+        if self.cache is not None:
+            nll = self.cache.nll(logits, encoded.raw, targets).sum()
+            self._count(f"{stage}_cache", nll, targets.numel())
+
+    def _state_for(self, batch: Tensor) -> State:
+        return self.network.zero_state(batch.shape[1]) if self._state is None else self._state
+
+    def _count(self, stage: str, nll: Tensor, num_tokens: int) -> None:
+        metric = self.perplexities[f"{stage}_"]
+        if not isinstance(metric, Perplexity):
+            raise TypeError(f"{stage} has a {type(metric).__name__} instead of a perplexity.")
+        metric.add(nll, num_tokens)
+        self.log(f"{stage}_perplexity", metric, on_step=False, on_epoch=True)
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"`{name}` is {value}, but must be at least 0, and finite.")

@@ -1,0 +1,207 @@
+"""The network: embedding, LSTM layers and decoder, each with the dropout of AWD-LSTM."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+import recoup
+from recoup.recipes.language_model.masks import DropoutKind, Masks
+
+__all__ = ["Encoded", "LanguageModel", "State"]
+
+State = tuple[tuple[Tensor, Tensor], ...]
+"""Hidden and cell state of each layer, ``(1, N, H)`` both."""
+
+_RECURRENT = "weight_hh_l0"
+
+
+class Encoded(NamedTuple):
+    """What the layers make of tokens.
+
+    Attributes:
+        raw: outputs of the last layer ``(T, N, C)``.
+        dropped: the same after dropout; what the decoder is given.
+        state: the state after the last token.
+    """
+
+    raw: Tensor
+    dropped: Tensor
+    state: State
+
+
+class LanguageModel(nn.Module):
+    """An LSTM language model with the regularisation of AWD-LSTM.
+
+    Kept: of weight dropout and weight noise a seed each, of dropout of activations a seed. Backward
+    draws again. The parameters and their names are those of plain layers. With
+    ``dropout_kind="independent"`` and neither dropout of weights nor of embedding rows it is the
+    ordinary LSTM language model.
+
+    Args:
+        vocab_size: number of tokens.
+        embed_size: size of an embedding.
+        hidden_size: size of the layers; the last has `embed_size` if weights are tied.
+        num_layers: number of LSTM layers.
+        tie_weights: whether the decoder has the weight of the embedding.
+        input_dropout: dropout of what the first layer is given.
+        hidden_dropout: dropout of what goes from one layer to the next.
+        output_dropout: dropout of what the decoder is given.
+        embedding_dropout: dropout of whole rows of the embedding: of a word wherever it occurs. A
+            tied decoder has the raw weight.
+        weight_dropout: dropout of the hidden-to-hidden weights, one mask for a window.
+        weight_noise: standard deviation of the noise on the weights of embedding and layers. It is
+            0 until `set_weight_noise` turns it on.
+        dropout_kind: whether input, hidden and output dropout are "locked", one mask for a window,
+            or "independent", another for each time step.
+
+    Raises:
+        ValueError: a size is not positive, or a probability outside its range.
+
+    Source: Merity, Keskar and Socher, https://arxiv.org/abs/1708.02182.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        embed_size: int = 400,
+        hidden_size: int = 1150,
+        num_layers: int = 3,
+        tie_weights: bool = True,
+        input_dropout: float = 0.65,
+        hidden_dropout: float = 0.2,
+        output_dropout: float = 0.4,
+        embedding_dropout: float = 0.1,
+        weight_dropout: float = 0.5,
+        weight_noise: float = 0.0,
+        dropout_kind: DropoutKind = "locked",
+    ) -> None:
+        super().__init__()
+        _check_positive(vocab_size=vocab_size, embed_size=embed_size)
+        _check_positive(hidden_size=hidden_size, num_layers=num_layers)
+        _check_probabilities(
+            input_dropout=input_dropout,
+            hidden_dropout=hidden_dropout,
+            output_dropout=output_dropout,
+        )
+        if dropout_kind not in ("locked", "independent"):
+            raise ValueError(
+                f'`dropout_kind` is {dropout_kind!r}, but must be "locked" or "independent".'
+            )
+        if not weight_noise >= 0:
+            raise ValueError(f"`weight_noise` is {weight_noise}, but must be at least 0.")
+        self.dropout_kind: DropoutKind = dropout_kind
+        self.weight_noise = weight_noise
+
+        last_size = embed_size if tie_weights else hidden_size
+        sizes = [embed_size, *[hidden_size] * (num_layers - 1), last_size]
+        self.embedding = nn.Embedding(vocab_size, embed_size)
+        self.layers = nn.ModuleList(map(nn.LSTM, sizes[:-1], sizes[1:]))
+        self.decoder = nn.Linear(last_size, vocab_size)
+        self._sizes = dict(
+            zip(["input", *(f"output {n}" for n in range(1, num_layers + 1))], sizes, strict=True)
+        )
+        between = [hidden_dropout] * (num_layers - 1)
+        rates = [input_dropout, *between, output_dropout]
+        self._probabilities = dict(zip(self._sizes, rates, strict=True))
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+        if tie_weights:
+            self.decoder.weight = self.embedding.weight
+        else:
+            nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+
+        # A use of a parameter has its own policy: the decoder's of a tied weight has none.
+        if embedding_dropout:
+            recoup.weight_dropout(self.embedding, p=embedding_dropout, axes=(1,))
+        if weight_dropout:
+            for layer in self.layers:
+                recoup.weight_dropout(layer, _RECURRENT, p=weight_dropout)
+        self._noise_std = torch.zeros(())
+        if weight_noise:
+            for part in (self.embedding, *self.layers):
+                recoup.weight_noise(part, ".*weight.*", std=self._noise_std)
+
+    def set_weight_noise(self, is_on: bool) -> None:
+        """Turn the noise on weights on or off, from the next forward on."""
+        self._noise_std.fill_(self.weight_noise if is_on else 0.0)
+
+    def zero_state(self, batch_size: int) -> State:
+        """Return the state before the first token."""
+        weight = self.decoder.weight
+        shapes = [(1, batch_size, size) for size in list(self._sizes.values())[1:]]
+        return tuple((weight.new_zeros(shape), weight.new_zeros(shape)) for shape in shapes)
+
+    def new_masks(self, num_steps: int, batch_size: int) -> Masks | None:
+        """Draw the dropout masks of a window; None in evaluation."""
+        if not self.training:
+            return None
+        return Masks.drawn(
+            self.dropout_kind,
+            self._probabilities,
+            self._sizes,
+            num_steps,
+            batch_size,
+            self.decoder.weight.device,
+        )
+
+    def encode(self, ids: Tensor, state: State, masks: Masks | None = None) -> Encoded:
+        """Run the layers over tokens.
+
+        Args:
+            ids: numbers of tokens ``(T, N)``, int64.
+            state: the state before them.
+            masks: masks of the dropout of activations; None for none.
+        """
+        inputs = self.embedding(ids)
+        raw: Tensor = inputs
+        states: list[tuple[Tensor, Tensor]] = []
+        dropped = inputs if masks is None else masks.drop(inputs, "input")
+        for number, (layer, before) in enumerate(zip(self.layers, state, strict=True), 1):
+            raw, after = layer(dropped, before)
+            states.append(after)
+            dropped = raw if masks is None else masks.drop(raw, f"output {number}")
+        return Encoded(raw, dropped, tuple(states))
+
+    def forward(self, ids: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Return the logits of each next token ``(T, N, vocab_size)``, and the state after it.
+
+        Args:
+            ids: numbers of tokens ``(T, N)``, int64.
+            state: the state before them; zeros if None.
+        """
+        state = self.zero_state(ids.shape[1]) if state is None else state
+        encoded = self.encode(ids, state, self.new_masks(*ids.shape))
+        return self.decoder(encoded.dropped), encoded.state
+
+    def evaluation_twin(self) -> Self:
+        """Return a network over the same parameters, without any dropout or noise.
+
+        Kept: nothing; it has no parameters of its own. Parameters that are tied here are tied
+        there. What trains this network is seen there at once; a parameter that is replaced by
+        another object, instead of changed, is not.
+
+        Source: https://github.com/dmlc/gluon-nlp/issues/1060.
+        """
+        twin = copy.deepcopy(self, {id(parameter): parameter for parameter in self.parameters()})
+        if recoup.weights.applied(twin):
+            recoup.weights.remove(twin)
+        twin._probabilities = dict.fromkeys(self._probabilities, 0.0)
+        twin.weight_noise = 0.0
+        return twin.eval()
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"`{name}` is {size}, but must be at least 1.")
+
+
+def _check_probabilities(**probabilities: float) -> None:
+    for name, p in probabilities.items():
+        if not 0 <= p < 1:
+            raise ValueError(f"`{name}` is {p}, but must be at least 0 and less than 1.")

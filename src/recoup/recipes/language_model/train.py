@@ -1,0 +1,151 @@
+"""Train a language model: ``recoup lm fit``.
+
+::
+
+    recoup lm fit                                             # the documentation of Python
+    recoup lm fit --config awd-lstm-wt2 --data wikitext-2/    # settings that come with the recipe
+    recoup lm fit --data book.txt --memory "200 MiB" --out runs/mine
+    recoup lm fit --resume runs/mine/checkpoints/last.ckpt --epochs 100
+    recoup lm fit --finetune runs/mine/checkpoints/best.ckpt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recoup.recipes.checkpoints import read_checkpoint
+from recoup.recipes.language_model.data import Texts
+from recoup.recipes.language_model.model import MONITOR, LanguageModelTraining
+from recoup.recipes.language_model.trained import vocabulary_in
+from recoup.recipes.language_model.windows import MAX_JITTER
+from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.training import SHORT_NAMES, TrainingCLI
+
+__all__ = ["CONFIGS", "prepare", "train"]
+
+CONFIGS = Path(__file__).parent / "configs"
+_DEFAULT = "tiny"
+
+_HELP = f"""\
+usage: recoup lm fit [options]
+
+Train an AWD-LSTM on text. Options, each as --name VALUE:
+
+  --data PATH        a text file, or a folder with train.txt, valid.txt and test.txt;
+                     the documentation of Python if left out
+  --config FILE      settings from a file, or of the recipe: {
+    ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+}
+                     ({_DEFAULT} if left out)
+  --memory MODE      what backward remembers: linear, sqrt, or a number of bytes as "500 MiB"
+  --epochs N         number of epochs
+  --batch-size N     columns of text that are read side by side
+  --weight-noise STD variational noise on weights, from --model.weight_noise_start on
+  --out DIR          folder of the run (runs/lm/fit-1, or the next number)
+  --seed N           seed of weights, windows, masks and noise
+  --threads N        threads on CPU
+  --resume CKPT      go on from a checkpoint, with its settings, in its folder
+  --finetune CKPT    begin with the weights of a checkpoint, and its settings, and average from
+                     the first step on, until validation no longer improves
+  --data.tokens KIND words, whitespace (for texts that are tokenized) or characters
+  --data.min_count, --data.max_vocab_size, --data.bptt, --data.eval_batch_size, ...
+  --model.embed_size, --model.hidden_size, --model.num_layers, --model.weight_dropout, ...
+  --model.learning_rate, --model.clip, --model.averaging, --early_stopping.patience, ...
+  --trainer.accelerator, --trainer.precision, ...
+                     any setting of Lightning's Trainer
+
+  --help-all         explain all settings
+  --print_config     print all settings, as a file for --config"""
+
+
+def prepare(args: Sequence[str]) -> TrainingCLI:
+    """Check the arguments of ``recoup lm fit``, and build what is trained; nothing is written.
+
+    Args:
+        args: The arguments, as on the command line.
+
+    Raises:
+        MistakeError: When something is wrong that the user can mend.
+    """
+    run = TrainingCLI(
+        LanguageModelTraining,
+        Texts,
+        recipe="lm",
+        configs=CONFIGS,
+        default_config=_DEFAULT,
+        links=[("data.vocab_size", "model.vocab_size"), ("data.bptt", "model.bptt")],
+        monitor=MONITOR,
+        short_names={**SHORT_NAMES, "--weight-noise": "--model.weight_noise"},
+        # The windows of each epoch are others. That of the end of an epoch is its only validation.
+        trainer_defaults={"reload_dataloaders_every_n_epochs": 1},
+        finetuning={"averaging": "always"},
+        args=args,
+    )
+    with mistakes_reported():
+        _check_trainer(run.trainer)
+        if run.begun_from is not None:
+            _check_same_vocabulary(run)
+        data = run.datamodule
+        longest = min(data.bptt + MAX_JITTER * data.jitter, data.num_train_steps)
+        run.model.prepare_memory(data.batch_size, longest, run.trainer.strategy.root_device)
+    return run
+
+
+def train(args: Sequence[str]) -> int:
+    """Run ``recoup lm fit`` with these arguments; return the exit code."""
+    if "--help" in args or "-h" in args:
+        print(_HELP)
+        return 0
+    run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
+    if run.trainer.is_global_zero:
+        _announce(run)
+    run.fit()
+    if not run.trainer.is_global_zero:
+        return 0
+    if run.best is not None:
+        path, perplexity = run.best
+        print(f"best checkpoint: {path} (perplexity {perplexity:.2f} in validation)")
+    print(f"metrics: {run.out / 'metrics.csv'}")
+    return 0
+
+
+def _announce(run: TrainingCLI) -> None:
+    data, model = run.datamodule, run.model
+    counts = ", ".join(
+        f"{len(ids):,} for {part}" + f" ({data.num_unknown[part]:,} unknown)"
+        for part, ids in data.parts.items()
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"data: {data.name}, {data.vocab_size:,} different tokens ({data.token_kind}); {counts}")
+    print(f"model: {num_parameters:,} parameters, memory {model.hparams['memory']}; run: {run.out}")
+
+
+def _check_trainer(trainer: Any) -> None:
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"`--trainer.gradient_clip_val` is {trainer.gradient_clip_val}, but gradients are "
+            "clipped by `--model.clip` here. Give that."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"`--trainer.accumulate_grad_batches` is {trainer.accumulate_grad_batches}, but each "
+            "window is a step here. Give a larger `--batch-size`, and `--memory` if it does not "
+            "fit."
+        )
+    if trainer.precision == "16-mixed":
+        raise ValueError(
+            "`--trainer.precision` is 16-mixed, which scales losses; that was not tried with this "
+            "recipe. Give bf16-mixed."
+        )
+
+
+def _check_same_vocabulary(run: TrainingCLI) -> None:
+    option, path = run.begun_from or ("", "")
+    theirs, ours = vocabulary_in(read_checkpoint(path, option), path), run.datamodule.vocabulary
+    if theirs.tokens != ours.tokens:
+        raise ValueError(
+            f"`{option}` is {path}, which was trained on a text with other tokens than "
+            f"{run.datamodule.name}. Give the text that it was trained on by `--data`."
+        )

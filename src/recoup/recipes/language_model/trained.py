@@ -1,0 +1,74 @@
+"""A trained language model, its vocabulary and its text, from its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recoup.recipes.checkpoints import check_same_network, read_checkpoint, settings_in
+from recoup.recipes.language_model.data import Texts
+from recoup.recipes.language_model.model import LanguageModelTraining
+from recoup.recipes.language_model.reading import TokenKind
+from recoup.recipes.language_model.vocabulary import Vocabulary
+
+__all__ = ["load_data", "load_model", "load_path", "load_vocabulary", "vocabulary_in"]
+
+
+def load_model(path: str | Path) -> LanguageModelTraining:
+    """Return the language model of a checkpoint, ready for evaluation on CPU.
+
+    Raises:
+        ValueError: When the file is not a checkpoint of this recipe.
+    """
+    checkpoint = read_checkpoint(path, "--checkpoint")
+    vocabulary_in(checkpoint, path)
+    model = LanguageModelTraining(**settings_in(checkpoint, "hyper_parameters"))
+    check_same_network(checkpoint, model, str(path))
+    model.load_state_dict(checkpoint["state_dict"])
+    return model.eval()
+
+
+def load_vocabulary(path: str | Path) -> tuple[Vocabulary, TokenKind]:
+    """Return the vocabulary of a checkpoint, and what its tokens are."""
+    checkpoint = read_checkpoint(path, "--checkpoint")
+    return vocabulary_in(checkpoint, path), checkpoint[Texts.__qualname__]["tokens"]
+
+
+def load_data(path: str | Path, data: str | None = None, **settings: Any) -> Texts:
+    """Return the text that a model was trained on, or another, in the tokens that it knows.
+
+    Args:
+        path: The checkpoint.
+        data: A text file or a folder; None for what the model was trained on.
+        settings: Other settings of `Texts` to change.
+
+    Raises:
+        ValueError: When the text cannot be read.
+    """
+    checkpoint = read_checkpoint(path, "--checkpoint")
+    vocabulary = vocabulary_in(checkpoint, path)
+    found = settings_in(checkpoint, "datamodule_hyper_parameters") | settings
+    found["tokens"] = checkpoint[Texts.__qualname__]["tokens"]
+    if data is not None:
+        found["path"] = data
+    return Texts(**found, vocabulary=list(vocabulary.tokens))
+
+
+def load_path(path: str | Path) -> str | None:
+    """Return where the text was that the model of a checkpoint was trained on."""
+    checkpoint = read_checkpoint(path, "--checkpoint")
+    return settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
+
+
+def vocabulary_in(checkpoint: dict[str, Any], path: str | Path) -> Vocabulary:
+    """Return the vocabulary of a checkpoint that was read.
+
+    Raises:
+        ValueError: When it is a checkpoint of another recipe.
+    """
+    found = checkpoint.get(Texts.__qualname__)
+    if not isinstance(found, dict) or "vocabulary" not in found:
+        raise ValueError(
+            f"{path} is not a checkpoint of a language model. Give one that `recoup lm fit` wrote."
+        )
+    return Vocabulary(found["vocabulary"])
