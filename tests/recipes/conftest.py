@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from recoup.recipes.cli import main
-from recoup.recipes.flow.train import prepare
+from recoup.recipes.flow import train as flow
+from recoup.recipes.language_model import train as language_model
 from recoup.recipes.progress import LossRecord
 
 # Small enough for a run of a second, with everything in it: two scales, dropout, a last batch that
@@ -26,14 +27,27 @@ def own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
 
 
-class Run:
-    """A finished run of ``recoup flow fit``, with the loss of each step."""
+# The same for a language model: some dropout of each kind, windows of several lengths.
+TINY_LM = [
+    *("--model.embed_size", "8", "--model.hidden_size", "16", "--model.num_layers", "2"),
+    *("--data.bptt", "12", "--batch-size", "3", "--data.eval_batch_size", "2"),
+    *("--model.input_dropout", "0.1", "--model.output_dropout", "0.1"),
+    *("--model.weight_dropout", "0.3", "--model.activation_penalty", "0.1"),
+    *("--model.learning_rate", "5", "--data.tokens", "words", "--threads", "1"),
+]
 
-    def __init__(self, *args):
-        self.cli = prepare([*TINY, *args])
+
+class Run:
+    """A finished run of ``recoup flow fit`` or ``recoup lm fit``, with the loss of each step."""
+
+    prepare = staticmethod(flow.prepare)
+    tiny = TINY
+
+    def __init__(self, *args, callbacks=()):
+        self.cli = self.prepare([*self.tiny, *args])
         self.start = {name: p.clone() for name, p in self.cli.model.named_parameters()}
         record = LossRecord()
-        self.cli.fit(record)
+        self.cli.fit(record, *callbacks)
         self.losses = record.losses
 
     def checkpoint(self):
@@ -44,9 +58,28 @@ class Run:
             return list(csv.DictReader(file))
 
 
+class LanguageModelRun(Run):
+    prepare = staticmethod(language_model.prepare)
+    tiny = TINY_LM
+
+
 @pytest.fixture(scope="session")
 def run():
     return Run
+
+
+@pytest.fixture(scope="session")
+def lm_run():
+    return LanguageModelRun
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text of 900 words that a small model can learn something of."""
+    lines = [f"the {a} is {b} than the {c} ." for a in "abc" for b in "xyz" for c in "abcd"]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(lines * 3) + "\n")
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -96,14 +96,18 @@ class Progress(Callback):
         if not trainer.is_global_zero:
             return
         self._bar = progress_bar()
-        total = trainer.estimated_stepping_batches
         self._task = self._bar.add_task(
-            self._title,
-            total=None if total == float("inf") else total,
-            completed=trainer.global_step,
-            note="",
+            self._title, total=None, completed=trainer.global_step, note=""
         )
         self._bar.start()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say how many steps there will be, if epochs have as many as this one."""
+        estimated, num_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
+        if self._bar is None or num_epochs is None or estimated == float("inf"):
+            return
+        left = estimated / num_epochs * (num_epochs - trainer.current_epoch)
+        self._bar.update(self._task, total=trainer.global_step + left)
 
     def on_train_batch_end(
         self,
@@ -132,6 +136,12 @@ class Progress(Callback):
             ]
             train = metrics.get(f"train_{name}")
             parts += [] if train is None else [f"training {train:.3f}"]
+            stages = ("train_", "val_", "test_")
+            parts += [
+                f"{_words(other)} {value:g}"
+                for other, value in sorted(metrics.items())
+                if not other.startswith(stages) and value
+            ]
             line = f"epoch {trainer.current_epoch + 1:>3}: {', '.join(parts)}"
             self._bar.console.print(line, highlight=False, soft_wrap=True)
 

@@ -149,7 +149,12 @@ class TrainingCLI(LightningCLI):
             progress: What shows how far it is; a bar and a line an epoch if None.
         """
         trainer: Any = self.trainer
-        trainer.callbacks += [MetricsFile(), progress or Progress(self._monitor), *callbacks]
+        # Its own, since `save_last` of the other writes only when there is a new best.
+        last = ModelCheckpoint(
+            self.config.checkpoint.dirpath, filename="last", enable_version_counter=False
+        )
+        shown = progress or Progress(self._monitor)
+        trainer.callbacks += [MetricsFile(), shown, *callbacks, last]
         num_threads = torch.get_num_threads()
         try:
             torch.set_num_threads(self.config.num_threads or num_threads)
@@ -185,7 +190,6 @@ class TrainingCLI(LightningCLI):
             {
                 "checkpoint.monitor": self._monitor,
                 "checkpoint.filename": "best",
-                "checkpoint.save_last": True,
                 "checkpoint.enable_version_counter": False,
             }
         )

@@ -1,8 +1,8 @@
 """Averaging the parameters once validation no longer improves: NT-ASGD, outside of the optimizer.
 
-Rule 1: the optimizer is ``torch.optim.SGD``, which takes the learning rate of its step. The average
-of ``torch.optim.ASGD`` is the same, but its steps take the learning rate of the step before, so
-that a rate which is scaled by the length of each window is scaled by the length of another.
+Rule 1: the optimizer is ``torch.optim.SGD``, which takes the learning rate of its step. Those of
+``torch.optim.ASGD`` take the learning rate of the step before, so that a rate which is scaled by
+the length of each window is scaled by the length of another; its average leaves out the first step.
 
 Rule 2: what is averaged are the raw parameters. Weight dropout and noise are made in forward, and
 no parameter ever holds them.
@@ -76,6 +76,7 @@ class TriggeredAveraging(WeightAveraging):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the average be validated, if there is one."""
+        pl_module.log("averaged", float(self.num_averaged))
         if self.num_averaged:
             super().on_validation_epoch_start(trainer, pl_module)
 

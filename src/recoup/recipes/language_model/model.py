@@ -156,8 +156,8 @@ class LanguageModelTraining(LightningModule):
         """Return the logits ``(T, N, vocab_size)`` of tokens ``(T, N)``, and the state after."""
         return self.network(ids, state)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Take a step on a window ``(T + 1, N)``, and carry the state on."""
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Take a step on a window ``(T + 1, N)``, carry the state on, and return the loss."""
         torch.manual_seed(seed_at(self.seed, self.global_rank, self.current_epoch, batch_idx))
         network = self.network
         num_steps, batch_size = len(batch) - 1, batch.shape[1]
@@ -174,6 +174,7 @@ class LanguageModelTraining(LightningModule):
         self._state = trained.state
         self._count("train", trained.nll, num_steps * batch_size)
         self._step(store, num_steps / self.bptt)
+        return trained.loss
 
     def prepare_memory(self, batch_size: int, longest: int, device: torch.device) -> None:
         """Find out how to keep the bound on bytes, if there is one, by measuring steps.
@@ -186,6 +187,8 @@ class LanguageModelTraining(LightningModule):
         Raises:
             ValueError: the bound cannot be kept.
         """
+        if self.plan.budget_bytes is None:
+            return
         network = self.network.to(device)
 
         def peak(num_steps: int, segment_steps: int) -> int:

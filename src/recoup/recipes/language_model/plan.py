@@ -49,7 +49,7 @@ class TimePlan:
                 ) from error
 
     def measure(self, peak: Peak, most_steps: int) -> None:
-        """Measure what a step costs, if there is a bound on it.
+        """Measure what a step costs, to keep the bound on it.
 
         Args:
             peak: measures the peak of a step.
@@ -58,8 +58,6 @@ class TimePlan:
         Raises:
             ValueError: no cut of such a window keeps the bound.
         """
-        if self.budget_bytes is None:
-            return
         self._costs = _Costs(peak, most_steps)
         if self._longest(most_steps) is None:
             least = min(self._costs.predicted(most_steps, steps) for steps in _lengths(most_steps))

@@ -87,9 +87,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         _check_trainer(run.trainer)
         if run.begun_from is not None:
             _check_same_vocabulary(run)
-        data = run.datamodule
-        longest = min(data.bptt + MAX_JITTER * data.jitter, data.num_train_steps)
-        run.model.prepare_memory(data.batch_size, longest, run.trainer.strategy.root_device)
+        _prepare_memory(run)
     return run
 
 
@@ -120,6 +118,16 @@ def _announce(run: TrainingCLI) -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"data: {data.name}, {data.vocab_size:,} different tokens ({data.token_kind}); {counts}")
     print(f"model: {num_parameters:,} parameters, memory {model.hparams['memory']}; run: {run.out}")
+
+
+def _prepare_memory(run: TrainingCLI) -> None:
+    """Measure what a step takes, if it is bounded, where and in the precision that it runs in."""
+    data, trainer = run.datamodule, run.trainer
+    longest = min(data.bptt + MAX_JITTER * data.jitter, data.num_train_steps)
+    precision = trainer.precision_plugin
+    model = precision.convert_module(run.model)
+    with precision.forward_context():
+        model.prepare_memory(data.batch_size, longest, trainer.strategy.root_device)
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -1,0 +1,210 @@
+"""AWD-LSTM: tokens per second and peak bytes beside other ways, and a learning curve."""
+
+import math
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from couplings import peak_and_held
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+import recoup
+from recoup.recipes.language_model.data import Texts
+from recoup.recipes.language_model.network import LanguageModel
+from recoup.recipes.language_model.segments import Penalties, Window, window_backward
+from recoup.recipes.language_model.train import prepare
+
+WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
+
+# The preset awd-lstm-600, and what is trained on: WikiText-2 if it is there.
+SIZES = {"embed_size": 200, "hidden_size": 600, "num_layers": 3}
+DROPOUT = {
+    "input_dropout": 0.3,
+    "hidden_dropout": 0.1,
+    "output_dropout": 0.2,
+    "embedding_dropout": 0.05,
+    "weight_dropout": 0.2,
+}
+NO_DROPOUT = dict.fromkeys(DROPOUT, 0.0)
+BATCH_SIZE, BPTT = 80, 70
+PENALTIES = Penalties(activation=2.0, temporal=1.0)
+
+
+# -- contestants: functions that run forward and backward of one window ----------------------------
+
+
+class Dropped(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, weight):
+        return F.dropout(weight, self.p, self.training)
+
+
+class RowsDropped(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, weight):
+        if not self.training:
+            return weight
+        mask = weight.new_empty(len(weight), 1).bernoulli_(1 - self.p) / (1 - self.p)
+        return weight * mask
+
+
+def by_hand(network, window, masks):
+    """An ordinary loop: forward, loss with its penalties, `.backward()`."""
+    _loss(network, window, masks).backward()
+    network.zero_grad()
+
+
+def _loss(network, window, masks):
+    encoded = network.encode(window.ids[:-1], window.state, masks)
+    logits = network.decoder(encoded.dropped).flatten(0, 1)
+    loss = F.cross_entropy(logits, window.ids[1:].flatten())
+    loss = loss + PENALTIES.activation * encoded.dropped.square().mean()
+    return loss + PENALTIES.temporal * encoded.raw.diff(dim=0).square().mean()
+
+
+def plain(vocab_size, window):
+    """`nn.LSTM` of the same size, without any dropout."""
+    network = LanguageModel(vocab_size, **SIZES, **NO_DROPOUT)
+    return lambda: by_hand(network, window, None)
+
+
+def parametrized(vocab_size, window):
+    """The same regularisation by torch.nn.utils.parametrize, which stores what it makes."""
+    network = LanguageModel(
+        vocab_size, **SIZES, **DROPOUT | {"embedding_dropout": 0.0, "weight_dropout": 0.0}
+    )
+    rows = RowsDropped(DROPOUT["embedding_dropout"])
+    raw = network.embedding.weight
+    parametrize.register_parametrization(network.embedding, "weight", rows)
+    network.decoder.weight = raw
+    for layer in network.layers:
+        recurrent = Dropped(DROPOUT["weight_dropout"])
+        parametrize.register_parametrization(layer, "weight_hh_l0", recurrent)
+
+    def step():
+        by_hand(network, window, network.new_masks(*window.ids[1:].shape))
+
+    return step
+
+
+def ours(vocab_size, window, segment_steps=None):
+    """The recipe."""
+    network = LanguageModel(vocab_size, **SIZES, **DROPOUT)
+
+    def step():
+        store = recoup.GradStore(network.parameters())
+        window_backward(
+            network,
+            window,
+            store,
+            penalties=PENALTIES,
+            segment_steps=segment_steps,
+            masks=network.new_masks(*window.ids[1:].shape),
+        )
+
+    return step
+
+
+CONTESTANTS = {
+    "plain": plain,
+    "parametrize": parametrized,
+    "recoup": ours,
+    "recoup sqrt": lambda *args: ours(*args, segment_steps=9),
+}
+
+
+def windows(num_steps, device):
+    """A window of the text, and the size of its vocabulary; of random tokens without the text."""
+    if WIKITEXT.exists():
+        texts = Texts(
+            str(WIKITEXT), min_count=1, batch_size=BATCH_SIZE, bptt=num_steps, jitter=False
+        )
+        ids, vocab_size = next(iter(texts.train_dataloader())), texts.vocab_size
+    else:
+        vocab_size = 33278
+        ids = torch.randint(vocab_size, (num_steps + 1, BATCH_SIZE))
+    state = LanguageModel(2, **SIZES, **NO_DROPOUT).zero_state(BATCH_SIZE)
+    moved = tuple((hidden.to(device), cell.to(device)) for hidden, cell in state)
+    return vocab_size, Window(ids.to(device), moved)
+
+
+def curve(device, epochs, out, num_threads=None):
+    """Train the preset awd-lstm-600 on WikiText-2's prefix; its curve, by tokens read."""
+    args = ["--config", "awd-lstm-600", "--data", str(WIKITEXT), "--epochs", str(epochs)]
+    args += ["--trainer.accelerator", device, "--out", str(out)]
+    run = prepare(args if num_threads is None else [*args, "--threads", str(num_threads)])
+    record = CurveRecord()
+    run.fit(record)
+    return record.rows
+
+
+class CurveRecord(Callback):
+    """Perplexity of each tenth of an epoch of training, and of each validation."""
+
+    def __init__(self):
+        self.rows = []
+        self._tokens = 0
+        self._before = (0.0, 0.0)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self._before = (0.0, 0.0)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._tokens += batch[1:].numel()
+        tenth = max(1, trainer.num_training_batches // 10)
+        if (batch_idx + 1) % tenth == 0:
+            metric = pl_module.perplexities["train_"]
+            now = (float(metric.mean_value), float(metric.weight))
+            nll, num = (a - b for a, b in zip(now, self._before, strict=True))
+            self._before = now
+            self._add("training", math.exp(nll / num))
+
+    def on_validation_end(self, trainer, pl_module):
+        self._add("validation", float(trainer.callback_metrics["val_perplexity"]))
+
+    def _add(self, part, perplexity):
+        self.rows.append({"tokens": self._tokens, "part": part, "perplexity": perplexity})
+        print(self.rows[-1], flush=True)
+
+
+def speeds(device, rounds=5):
+    """Tokens a second of forward and backward, the contestants in turn, and their peaks."""
+    vocab_size, window = windows(BPTT, device)
+    steps = {}
+    for name, build in CONTESTANTS.items():
+        torch.manual_seed(0)
+        with torch.device(device):
+            steps[name] = build(vocab_size, window)
+    times = {name: [] for name in steps}
+    peaks = {}
+    for name, step in steps.items():
+        step()
+        peaks[name] = peak_and_held(step, device)[0]
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    base = times["plain"]
+    return [
+        {
+            "name": name,
+            "vocab_size": vocab_size,
+            "tokens_per_second": BPTT * BATCH_SIZE / statistics.median(found),
+            "speed_over_plain": statistics.median(b / t for b, t in zip(base, found, strict=True)),
+            "peak_bytes": peaks[name],
+        }
+        for name, found in times.items()
+    ]
