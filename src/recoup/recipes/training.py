@@ -210,7 +210,13 @@ class TrainingCLI(LightningCLI):
         if self.begun_from is None:
             return
         option, path = self.begun_from
-        settings = read_checkpoint(path, option).get(_SETTINGS)
+        checkpoint = read_checkpoint(path, option)
+        theirs = checkpoint.get(_COMMAND, parser.prog)
+        if theirs != parser.prog:
+            raise ValueError(
+                f"`{option}` is {path}, which `{theirs}` wrote. Give one that `{parser.prog}` did."
+            )
+        settings = checkpoint.get(_SETTINGS)
         if settings is not None:
             folder = None if self.resume is None else str(_folder_of(path))
             settings.get("trainer", {})["default_root_dir"] = folder
@@ -276,6 +282,7 @@ class TrainingCLI(LightningCLI):
 _CONFIG_FILE = "config.yaml"
 _OWN_SETTINGS = {"--config", "--resume", "--finetune"}
 _SETTINGS = "recoup_settings"
+_COMMAND = "recoup_command"
 
 
 class _RunRecord(SaveConfigCallback):
@@ -292,6 +299,7 @@ class _RunRecord(SaveConfigCallback):
     ) -> None:
         """Write the settings into the checkpoint, so that it can be gone on with wherever it is."""
         checkpoint[_SETTINGS] = yaml.safe_load(self._text())
+        checkpoint[_COMMAND] = self.parser.prog
 
     def _text(self) -> str:
         return self.parser.dump(self.config, skip_none=False)

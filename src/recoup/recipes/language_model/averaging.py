@@ -76,7 +76,7 @@ class TriggeredAveraging(WeightAveraging):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the average be validated, if there is one."""
-        pl_module.log("averaged", float(self.num_averaged))
+        pl_module.log("averaged", float(self.num_averaged), sync_dist=True)
         if self.num_averaged:
             super().on_validation_epoch_start(trainer, pl_module)
 

@@ -216,6 +216,8 @@ class LanguageModelTraining(LightningModule):
     def _step(self, store: recoup.GradStore, scale: float) -> None:
         """Step by the gradients, at a learning rate that is scaled for this step alone."""
         optimizer: Any = self.optimizers()
+        if self.trainer.world_size > 1:
+            store.all_reduce_()
         if self.clip:
             store.clip_norm_(self.clip)
         rates = [group["lr"] for group in optimizer.param_groups]

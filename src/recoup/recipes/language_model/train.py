@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
 from recoup.recipes.checkpoints import read_checkpoint
 from recoup.recipes.language_model.data import Texts
 from recoup.recipes.language_model.model import MONITOR, LanguageModelTraining
@@ -87,6 +89,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         _check_trainer(run.trainer)
         if run.begun_from is not None:
             _check_same_vocabulary(run)
+        run.datamodule.val_dataloader()  # is there enough of it?
         _prepare_memory(run)
     return run
 
@@ -125,9 +128,9 @@ def _prepare_memory(run: TrainingCLI) -> None:
     data, trainer = run.datamodule, run.trainer
     longest = min(data.bptt + MAX_JITTER * data.jitter, data.num_train_steps)
     precision = trainer.precision_plugin
-    model = precision.convert_module(run.model)
+    precision.convert_module(run.model)
     with precision.forward_context():
-        model.prepare_memory(data.batch_size, longest, trainer.strategy.root_device)
+        run.model.prepare_memory(data.batch_size, longest, trainer.strategy.root_device)
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -141,6 +144,11 @@ def _check_trainer(trainer: Any) -> None:
             f"`--trainer.accumulate_grad_batches` is {trainer.accumulate_grad_batches}, but each "
             "window is a step here. Give a larger `--batch-size`, and `--memory` if it does not "
             "fit."
+        )
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise ValueError(
+            f"`--trainer.strategy` is a {type(trainer.strategy).__name__}, which was not tried with"
+            " this recipe. Give ddp, or one device."
         )
     if trainer.precision == "16-mixed":
         raise ValueError(
