@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from torch.nn.utils import parametrize
 
 import recoup
 from recoup.recipes.language_model.data import Texts
+from recoup.recipes.language_model.model import LanguageModelTraining
 from recoup.recipes.language_model.network import LanguageModel
+from recoup.recipes.language_model.plan import TimePlan
 from recoup.recipes.language_model.segments import Penalties, Window, window_backward
 from recoup.recipes.language_model.train import prepare
 
@@ -123,28 +126,28 @@ CONTESTANTS = {
 }
 
 
-def windows(num_steps, device):
+def window_of(num_steps, batch_size, device):
     """A window of the text, and the size of its vocabulary; of random tokens without the text."""
     if WIKITEXT.exists():
         texts = Texts(
-            str(WIKITEXT), min_count=1, batch_size=BATCH_SIZE, bptt=num_steps, jitter=False
+            str(WIKITEXT), min_count=1, batch_size=batch_size, bptt=num_steps, jitter=False
         )
         ids, vocab_size = next(iter(texts.train_dataloader())), texts.vocab_size
     else:
         vocab_size = 33278
-        ids = torch.randint(vocab_size, (num_steps + 1, BATCH_SIZE))
-    state = LanguageModel(2, **SIZES, **NO_DROPOUT).zero_state(BATCH_SIZE)
+        ids = torch.randint(vocab_size, (num_steps + 1, batch_size))
+    state = LanguageModel(2, **SIZES, **NO_DROPOUT).zero_state(batch_size)
     moved = tuple((hidden.to(device), cell.to(device)) for hidden, cell in state)
     return vocab_size, Window(ids.to(device), moved)
 
 
-def curve(device, epochs, out, num_threads=None):
+def curve(device, epochs=2):
     """Train the preset awd-lstm-600 on WikiText-2's prefix; its curve, by tokens read."""
     args = ["--config", "awd-lstm-600", "--data", str(WIKITEXT), "--epochs", str(epochs)]
-    args += ["--trainer.accelerator", device, "--out", str(out)]
-    run = prepare(args if num_threads is None else [*args, "--threads", str(num_threads)])
+    args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
     record = CurveRecord()
-    run.fit(record)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare([*args, "--out", folder]).fit(record)
     return record.rows
 
 
@@ -177,26 +180,24 @@ class CurveRecord(Callback):
         print(self.rows[-1], flush=True)
 
 
-def speeds(device, rounds=5):
+def speeds(device, rounds=6):
     """Tokens a second of forward and backward, the contestants in turn, and their peaks."""
-    vocab_size, window = windows(BPTT, device)
+    vocab_size, window = window_of(BPTT, BATCH_SIZE, device)
     steps = {}
     for name, build in CONTESTANTS.items():
         torch.manual_seed(0)
         with torch.device(device):
             steps[name] = build(vocab_size, window)
-    times = {name: [] for name in steps}
     peaks = {}
     for name, step in steps.items():
         step()
         peaks[name] = peak_and_held(step, device)[0]
+    times = {name: [] for name in steps}
+    order = list(steps)
     for _ in range(rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
+        order.append(order.pop(0))  # another is first in each round
+        for name in order:
+            times[name].append(_seconds(steps[name], device))
     base = times["plain"]
     return [
         {
@@ -208,3 +209,54 @@ def speeds(device, rounds=5):
         }
         for name, found in times.items()
     ]
+
+
+def long_windows(device, batch_size=10, long=2000):
+    """Peak and speed of a long window, in the bytes that a short one takes."""
+    vocab_size, short_window = window_of(BPTT, batch_size, device)
+    _, long_window = window_of(long, batch_size, device)
+    with torch.device(device):
+        training = LanguageModelTraining(vocab_size, **SIZES, **DROPOUT)
+    rows = []
+
+    def add(memory, window, segment_steps):
+        def step():
+            store = recoup.GradStore(training.network.parameters())
+            window_backward(
+                training.network,
+                window,
+                store,
+                penalties=PENALTIES,
+                segment_steps=segment_steps,
+                masks=training.network.new_masks(window.num_steps, batch_size),
+            )
+
+        step()
+        peak_bytes = peak_and_held(step, device)[0]
+        num_tokens = window.num_steps * batch_size
+        rows.append(
+            {
+                "memory": memory,
+                "bptt": window.num_steps,
+                "segment_steps": segment_steps,
+                "peak_bytes": peak_bytes,
+                "tokens_per_second": num_tokens / _seconds(step, device),
+            }
+        )
+        return peak_bytes
+
+    bound = add("linear", short_window, None)
+    add("linear", long_window, None)
+    add("sqrt", long_window, TimePlan("sqrt").segment_steps(long))
+    training.plan = TimePlan(str(bound))
+    training.prepare_memory(batch_size, long, torch.device(device))
+    add(f"{bound} bytes", long_window, training.plan.segment_steps(long))
+    return rows
+
+
+def _seconds(step, device):
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,9 +1,10 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
-    python benchmarks/run.py [couplings chains regions weights gradients] [--device cpu]
+    python benchmarks/run.py [couplings chains regions weights gradients language_model]
+    python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
-turn; that of weights is wall time of all cores, since draws use them. Numbers are valid for the
+turn; that of weights and of the language model is wall time of all cores. Numbers are valid for the
 machine and the versions in the file.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 import chains
 import couplings
 import gradients
+import language_model
 import readme
 import regions
 import torch
@@ -39,7 +41,16 @@ SUITES = {
         "sums": gradients.sums(device),
         "loops": gradients.loops(device),
     },
+    "language_model": lambda device: {
+        "speeds": language_model.speeds(device),
+        "long_windows": language_model.long_windows(device),
+    },
 }
+# Only when they are named.
+LONG_SUITES = {
+    "language_model_curve": lambda device: {"curve": language_model.curve(device)},
+}
+ON_ALL_CORES = {"weights", "language_model", "language_model_curve"}
 
 
 def conditions(device: str) -> dict:
@@ -70,14 +81,15 @@ def _processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suites", nargs="*", choices=[[], *SUITES], default=[])
+    parser.add_argument("suites", nargs="*", choices=[[], *SUITES, *LONG_SUITES], default=[])
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
+    suites = SUITES | LONG_SUITES
     num_cores = torch.get_num_threads()
     for name in arguments.suites or SUITES:
         print(f"== {name}", flush=True)
-        torch.set_num_threads(num_cores if name == "weights" else 1)
-        result = {"suite": name, **conditions(arguments.device), **SUITES[name](arguments.device)}
+        torch.set_num_threads(num_cores if name in ON_ALL_CORES else 1)
+        result = {"suite": name, **conditions(arguments.device), **suites[name](arguments.device)}
         path = HERE / "results" / f"{name}_{arguments.device}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")

@@ -331,6 +331,8 @@ def quiet_lightning() -> Generator[None]:
             # Batches come from memory: workers would make them slower.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
+            # cuDNN copies weights that are made in each forward; there is nothing to do about it.
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
             # lightning 2.6 asks torch's tree specifications in a way that torch 2.13 deprecates.
             warnings.filterwarnings("ignore", message=".isinstance.treespec, LeafSpec")
             yield

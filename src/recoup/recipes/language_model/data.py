@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -69,6 +69,10 @@ class Texts(LightningDataModule):
                 f"`validation_fraction` is {validation_fraction} and `test_fraction` "
                 f"{test_fraction}, but both must lie between 0 and 1. Try 0.1."
             )
+        if tokens is not None and tokens not in get_args(TokenKind):
+            raise ValueError(
+                f'`tokens` is {tokens!r}, but must be "words", "whitespace" or "characters".'
+            )
         self.path = path
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
@@ -79,12 +83,18 @@ class Texts(LightningDataModule):
         self.name = text.name
         self.token_kind: TokenKind = tokens or ("words" if path is None else "whitespace")
         self.has_test_part = "test" in text.parts
+        self._parts_with_files = text.parts.keys() - {"train"}
         parts = _split(text, self.token_kind, validation_fraction, test_fraction)
-        self.vocabulary = (
-            Vocabulary.of(parts["train"], min_count, max_vocab_size)
-            if vocabulary is None
-            else Vocabulary(vocabulary)
-        )
+        if vocabulary is None:
+            _check_parts(text, parts)
+            self.vocabulary = Vocabulary.of(parts["train"], min_count, max_vocab_size)
+            if len(self.vocabulary) < 2:
+                raise ValueError(
+                    f"`min_count` is {min_count}, but no token of {text.name} occurs as often in "
+                    "training: all would be <unk>. Give a smaller one, or more text."
+                )
+        else:
+            self.vocabulary = Vocabulary(vocabulary)
         self.num_unknown = {
             part: self.vocabulary.num_unknown(tokens) for part, tokens in parts.items()
         }
@@ -122,13 +132,18 @@ class Texts(LightningDataModule):
 
     def test_on_everything(self) -> None:
         """Let the test part be all of the text, for one of which training has seen nothing."""
-        order = ("train", "validation", "test")
+        # As in the text: parts without a file were cut from the end of training.
+        order = sorted(("train", "validation", "test"), key=self._parts_with_files.__contains__)
         self.parts["test"] = torch.cat([self.parts[part] for part in order])
         self.num_unknown["test"] = sum(self.num_unknown.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must have of the text to read others: the vocabulary."""
-        return {"vocabulary": list(self.vocabulary.tokens), "tokens": self.token_kind}
+        """Return what a checkpoint must have of the text: the vocabulary, and where it was."""
+        return {
+            "vocabulary": list(self.vocabulary.tokens),
+            "tokens": self.token_kind,
+            "path": None if self.path is None else str(Path(self.path).resolve()),
+        }
 
     def _columns(self, part: str, batch_size: int) -> Tensor:
         columns = columns_of(self.parts[part], batch_size)
@@ -149,16 +164,21 @@ def _split(
     num_tokens = len(rest)
     for part, fraction in (("test", test_fraction), ("validation", validation_fraction)):
         if part not in parts:
-            num = round(fraction * num_tokens)
-            parts[part], rest = rest[len(rest) - num :], rest[: len(rest) - num]
+            start = max(0, len(rest) - round(fraction * num_tokens))
+            parts[part], rest = rest[start:], rest[:start]
     parts["train"] = rest
+    return parts
+
+
+def _check_parts(text: Text, parts: dict[str, list[str]]) -> None:
+    num_tokens = sum(len(tokens) for part, tokens in parts.items() if part not in text.parts)
+    num_tokens += len(parts["train"])
     for part, tokens in parts.items():
         if not tokens:
             raise ValueError(
                 f"{text.name} has {num_tokens} tokens, of which none are left for {part}. Give "
                 "more text, or other `--data.validation_fraction` and `--data.test_fraction`."
             )
-    return parts
 
 
 def _check(**numbers: int) -> None:

@@ -47,6 +47,8 @@ def evaluate(
         The exit code.
     """
     with mistakes_reported(), quiet_lightning():
+        if batch_size < 1:
+            raise ValueError(f"`--batch-size` is {batch_size}, but must be at least 1.")
         model = load_model(checkpoint)
         if cache_window:
             model.cache = NeuralCache(cache_window, cache_theta, cache_weight)

@@ -44,19 +44,20 @@ def generate(
             raise ValueError(
                 f"`--temperature` is {temperature}, but must be at least 0, and finite."
             )
+        generator = _generator(seed)
         network = load_model(checkpoint).network
         vocabulary, kind = load_vocabulary(checkpoint)
         try:
             network = network.to(device)
+            network.decoder.bias.cpu()  # From some devices nothing comes back.
         except (RuntimeError, AssertionError) as error:  # torch says so in either way
             raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
     tokens = tokens_of(prompt, kind)
-    if tokens[-1:] == [END_OF_LINE]:
+    if tokens[-1:] == [END_OF_LINE] and not prompt.endswith("\n"):
         tokens.pop()  # The line goes on.
     unknown = [token for token in tokens if token not in vocabulary]
     if unknown:
         print(f"read as <unk>: {', '.join(dict.fromkeys(unknown))}", file=sys.stderr)
-    generator = torch.Generator().manual_seed(seed)
     start = "\n" if kind == "characters" else END_OF_LINE
     ids, state = vocabulary.encode([start, *tokens])[:, None].to(device), None
     written: list[int] = []
@@ -72,8 +73,16 @@ def generate(
     return 0
 
 
+def _generator(seed: int) -> torch.Generator:
+    try:
+        return torch.Generator().manual_seed(seed)
+    except (RuntimeError, ValueError) as error:  # torch says so in either way
+        raise ValueError(f"`--seed` is {seed}, but must have at most 64 bits.") from error
+
+
 def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax()
-    probabilities = (logits.double() / temperature).softmax(dim=0)
+    # The likeliest is 0 before it is divided: a tiny temperature would make it infinite.
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(dim=0)
     return torch.multinomial(probabilities, 1, generator=generator)

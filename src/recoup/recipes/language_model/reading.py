@@ -20,8 +20,8 @@ _PART_NAMES = {
     "test": {"test"},
 }
 _BEFORE = re.compile(r" ([.,;:!?)\]}]+)(?=\s|$)")
-_AFTER = re.compile(r"((?:^|\s)[(\[{]+) ", re.MULTILINE)
-_WORD = re.compile(r"<\w+>|\w+(?:'\w+)*|(\S)\1*")
+_AFTER = re.compile(r"(?<!\S)([(\[{]+) ")
+_WORD = re.compile(r"<\w+>|\w+(?:['\u2019]\w+)*|(\S)\1*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,15 @@ def read_text(path: Path | None) -> Text:
             f"`--data` is {path}, a folder without a file that has `train` in its name. Give one "
             "with train.txt, and valid.txt and test.txt if you have them, or a single file."
         )
-    return Text(str(path), {part: _file(file) for part, file in files.items() if file is not None})
+    found = {part: file for part, file in files.items() if file is not None}
+    for part, file in found.items():
+        same = [other for other in found if found[other] == file]
+        if len(same) > 1:
+            raise ValueError(
+                f"`--data` is {path}, where {file.name} looks like both its {' and its '.join(same)} "
+                "text. Give each part a file of its own."
+            )
+    return Text(str(path), {part: _file(file) for part, file in found.items()})
 
 
 def tokens_of(text: str, kind: TokenKind) -> list[str]:
@@ -82,10 +90,12 @@ def tokens_of(text: str, kind: TokenKind) -> list[str]:
     """
     if kind == "characters":
         return list(text)
+    # Not `splitlines`, to which form feeds and separators of Unicode end lines too.
+    lines = text.removesuffix("\n").split("\n") if text else []
     if kind == "whitespace":
-        found = (line.split() for line in text.splitlines())
+        found = (line.split() for line in lines)
     else:
-        found = ([match[0] for match in _WORD.finditer(line)] for line in text.splitlines())
+        found = ([match[0] for match in _WORD.finditer(line)] for line in lines)
     return [token for line in found for token in (*line, END_OF_LINE)]
 
 
@@ -98,7 +108,13 @@ def text_of(tokens: Sequence[str], kind: TokenKind) -> str:
     """
     if kind == "characters":
         return "".join(tokens)
-    text = " ".join(tokens).replace(f" {END_OF_LINE} ", "\n").replace(f" {END_OF_LINE}", "\n")
+    lines: list[list[str]] = [[]]
+    for token in tokens:
+        if token == END_OF_LINE:
+            lines.append([])
+        else:
+            lines[-1].append(token)
+    text = "\n".join(map(" ".join, lines))
     if kind == "words":
         text = _BEFORE.sub(r"\1", _AFTER.sub(r"\1", text))
     return text
@@ -124,7 +140,7 @@ def _part(folder: Path, part: str, names: set[str]) -> Path | None:
 def _file(path: Path) -> str:
     data = path.read_bytes()
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}. Convert it, for"
@@ -132,7 +148,7 @@ def _file(path: Path) -> str:
         ) from error
     if not text.strip():
         raise ValueError(f"{path} is empty. Give a file with text.")
-    return text.replace("\r\n", "\n")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _topics() -> str:

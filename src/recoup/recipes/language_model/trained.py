@@ -49,15 +49,26 @@ def load_data(path: str | Path, data: str | None = None, **settings: Any) -> Tex
     vocabulary = vocabulary_in(checkpoint, path)
     found = settings_in(checkpoint, "datamodule_hyper_parameters") | settings
     found["tokens"] = checkpoint[Texts.__qualname__]["tokens"]
-    if data is not None:
-        found["path"] = data
+    trained_on = _path_in(checkpoint)
+    if data is None and trained_on is not None and not Path(trained_on).exists():
+        raise ValueError(
+            f"{path} is of a model that was trained on {trained_on}, which is not there. Say where "
+            "it is, or give another text, by `--data`."
+        )
+    found["path"] = trained_on if data is None else data
     return Texts(**found, vocabulary=list(vocabulary.tokens))
 
 
 def load_path(path: str | Path) -> str | None:
     """Return where the text was that the model of a checkpoint was trained on."""
-    checkpoint = read_checkpoint(path, "--checkpoint")
-    return settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
+    return _path_in(read_checkpoint(path, "--checkpoint"))
+
+
+def _path_in(checkpoint: dict[str, Any]) -> str | None:
+    """Return where the text was: by the path as it was given, if it has not stayed there."""
+    given: str | None = settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
+    noted: str | None = checkpoint[Texts.__qualname__].get("path")
+    return noted if noted is not None and Path(noted).exists() else given
 
 
 def vocabulary_in(checkpoint: dict[str, Any], path: str | Path) -> Vocabulary:

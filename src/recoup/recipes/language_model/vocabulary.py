@@ -49,14 +49,16 @@ class Vocabulary:
             ('a', 'rose', '<unk>')
         """
         counts = Counter(tokens)
-        known = [token for token, count in counts.most_common() if count >= min_count]
-        if UNKNOWN not in known:
-            known = known if max_size is None else known[: max_size - 1]
-            # It stands for what was left out, and is as frequent.
-            left_out = counts.total() - sum(counts[token] for token in known)
-            place = sum(counts[token] >= left_out for token in known)
-            known.insert(place, UNKNOWN)
-        return cls(known if max_size is None else known[:max_size])
+        known = [
+            token
+            for token, count in counts.most_common()
+            if count >= min_count and token != UNKNOWN
+        ]
+        known = known if max_size is None else known[: max_size - 1]
+        # It stands for what was left out, by the text itself too, and is as frequent.
+        left_out = counts.total() - sum(counts[token] for token in known)
+        place = sum(counts[token] >= left_out for token in known)
+        return cls([*known[:place], UNKNOWN, *known[place:]])
 
     def __len__(self) -> int:
         return len(self.tokens)
