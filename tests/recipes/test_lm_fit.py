@@ -53,6 +53,38 @@ def test_it_learns_and_every_parameter_is_trained(linear):
     assert linear.cli.trainer.global_step == len(linear.losses)
 
 
+def perplexity_of(run, part, batch_size):
+    """That of a part of the text as a single window, by plain torch."""
+    network = run.cli.model.network.eval()
+    ids = run.cli.datamodule.parts[part]
+    columns = ids[: len(ids) // batch_size * batch_size].view(batch_size, -1).t()
+    with torch.no_grad():
+        logits = network(columns[:-1])[0].double()
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), columns[1:].flatten())
+    return float(nll.exp())
+
+
+def test_the_state_is_carried_through_validation(linear):
+    last = float(linear.metrics()[-1]["val_perplexity"])
+    assert last == pytest.approx(perplexity_of(linear, "validation", batch_size=2), rel=1e-5)
+
+
+def test_the_state_is_carried_through_training(lm_run, text):
+    """Nothing dropped and nothing learned: windows in a row are the whole text."""
+    none = [f"--model.{name}_dropout=0" for name in ("input", "hidden", "output", "embedding")]
+    options = ("--model.weight_dropout", "0", "--model.learning_rate", "0")
+    run = lm_run("--data", text, "--epochs", "2", *none, *options)
+    expected = perplexity_of(run, "train", batch_size=3)
+    found = [float(row["train_perplexity"]) for row in run.metrics()]
+    assert found == pytest.approx([expected, expected], rel=1e-5)
+
+
+def test_validation_within_an_epoch_leaves_training_as_it_was(lm_run, text):
+    often = ("--trainer.val_check_interval", "0.3", "--early_stopping.patience", "99")
+    options = ("--data", text, "--epochs", "2", "--model.averaging", "never")
+    assert lm_run(*options, *often, "--out", "often").losses == lm_run(*options).losses
+
+
 def test_the_run_leaves_its_settings_and_two_checkpoints(linear):
     out = linear.cli.out
     written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
@@ -67,7 +99,7 @@ def test_the_run_leaves_its_settings_and_two_checkpoints(linear):
     assert not {"resume", "finetune"} & settings.keys()
 
 
-@pytest.mark.parametrize("memory", ["sqrt", "250 KiB"])
+@pytest.mark.parametrize("memory", ["sqrt", "90 KiB"])
 @pytest.mark.parametrize("kind", ["locked", "independent"])
 def test_each_memory_goes_the_same_way(lm_run, text, memory, kind):
     options = ("--data", text, "--epochs", "2", "--trainer.precision", "64-true")

@@ -76,6 +76,7 @@ class NeuralCache:
             network + math.log1p(-self.weight),
             cached + (math.log(self.weight) if self.weight else -math.inf),
         )
-        self._outputs, self._words = keys[-self.window :], words[-self.window :]
+        # Copies: a view would keep all that it is a view of.
+        self._outputs, self._words = keys[-self.window :].clone(), words[-self.window :].clone()
         has_past = is_past.any(dim=1, keepdim=True)
         return -torch.where(has_past, mixed, network)

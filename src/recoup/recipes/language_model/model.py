@@ -138,10 +138,12 @@ class LanguageModelTraining(LightningModule):
         self.plan = TimePlan(memory)
         self.seed = seed
         self.cache: NeuralCache | None = None  # for the test part alone
+        # Names end in an underscore, since modules have a method `train`.
         self.perplexities = torch.nn.ModuleDict(
             {f"{stage}_": Perplexity() for stage in ("train", "val", "test", "test_cache")}
         )
-        self._state: State | None = None
+        # Of training and of validation, which may come in the middle of an epoch.
+        self._states: dict[str, State] = {}
         _check_not_negative(
             weight_noise_start=weight_noise_start,
             activation_penalty=activation_penalty,
@@ -165,13 +167,13 @@ class LanguageModelTraining(LightningModule):
         store = recoup.GradStore(network.parameters())
         trained = window_backward(
             network,
-            Window(batch, self._state_for(batch)),
+            Window(batch, self._state_before("train", batch)),
             store,
             penalties=self.penalties,
             segment_steps=self.plan.segment_steps(num_steps),
             masks=network.new_masks(num_steps, batch_size),
         )
-        self._state = trained.state
+        self._states["train"] = trained.state
         self._count("train", trained.nll, num_steps * batch_size)
         self._step(store, num_steps / self.bptt)
         return trained.loss
@@ -239,15 +241,15 @@ class LanguageModelTraining(LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Begin at the start of the text."""
-        self._state = None
+        self._states.pop("train", None)
 
     def on_validation_epoch_start(self) -> None:
         """Begin at the start of the text."""
-        self._state = None
+        self._states.pop("val", None)
 
     def on_test_epoch_start(self) -> None:
         """Begin at the start of the text."""
-        self._state = None
+        self._states.pop("test", None)
         if self.cache is not None:
             self.cache.forget()
 
@@ -267,8 +269,8 @@ class LanguageModelTraining(LightningModule):
         ]
 
     def _evaluate(self, stage: str, batch: Tensor) -> None:
-        encoded = self.network.encode(batch[:-1], self._state_for(batch))
-        self._state = encoded.state
+        encoded = self.network.encode(batch[:-1], self._state_before(stage, batch))
+        self._states[stage] = encoded.state
         logits, targets = self.network.decoder(encoded.dropped), batch[1:]
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         self._count(stage, nll, targets.numel())
@@ -276,8 +278,9 @@ class LanguageModelTraining(LightningModule):
             nll = self.cache.nll(logits, encoded.raw, targets).sum()
             self._count(f"{stage}_cache", nll, targets.numel())
 
-    def _state_for(self, batch: Tensor) -> State:
-        return self.network.zero_state(batch.shape[1]) if self._state is None else self._state
+    def _state_before(self, stage: str, batch: Tensor) -> State:
+        state = self._states.get(stage)
+        return self.network.zero_state(batch.shape[1]) if state is None else state
 
     def _count(self, stage: str, nll: Tensor, num_tokens: int) -> None:
         metric = self.perplexities[f"{stage}_"]

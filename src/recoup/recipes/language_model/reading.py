@@ -65,11 +65,11 @@ def read_text(path: Path | None) -> Text:
             "with train.txt, and valid.txt and test.txt if you have them, or a single file."
         )
     found = {part: file for part, file in files.items() if file is not None}
-    for part, file in found.items():
-        same = [other for other in found if found[other] == file]
+    for file in found.values():
+        same = [part for part in found if found[part] == file]
         if len(same) > 1:
             raise ValueError(
-                f"`--data` is {path}, where {file.name} looks like both its {' and its '.join(same)} "
+                f"`--data` is {path}, where {file.name} looks like its {' and its '.join(same)} "
                 "text. Give each part a file of its own."
             )
     return Text(str(path), {part: _file(file) for part, file in found.items()})

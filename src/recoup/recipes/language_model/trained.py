@@ -65,10 +65,12 @@ def load_path(path: str | Path) -> str | None:
 
 
 def _path_in(checkpoint: dict[str, Any]) -> str | None:
-    """Return where the text was: by the path as it was given, if it has not stayed there."""
+    """Return where the text is: a path that was given from another folder is noted in full."""
     given: str | None = settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
     noted: str | None = checkpoint[Texts.__qualname__].get("path")
-    return noted if noted is not None and Path(noted).exists() else given
+    if given is None or noted is None or not Path(noted).exists():
+        return given
+    return given if Path(given).resolve() == Path(noted) else noted
 
 
 def vocabulary_in(checkpoint: dict[str, Any], path: str | Path) -> Vocabulary:
