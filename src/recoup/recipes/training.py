@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from recoup.recipes.checkpoints import check_same_network, read_checkpoint
 from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.progress import MetricsFile, Progress
 
-__all__ = ["SHORT_NAMES", "TrainingCLI", "free_folder", "quiet_lightning"]
+__all__ = ["SHORT_NAMES", "TrainingCLI", "fit_command", "free_folder", "quiet_lightning"]
 
 # Spellings that are translated before anything is parsed: each setting has one name in
 # configuration files, and the full names of Lightning's command line all work.
@@ -277,6 +277,41 @@ class TrainingCLI(LightningCLI):
                 f"`--resume` is {self.resume}, which has {done} epochs behind it, and `--epochs` "
                 f"is {most}. Give more than {done}."
             )
+
+
+def fit_command(
+    args: Sequence[str],
+    *,
+    usage: str,
+    prepare: Callable[[Sequence[str]], TrainingCLI],
+    description: Callable[[TrainingCLI], str],
+    score: str,
+) -> int:
+    """Run the command ``fit`` of a recipe.
+
+    Args:
+        args: The arguments, without the name of the command.
+        usage: What ``--help`` prints.
+        prepare: From the arguments to what is to be trained.
+        description: What is said of it before it begins.
+        score: How the best validation is said, a format of one number.
+
+    Returns:
+        The exit code.
+    """
+    if "--help" in args or "-h" in args:
+        print(usage)
+        return 0
+    run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
+    if run.trainer.is_global_zero:
+        print(description(run))
+    run.fit()
+    if run.trainer.is_global_zero:
+        if run.best is not None:
+            path, value = run.best
+            print(f"best checkpoint: {path} ({score.format(value)} in validation)")
+        print(f"metrics: {run.out / 'metrics.csv'}")
+    return 0
 
 
 _CONFIG_FILE = "config.yaml"

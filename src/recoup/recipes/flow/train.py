@@ -15,7 +15,7 @@ from pathlib import Path
 
 from recoup.recipes.flow.data import Images
 from recoup.recipes.flow.model import FlowTraining
-from recoup.recipes.training import TrainingCLI
+from recoup.recipes.training import TrainingCLI, fit_command
 
 __all__ = ["CONFIGS", "MONITOR", "prepare", "train"]
 
@@ -75,26 +75,17 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
 
 def train(args: Sequence[str]) -> int:
     """Run ``recoup flow fit`` with these arguments; return the exit code."""
-    if "--help" in args or "-h" in args:
-        print(_HELP)
-        return 0
-    run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
-    if run.trainer.is_global_zero:
-        _announce(run)
-    run.fit()
-    if not run.trainer.is_global_zero:
-        return 0
-    if run.best is not None:
-        path, bits = run.best
-        print(f"best checkpoint: {path} ({bits:.3f} bits/dim in validation)")
-    print(f"metrics: {run.out / 'metrics.csv'}")
-    return 0
+    return fit_command(
+        args, usage=_HELP, prepare=prepare, description=_description, score="{:.3f} bits/dim"
+    )
 
 
-def _announce(run: TrainingCLI) -> None:
+def _description(run: TrainingCLI) -> str:
     data, model = run.datamodule, run.model
     counts = ", ".join(f"{len(images)} for {part}" for part, images in data.parts.items())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     sizes = " x ".join(map(str, data.shape))
-    print(f"data: {data.name}, {sizes}, {data.levels} levels; {counts}")
-    print(f"flow: {num_parameters:,} parameters, memory {model.hparams['memory']}; run: {run.out}")
+    return (
+        f"data: {data.name}, {sizes}, {data.levels} levels; {counts}\n"
+        f"flow: {num_parameters:,} parameters, memory {model.hparams['memory']}; run: {run.out}"
+    )

@@ -23,7 +23,7 @@ from recoup.recipes.language_model.model import MONITOR, LanguageModelTraining
 from recoup.recipes.language_model.trained import vocabulary_in
 from recoup.recipes.language_model.windows import MAX_JITTER
 from recoup.recipes.mistakes import mistakes_reported
-from recoup.recipes.training import SHORT_NAMES, TrainingCLI
+from recoup.recipes.training import SHORT_NAMES, TrainingCLI, fit_command
 
 __all__ = ["CONFIGS", "prepare", "train"]
 
@@ -96,31 +96,22 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
 
 def train(args: Sequence[str]) -> int:
     """Run ``recoup lm fit`` with these arguments; return the exit code."""
-    if "--help" in args or "-h" in args:
-        print(_HELP)
-        return 0
-    run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
-    if run.trainer.is_global_zero:
-        _announce(run)
-    run.fit()
-    if not run.trainer.is_global_zero:
-        return 0
-    if run.best is not None:
-        path, perplexity = run.best
-        print(f"best checkpoint: {path} (perplexity {perplexity:.2f} in validation)")
-    print(f"metrics: {run.out / 'metrics.csv'}")
-    return 0
+    return fit_command(
+        args, usage=_HELP, prepare=prepare, description=_description, score="perplexity {:.2f}"
+    )
 
 
-def _announce(run: TrainingCLI) -> None:
+def _description(run: TrainingCLI) -> str:
     data, model = run.datamodule, run.model
     counts = ", ".join(
         f"{len(ids):,} for {part}" + f" ({data.num_unknown[part]:,} unknown)"
         for part, ids in data.parts.items()
     )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"data: {data.name}, {data.vocab_size:,} different tokens ({data.token_kind}); {counts}")
-    print(f"model: {num_parameters:,} parameters, memory {model.hparams['memory']}; run: {run.out}")
+    return (
+        f"data: {data.name}, {data.vocab_size:,} different tokens ({data.token_kind}); {counts}\n"
+        f"model: {num_parameters:,} parameters, memory {model.hparams['memory']}; run: {run.out}"
+    )
 
 
 def _prepare_memory(run: TrainingCLI) -> None:
