@@ -61,6 +61,28 @@ def test_evaluate_keeps_to_the_test_part_of_what_was_trained_on(run, capsys):
     assert capsys.readouterr().out.startswith("3 pictures, the test part of ")
 
 
+def test_evaluate_knows_the_pictures_from_another_folder(run, capsys, monkeypatch):
+    np.savez("some.npz", images=np.zeros((30, 8, 8), np.uint8), levels=17)
+    run("--data", "some.npz", "--epochs", "1", "--out", "mine")
+    path, checkpoint = Path("some.npz").resolve(), Path("mine/checkpoints/last.ckpt").resolve()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for options in ([], ["--data", str(path)]):
+        assert main(["flow", "evaluate", "--checkpoint", str(checkpoint), *options]) == 0
+        assert capsys.readouterr().out.startswith(f"3 pictures, the test part of {path}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seed", str(2**70)], "must have at most 64 bits"),
+        (["--device", "meta"], "`--device` is meta, which torch cannot use here"),
+    ],
+)
+def test_sample_refuses(checkpoint, refusal, options, message):
+    assert message in refusal("flow", "sample", "--checkpoint", checkpoint, *options)
+
+
 def test_sample_draws_the_same_picture_again(checkpoint, capsys):
     command = ["flow", "sample", "--checkpoint", str(checkpoint), "--num", "5", "--out"]
     for name in ("new/a.png", "new/b.png"):

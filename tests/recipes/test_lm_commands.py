@@ -15,7 +15,7 @@ from recoup.recipes.language_model.train import prepare
 
 TINY = [
     *("--model.embed_size", "8", "--model.hidden_size", "8", "--model.num_layers", "1"),
-    *("--data.bptt", "9", "--batch-size", "3", "--data.eval_batch_size", "2"),
+    *("--data.bptt", "11", "--batch-size", "3", "--data.eval_batch_size", "2"),
     *("--model.learning_rate", "10", "--model.weight_dropout", "0.1"),
     *("--model.input_dropout", "0", "--model.output_dropout", "0", "--threads", "1"),
 ]
@@ -193,7 +193,7 @@ def test_columns_begin_anew_and_what_is_left_over_is_left_out(words, capsys, bat
 
 @pytest.mark.parametrize("bptt", [1, 7, 1000])
 def test_the_state_and_the_cache_are_carried_from_window_to_window(words, capsys, bptt):
-    settings = words.content["datamodule_hyper_parameters"] | {"bptt": bptt}
+    settings = words.content["datamodule_hyper_parameters"] | {"bptt": bptt, "jitter": False}
     torch.save({**words.content, "datamodule_hyper_parameters": settings}, "other.ckpt")
     options = ("--cache-window", "11")
     first, rows = evaluate(capsys, "other.ckpt", *options)
@@ -286,6 +286,7 @@ def test_a_relative_path_is_known_from_another_folder(monkeypatch, capsys, refus
         (["--cache-window", "1.5"], "is 1.5, but must be int"),
         (["--cache-window", "9", "--cache-weight", "1"], "`cache_weight` is 1.0"),
         (["--cache-window", "9", "--cache-theta", "-1"], "`cache_theta` is -1.0"),
+        (["--cache-theta", "1"], "`--cache-theta` is given, but there is no cache"),
         (["--accelerator", "abacus"], "invalid accelerator name"),
         (["--data", "nowhere"], "`--data` is nowhere, which is not there"),
         (["--data", "empty.txt"], "empty.txt is empty"),

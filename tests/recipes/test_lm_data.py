@@ -268,6 +268,7 @@ def test_all_of_a_text_is_in_order(files):
         ({"batch_size": 0}, "`batch_size` is 0"),
         ({"eval_batch_size": -1}, "`eval_batch_size` is -1"),
         ({"bptt": 0}, "`bptt` is 0"),
+        ({"bptt": 9}, "`bptt` is 9, but windows of at least 5 steps"),
         ({"validation_fraction": 0.0}, "`validation_fraction` is 0.0"),
         ({"test_fraction": 1.0}, "`test_fraction` 1.0, but both must lie between 0 and 1"),
         ({"test_fraction": float("nan")}, "`test_fraction` nan"),

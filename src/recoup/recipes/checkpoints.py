@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-__all__ = ["check_same_network", "read_checkpoint", "settings_in"]
+__all__ = ["check_same_network", "data_path_in", "noted_path", "read_checkpoint", "settings_in"]
 
 
 def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
@@ -54,6 +54,27 @@ def settings_in(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
     # Lightning's command line adds names of its own, which begin with an underscore.
     found: dict[str, Any] = checkpoint.get(key, {})
     return {name: value for name, value in found.items() if not name.startswith("_")}
+
+
+def data_path_in(checkpoint: dict[str, Any], key: str) -> str | None:
+    """Return where the data are that a checkpoint was trained on; None for built-in ones.
+
+    A path that was given from another folder is noted in full.
+
+    Args:
+        checkpoint: The checkpoint.
+        key: Under which the data module keeps its state.
+    """
+    given: str | None = settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
+    noted: str | None = checkpoint.get(key, {}).get("path")
+    if given is None or noted is None or not Path(noted).exists():
+        return given
+    return given if Path(given).resolve() == Path(noted) else noted
+
+
+def noted_path(path: str | None) -> str | None:
+    """Return a path as a data module notes it in a checkpoint: in full."""
+    return None if path is None else str(Path(path).resolve())
 
 
 def check_same_network(checkpoint: dict[str, Any], model: LightningModule, path: str) -> None:

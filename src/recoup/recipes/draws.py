@@ -1,10 +1,12 @@
-"""Seeds of what a training run draws: functions of the place where it draws."""
+"""Seeds and generators of what commands draw."""
 
 from __future__ import annotations
 
 import hashlib
 
-__all__ = ["seed_at"]
+import torch
+
+__all__ = ["generator_for", "seed_at"]
 
 
 def seed_at(*place: str | int) -> int:
@@ -14,3 +16,15 @@ def seed_at(*place: str | int) -> int:
     """
     digest = hashlib.blake2b(repr(place).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
+
+
+def generator_for(seed: int) -> torch.Generator:
+    """Return a generator on CPU that begins with what was given as ``--seed``.
+
+    Raises:
+        ValueError: The seed is too long.
+    """
+    try:
+        return torch.Generator().manual_seed(seed)
+    except (RuntimeError, ValueError) as error:  # torch says so in either way
+        raise ValueError(f"`--seed` is {seed}, but must have at most 64 bits.") from error

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from recoup.recipes.checkpoints import noted_path
 from recoup.recipes.flow.reading import Pictures, read_pictures
 
 __all__ = ["Images"]
@@ -91,6 +92,10 @@ class Images(LightningDataModule):
     def test_dataloader(self) -> DataLoader[Tensor]:
         """Batches of the test part."""
         return self._loader(_Rows(self.parts["test"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must have of the pictures: where they were."""
+        return {"path": noted_path(self.path)}
 
     def test_on_everything(self) -> None:
         """Let the test part be all pictures, for data of which training has seen none."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
-from lightning.pytorch import Trainer
-
 from recoup.recipes.flow.trained import load_data, load_flow, load_path
 from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.tables import table
+from recoup.recipes.testing import is_same_path, quiet_trainer, tested
 from recoup.recipes.training import quiet_lightning
 
 __all__ = ["evaluate"]
@@ -35,7 +31,7 @@ def evaluate(
     with mistakes_reported(), quiet_lightning():
         model = load_flow(checkpoint)
         images = load_data(checkpoint, data, batch_size)
-        unseen = data is not None and not _same(data, load_path(checkpoint))
+        unseen = data is not None and not is_same_path(data, load_path(checkpoint))
         if unseen and not images.has_test_part:
             images.test_on_everything()
         num_images = len(images.parts["test"])
@@ -43,16 +39,8 @@ def evaluate(
             raise ValueError(
                 f"{images.name} has no pictures kept for the end. Give others by `--data`."
             )
-        trainer = Trainer(
-            accelerator=accelerator,
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-    with quiet_lightning(), torch.no_grad():
-        metrics = trainer.test(model, images, verbose=False)[0]
+        trainer = quiet_trainer(accelerator)
+    metrics = tested(trainer, model, images)
     which = "all" if unseen and not images.has_test_part else "the test part"
     print(f"{num_images} pictures, {which} of {images.name}")
     rows = [
@@ -61,7 +49,3 @@ def evaluate(
     ]
     print(table(["bits a value", "test"], rows))
     return 0
-
-
-def _same(data: str, trained_on: str | None) -> bool:
-    return trained_on is not None and Path(data).resolve() == Path(trained_on).resolve()

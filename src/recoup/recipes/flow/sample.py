@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
+from recoup.recipes.devices import moved
+from recoup.recipes.draws import generator_for
 from recoup.recipes.flow.pictures import check_picture, grid, save
 from recoup.recipes.flow.trained import load_flow
 from recoup.recipes.mistakes import mistakes_reported
@@ -41,13 +41,9 @@ def sample(
         if not temperature >= 0:
             raise ValueError(f"`--temperature` is {temperature}, but must be at least 0.")
         flow = load_flow(checkpoint).flow
-        try:
-            flow = flow.to(device)
-        except (RuntimeError, AssertionError) as error:  # torch says so in either way
-            raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
-    images = flow.sample(
-        num, temperature=temperature, generator=torch.Generator().manual_seed(seed)
-    )
+        moved(flow, device)
+        generator = generator_for(seed)
+    images = flow.sample(num, temperature=temperature, generator=generator)
     save(grid(images.cpu(), flow.levels or 256), path)
     print(f"{num} samples at temperature {temperature:g}: {path}")
     return 0

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recoup.recipes.checkpoints import check_same_network, read_checkpoint, settings_in
+from recoup.recipes.checkpoints import (
+    check_same_network,
+    data_path_in,
+    read_checkpoint,
+    settings_in,
+)
 from recoup.recipes.flow.data import Images
 from recoup.recipes.flow.model import FlowTraining
 
@@ -43,8 +48,7 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
     """
     checkpoint = read_checkpoint(path, "--checkpoint")
     settings = settings_in(checkpoint, "datamodule_hyper_parameters")
-    if data is not None:
-        settings["path"] = data
+    settings["path"] = data_path_in(checkpoint, Images.__qualname__) if data is None else data
     if batch_size is not None:
         settings["batch_size"] = batch_size
     images = Images(**settings)
@@ -60,5 +64,4 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
 
 def load_path(path: str | Path) -> str | None:
     """Return where the pictures were that the flow of a checkpoint was trained on."""
-    checkpoint = read_checkpoint(path, "--checkpoint")
-    return settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
+    return data_path_in(read_checkpoint(path, "--checkpoint"), Images.__qualname__)

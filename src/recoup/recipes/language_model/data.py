@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from recoup.recipes.checkpoints import noted_path
 from recoup.recipes.language_model.reading import Text, TokenKind, read_text, tokens_of
 from recoup.recipes.language_model.vocabulary import Vocabulary
-from recoup.recipes.language_model.windows import Windows, columns_of, jittered_lengths
+from recoup.recipes.language_model.windows import MIN_LENGTH, Windows, columns_of, jittered_lengths
 
 __all__ = ["Texts"]
 
@@ -68,6 +69,11 @@ class Texts(LightningDataModule):
             raise ValueError(
                 f"`validation_fraction` is {validation_fraction} and `test_fraction` "
                 f"{test_fraction}, but both must lie between 0 and 1. Try 0.1."
+            )
+        if jitter and bptt < 2 * MIN_LENGTH:
+            raise ValueError(
+                f"`bptt` is {bptt}, but windows of at least {MIN_LENGTH} steps vary around no less "
+                f"than {2 * MIN_LENGTH}. Give that, or `--data.jitter false`."
             )
         if tokens is not None and tokens not in get_args(TokenKind):
             raise ValueError(
@@ -142,7 +148,7 @@ class Texts(LightningDataModule):
         return {
             "vocabulary": list(self.vocabulary.tokens),
             "tokens": self.token_kind,
-            "path": None if self.path is None else str(Path(self.path).resolve()),
+            "path": noted_path(self.path),
         }
 
     def _columns(self, part: str, batch_size: int) -> Tensor:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-
-import torch
-from lightning.pytorch import Trainer
 
 from recoup.recipes.language_model.cache import NeuralCache
 from recoup.recipes.language_model.trained import load_data, load_model, load_path
 from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.tables import table
+from recoup.recipes.testing import is_same_path, quiet_trainer, tested
 from recoup.recipes.training import quiet_lightning
 
 __all__ = ["evaluate"]
@@ -22,8 +19,8 @@ def evaluate(
     data: str | None = None,
     batch_size: int = 1,
     cache_window: int = 0,
-    cache_theta: float = 0.662,
-    cache_weight: float = 0.1279,
+    cache_theta: float | None = None,
+    cache_weight: float | None = None,
     accelerator: str = "auto",
 ) -> int:
     """Print the perplexity of a text, from sums over its tokens.
@@ -39,8 +36,8 @@ def evaluate(
         batch_size: Number of columns that are read side by side; only 1 reads every token.
         cache_window: Number of words of the neural cache; 0 for no cache. Published figures have
             2000 to 3785 for WikiText-2 and 500 for Penn Treebank.
-        cache_theta: How sharply the cache tells outputs apart.
-        cache_weight: Part of the cache in the probability.
+        cache_theta: How sharply the cache tells outputs apart; 0.662 if None.
+        cache_weight: Part of the cache in the probability; 0.1279 if None.
         accelerator: Where to run: auto, cpu or gpu.
 
     Returns:
@@ -50,24 +47,15 @@ def evaluate(
         if batch_size < 1:
             raise ValueError(f"`--batch-size` is {batch_size}, but must be at least 1.")
         model = load_model(checkpoint)
-        if cache_window:
-            model.cache = NeuralCache(cache_window, cache_theta, cache_weight)
+        model.cache = _cache(cache_window, theta=cache_theta, weight=cache_weight)
         texts = load_data(checkpoint, data, eval_batch_size=batch_size)
-        unseen = data is not None and not _same(data, load_path(checkpoint))
+        unseen = data is not None and not is_same_path(data, load_path(checkpoint))
         whole = unseen and not texts.has_test_part
         if whole:
             texts.test_on_everything()
         windows = texts.test_dataloader()
-        trainer = Trainer(
-            accelerator=accelerator,
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-    with quiet_lightning(), torch.no_grad():
-        metrics = trainer.test(model, windows, verbose=False)[0]
+        trainer = quiet_trainer(accelerator)
+    metrics = tested(trainer, model, windows)
     num_unknown = texts.num_unknown["test"]
     print(
         f"{windows.num_tokens:,} tokens ({texts.token_kind}), {'all' if whole else 'the test part'}"
@@ -81,12 +69,20 @@ def evaluate(
     return 0
 
 
+def _cache(window: int, **given: float | None) -> NeuralCache | None:
+    options = {name: value for name, value in given.items() if value is not None}
+    if window:
+        return NeuralCache(window, **options)
+    if options:
+        raise ValueError(
+            f"`--cache-{next(iter(options))}` is given, but there is no cache. Give the number of "
+            "words that it remembers by `--cache-window`."
+        )
+    return None
+
+
 _NAMES = {"test_perplexity": "network", "test_cache_perplexity": "with cache"}
 
 
 def _bits(perplexity: float) -> str:
     return f"{math.log2(perplexity):.4f}"
-
-
-def _same(data: str, trained_on: str | None) -> bool:
-    return trained_on is not None and Path(data).resolve() == Path(trained_on).resolve()

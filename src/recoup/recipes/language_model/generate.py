@@ -7,6 +7,8 @@ import sys
 import torch
 from torch import Tensor
 
+from recoup.recipes.devices import moved
+from recoup.recipes.draws import generator_for
 from recoup.recipes.language_model.reading import END_OF_LINE, text_of, tokens_of
 from recoup.recipes.language_model.trained import load_model, load_vocabulary
 from recoup.recipes.mistakes import mistakes_reported
@@ -44,14 +46,10 @@ def generate(
             raise ValueError(
                 f"`--temperature` is {temperature}, but must be at least 0, and finite."
             )
-        generator = _generator(seed)
+        generator = generator_for(seed)
         network = load_model(checkpoint).network
         vocabulary, kind = load_vocabulary(checkpoint)
-        try:
-            network = network.to(device)
-            network.decoder.bias.cpu()  # From some devices nothing comes back.
-        except (RuntimeError, AssertionError) as error:  # torch says so in either way
-            raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
+        moved(network, device)
     tokens = tokens_of(prompt, kind)
     if tokens[-1:] == [END_OF_LINE] and not prompt.endswith("\n"):
         tokens.pop()  # The line goes on.
@@ -71,13 +69,6 @@ def generate(
             ids = chosen.view(1, 1).to(device)
     print(text_of([*tokens, *(vocabulary.tokens[number] for number in written)], kind))
     return 0
-
-
-def _generator(seed: int) -> torch.Generator:
-    try:
-        return torch.Generator().manual_seed(seed)
-    except (RuntimeError, ValueError) as error:  # torch says so in either way
-        raise ValueError(f"`--seed` is {seed}, but must have at most 64 bits.") from error
 
 
 def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:

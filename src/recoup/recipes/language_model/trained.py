@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recoup.recipes.checkpoints import check_same_network, read_checkpoint, settings_in
+from recoup.recipes.checkpoints import (
+    check_same_network,
+    data_path_in,
+    read_checkpoint,
+    settings_in,
+)
 from recoup.recipes.language_model.data import Texts
 from recoup.recipes.language_model.model import LanguageModelTraining
 from recoup.recipes.language_model.reading import TokenKind
@@ -49,7 +54,7 @@ def load_data(path: str | Path, data: str | None = None, **settings: Any) -> Tex
     vocabulary = vocabulary_in(checkpoint, path)
     found = settings_in(checkpoint, "datamodule_hyper_parameters") | settings
     found["tokens"] = checkpoint[Texts.__qualname__]["tokens"]
-    trained_on = _path_in(checkpoint)
+    trained_on = data_path_in(checkpoint, Texts.__qualname__)
     if data is None and trained_on is not None and not Path(trained_on).exists():
         raise ValueError(
             f"{path} is of a model that was trained on {trained_on}, which is not there. Say where "
@@ -61,16 +66,7 @@ def load_data(path: str | Path, data: str | None = None, **settings: Any) -> Tex
 
 def load_path(path: str | Path) -> str | None:
     """Return where the text was that the model of a checkpoint was trained on."""
-    return _path_in(read_checkpoint(path, "--checkpoint"))
-
-
-def _path_in(checkpoint: dict[str, Any]) -> str | None:
-    """Return where the text is: a path that was given from another folder is noted in full."""
-    given: str | None = settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
-    noted: str | None = checkpoint[Texts.__qualname__].get("path")
-    if given is None or noted is None or not Path(noted).exists():
-        return given
-    return given if Path(given).resolve() == Path(noted) else noted
+    return data_path_in(read_checkpoint(path, "--checkpoint"), Texts.__qualname__)
 
 
 def vocabulary_in(checkpoint: dict[str, Any], path: str | Path) -> Vocabulary:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from recoup.recipes.draws import seed_at
 
-__all__ = ["MAX_JITTER", "Windows", "columns_of", "jittered_lengths"]
+__all__ = ["MAX_JITTER", "MIN_LENGTH", "Windows", "columns_of", "jittered_lengths"]
 
 # As Merity et al. have it: half the length in one window of twenty, a deviation of five steps, and
 # no window shorter than five. None is longer than by five deviations, which one in three million
 # would be: a bound on memory holds for all.
 _HALF_FRACTION = 0.05
 _DEVIATION = 5.0
-_MIN_LENGTH = 5
+MIN_LENGTH = 5
 MAX_JITTER = 25
 
 
@@ -53,7 +53,7 @@ def jittered_lengths(num_steps: int, bptt: int, seed: int, epoch: int) -> list[i
         is_half = float(torch.rand((), generator=generator)) < _HALF_FRACTION
         centre = bptt / 2 if is_half else float(bptt)
         drawn = centre + _DEVIATION * float(torch.randn((), generator=generator))
-        length = min(max(_MIN_LENGTH, int(drawn)), bptt + MAX_JITTER, num_steps)
+        length = min(max(MIN_LENGTH, int(drawn)), bptt + MAX_JITTER, num_steps)
         lengths.append(length)
         num_steps -= length
     return lengths

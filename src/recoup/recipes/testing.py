@@ -1,0 +1,41 @@
+"""What the command ``evaluate`` of every recipe does: run Lightning's test loop, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from recoup.recipes.training import quiet_lightning
+
+__all__ = ["is_same_path", "quiet_trainer", "tested"]
+
+
+def quiet_trainer(accelerator: str) -> Trainer:
+    """Return a Trainer that tests on one device and leaves nothing behind.
+
+    Args:
+        accelerator: Where to run: auto, cpu or gpu.
+    """
+    return Trainer(
+        accelerator=accelerator,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def tested(trainer: Trainer, model: LightningModule, data: Any) -> Mapping[str, float]:
+    """Return what a model logs over a data module's test part, or over batches."""
+    with quiet_lightning(), torch.no_grad():
+        return trainer.test(model, data, verbose=False)[0]
+
+
+def is_same_path(data: str, trained_on: str | None) -> bool:
+    """Say whether data are those that a model was trained on."""
+    return trained_on is not None and Path(data).resolve() == Path(trained_on).resolve()
