@@ -84,6 +84,13 @@ def test_the_least_is_named_in_words():
     prepared(str(math.ceil(1.001 * least)))
 
 
+@pytest.mark.parametrize("longest", [1, 2, 3, 5])
+def test_short_windows_have_bounds_too(longest):
+    least = least_bytes(longest)
+    training = prepared(str(math.ceil(1.001 * least)), longest)
+    assert 1 <= training.plan.segment_steps(longest) <= longest
+
+
 def test_a_window_of_2000_steps_trains_in_the_memory_of_a_short_one():
     short = peak_of(model("linear"), 70, None)
     training = prepared(str(short), longest=2000)

@@ -17,6 +17,7 @@ from recoup.memory import format_bytes, parse_bytes
 __all__ = ["TimePlan"]
 
 _MEASURED_STEPS = (1, 2, 4, 8, 16, 32, 64)
+_FEW = 4  # whose peak is measured with more segments, too
 _MARGIN = 1.02  # for the rounding of allocators
 
 Peak = Callable[[int, int], int]
@@ -91,10 +92,9 @@ class _Costs:
     """The peak of a step as a function of the steps of its window and segments. See Rule 1."""
 
     def __init__(self, peak: Peak, most_steps: int) -> None:
-        lengths = [steps for steps in _MEASURED_STEPS if 2 * steps <= most_steps]
+        lengths = [steps for steps in _MEASURED_STEPS if steps <= _FEW or 2 * steps <= most_steps]
         self._peaks = {steps: peak(2 * steps, steps) for steps in lengths}
-        few = lengths[min(2, len(lengths) - 1)]
-        self._state = max(0, math.ceil((peak(6 * few, few) - self._peaks[few]) / 4))
+        self._state = max(0, math.ceil((peak(6 * _FEW, _FEW) - self._peaks[_FEW]) / 4))
 
     def predicted(self, num_steps: int, segment_steps: int) -> int:
         num_segments = math.ceil(num_steps / segment_steps)
