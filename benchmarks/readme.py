@@ -166,7 +166,7 @@ def _language_model(found: dict, curve: dict) -> str:
     )
     conditions = (
         f"<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
-        f"{found['num_threads']} threads, median of 6 interleaved rounds; peaks by the allocator's "
+        f"{found['num_threads']} threads, median of 12 interleaved rounds; peaks by the allocator's "
         f"events. {found['date']}, torch {found['versions']['torch']}.</sub>"
     )
     return "\n".join([*lines, "", sentence, "", conditions])

@@ -73,4 +73,9 @@ class Masks:
     def drop(self, x: Tensor, place: str) -> Tensor:
         """Drop entries of activations ``(T, N, C)``, and scale up the others."""
         mask = self._masks.get(place)
-        return x if mask is None else x * mask * (1 / (1 - self._probabilities[place]))
+        if mask is None:
+            return x
+        scale = 1 / (1 - self._probabilities[place])
+        if len(mask) == 1:  # Small: as numbers it costs one pass over the activations, not two.
+            return x * (mask.to(x.dtype) * scale)
+        return x * mask * scale
