@@ -79,6 +79,27 @@ def test_the_state_is_carried_through_training(lm_run, text):
     assert found == pytest.approx([expected, expected], rel=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-true"])
+@pytest.mark.parametrize("memory", ["linear", "sqrt"])
+def test_perplexities_of_16_bit_models_are_sums_in_more(lm_run, text, precision, memory):
+    options = ("--data", text, "--epochs", "1", "--model.learning_rate", "0", "--memory", memory)
+    options += ("--data.batch_size", "30", "--data.bptt", "20", "--model.averaging", "never")
+    exact = lm_run(*options, "--out", "exact")
+    found = lm_run(*options, "--trainer.precision", precision)
+    for name, value in exact.metrics()[0].items():
+        if name.endswith("perplexity"):
+            assert float(found.metrics()[0][name]) == pytest.approx(float(value), rel=1e-4)
+    assert found.losses == pytest.approx(exact.losses, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`ModelCheckpoint(monitor")
+def test_a_checkpoint_from_within_an_epoch_is_not_gone_on_with(lm_run, text, refusal):
+    stopped = lm_run("--data", text, "--trainer.max_steps", "7", "--model.averaging", "never")
+    last = stopped.cli.out / "checkpoints" / "last.ckpt"
+    message = refusal("lm", "fit", "--resume", last, "--trainer.max_steps=-1")
+    assert "in the middle of an epoch" in message
+
+
 def test_validation_within_an_epoch_leaves_training_as_it_was(lm_run, text):
     often = ("--trainer.val_check_interval", "0.3", "--early_stopping.patience", "99")
     options = ("--data", text, "--epochs", "2", "--model.averaging", "never")

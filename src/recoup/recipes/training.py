@@ -151,7 +151,10 @@ class TrainingCLI(LightningCLI):
         trainer: Any = self.trainer
         # Its own, since `save_last` of the other writes only when there is a new best.
         last = ModelCheckpoint(
-            self.config.checkpoint.dirpath, filename="last", enable_version_counter=False
+            self.config.checkpoint.dirpath,
+            filename="last",
+            save_on_train_epoch_end=True,  # Only whole epochs can be gone on with.
+            enable_version_counter=False,
         )
         shown = progress or Progress(self._monitor)
         trainer.callbacks += [MetricsFile(), shown, *callbacks, last]
@@ -195,7 +198,11 @@ class TrainingCLI(LightningCLI):
         )
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
         parser.set_defaults(
-            {"early_stopping.monitor": self._monitor, "early_stopping.patience": 20}
+            {
+                "early_stopping.monitor": self._monitor,
+                "early_stopping.patience": 20,
+                "early_stopping.strict": False,  # A run may be too short for a validation.
+            }
         )
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
@@ -271,6 +278,13 @@ class TrainingCLI(LightningCLI):
             )
 
     def _check_epochs(self, checkpoint: dict[str, Any]) -> None:
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+        if progress is not None and not progress.get("is_last_batch", True):
+            raise ValueError(
+                f"`--resume` is {self.resume}, which was written in the middle of an epoch, where "
+                "a run cannot be gone on with bit for bit. Give last.ckpt of the epoch before, or "
+                "begin with its weights by `--finetune`."
+            )
         done, most = int(checkpoint.get("epoch", -1)) + 1, self.trainer.max_epochs
         if most is not None and 0 <= most <= done:
             raise ValueError(

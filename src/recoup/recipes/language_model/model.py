@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 import recoup
@@ -19,7 +18,12 @@ from recoup.recipes.language_model.cache import NeuralCache
 from recoup.recipes.language_model.masks import DropoutKind
 from recoup.recipes.language_model.network import LanguageModel, State
 from recoup.recipes.language_model.plan import TimePlan
-from recoup.recipes.language_model.segments import Penalties, Window, window_backward
+from recoup.recipes.language_model.segments import (
+    Penalties,
+    Window,
+    sum_of_nll,
+    window_backward,
+)
 
 __all__ = ["MONITOR", "LanguageModelTraining", "Perplexity"]
 
@@ -29,12 +33,9 @@ MONITOR = "val_perplexity"
 class Perplexity(MeanMetric):
     """Exponential of the mean negative log-likelihood, from sums over all tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.set_dtype(torch.float64)
-
     def add(self, nll: Tensor, num_tokens: int) -> None:
         """Count tokens whose negative log-likelihoods, in nats, add up to `nll`."""
+        self.set_dtype(torch.float64)  # A model that is cast to 16 bits casts its metrics, too.
         self.update(nll.double() / num_tokens, weight=num_tokens)
 
     def compute(self) -> Tensor:
@@ -272,8 +273,7 @@ class LanguageModelTraining(LightningModule):
         encoded = self.network.encode(batch[:-1], self._state_before(stage, batch))
         self._states[stage] = encoded.state
         logits, targets = self.network.decoder(encoded.dropped), batch[1:]
-        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        self._count(stage, nll, targets.numel())
+        self._count(stage, sum_of_nll(logits, targets), targets.numel())
         if self.cache is not None:
             nll = self.cache.nll(logits, encoded.raw, targets).sum()
             self._count(f"{stage}_cache", nll, targets.numel())

@@ -18,7 +18,7 @@ import recoup
 from recoup.recipes.language_model.masks import Masks
 from recoup.recipes.language_model.network import LanguageModel, State
 
-__all__ = ["Penalties", "Window", "window_backward"]
+__all__ = ["Penalties", "Trained", "Window", "sum_of_nll", "window_backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def window_backward(
         ended.append(carried)
         return _loss(carried[1], window, penalties)
 
-    sums = torch.zeros(3, device=window.ids.device, dtype=network.decoder.weight.dtype)
+    sums = torch.zeros(3, device=window.ids.device, dtype=_wide(network.decoder.weight.dtype))
     with recoup.weights.same_draw():
         loss = recoup.segments_backward(
             segments,
@@ -123,6 +123,22 @@ def window_backward(
     return Trained(loss, sums[0].detach(), detached)
 
 
+def sum_of_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the negative log-likelihoods of targets, in nats.
+
+    Args:
+        logits: ``(T, N, vocab_size)``. Of 16 bits, they are cast to 32 first, as autocast does: the
+            sum of a window does not fit into 16.
+        targets: numbers of tokens ``(T, N)``.
+    """
+    logits = logits.to(_wide(logits.dtype))
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _segment(
     network: LanguageModel, window: Window, start: int, stop: int, masks: Masks | None
 ) -> Callable[[_Carried], _Carried]:
@@ -133,11 +149,12 @@ def _segment(
         state, sums = carried
         encoded = network.encode(ids, state, None if masks is None else masks.between(start, stop))
         logits = network.decoder(encoded.dropped)
-        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        differences = encoded.raw.diff(dim=0).square().sum()
+        differences = encoded.raw.diff(dim=0).square().sum(dtype=sums.dtype)
         if start:  # What came before is the last layer's hidden state.
-            differences = differences + (encoded.raw[:1] - state[-1][0]).square().sum()
-        squares = encoded.dropped.square().sum()
+            before = (encoded.raw[:1] - state[-1][0]).square().sum(dtype=sums.dtype)
+            differences = differences + before
+        squares = encoded.dropped.square().sum(dtype=sums.dtype)
+        nll = sum_of_nll(logits, targets)
         return encoded.state, sums + torch.stack([nll, squares, differences])
 
     return segment
