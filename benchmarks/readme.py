@@ -165,9 +165,9 @@ def _language_model(found: dict, curve: dict) -> str:
         "epochs of all 2.09 million)."
     )
     conditions = (
-        f"<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
-        f"{found['num_threads']} threads, median of 12 interleaved rounds; peaks by the allocator's "
-        f"events. {found['date']}, torch {found['versions']['torch']}.</sub>"
+        "<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
+        f"{found['num_threads']} threads, median of 12 interleaved rounds; peaks by the "
+        f"allocator's events. {found['date']}, torch {found['versions']['torch']}.</sub>"
     )
     return "\n".join([*lines, "", sentence, "", conditions])
 

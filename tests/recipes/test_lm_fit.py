@@ -92,7 +92,7 @@ def test_perplexities_of_16_bit_models_are_sums_in_more(lm_run, text, precision,
     assert found.losses == pytest.approx(exact.losses, rel=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:`ModelCheckpoint(monitor")
+@pytest.mark.filterwarnings("ignore:.ModelCheckpoint.monitor")
 def test_a_checkpoint_from_within_an_epoch_is_not_gone_on_with(lm_run, text, refusal):
     stopped = lm_run("--data", text, "--trainer.max_steps", "7", "--model.averaging", "never")
     last = stopped.cli.out / "checkpoints" / "last.ckpt"
