@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from recoup.recipes.training import quiet_lightning
+from recoup.recipes.quiet import quiet_lightning
 
 __all__ = ["is_same_path", "quiet_trainer", "tested"]
 

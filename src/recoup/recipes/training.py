@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from recoup.recipes.checkpoints import check_same_network, read_checkpoint
 from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.progress import MetricsFile, Progress
+from recoup.recipes.quiet import quiet_lightning
+from recoup.recipes.run_record import COMMAND, CONFIG_FILE, SETTINGS, RunRecord
 
-__all__ = ["SHORT_NAMES", "TrainingCLI", "fit_command", "free_folder", "quiet_lightning"]
+__all__ = ["SHORT_NAMES", "TrainingCLI", "fit_command", "free_folder"]
 
 # Spellings that are translated before anything is parsed: each setting has one name in
 # configuration files, and the full names of Lightning's command line all work.
@@ -32,6 +31,9 @@ SHORT_NAMES = {
     "--seed": "--seed_everything",
     "--threads": "--num_threads",
 }
+
+
+_OWN_SETTINGS = {"--config", "--resume", "--finetune"}
 
 
 class TrainingCLI(LightningCLI):
@@ -85,7 +87,7 @@ class TrainingCLI(LightningCLI):
             super().__init__(
                 model_class,
                 data_class,
-                save_config_callback=_RunRecord,
+                save_config_callback=RunRecord,
                 save_config_kwargs={"save_to_log_dir": False},
                 trainer_defaults={
                     "max_epochs": 30,
@@ -218,12 +220,12 @@ class TrainingCLI(LightningCLI):
             return
         option, path = self.begun_from
         checkpoint = read_checkpoint(path, option)
-        theirs = checkpoint.get(_COMMAND, parser.prog)
+        theirs = checkpoint.get(COMMAND, parser.prog)
         if theirs != parser.prog:
             raise ValueError(
                 f"`{option}` is {path}, which `{theirs}` wrote. Give one that `{parser.prog}` did."
             )
-        settings = checkpoint.get(_SETTINGS)
+        settings = checkpoint.get(SETTINGS)
         if settings is not None:
             folder = None if self.resume is None else str(_folder_of(path))
             settings.get("trainer", {})["default_root_dir"] = folder
@@ -271,7 +273,7 @@ class TrainingCLI(LightningCLI):
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"`--out` is {self.out}, which is a file. Give a folder.")
         last = self.out / "checkpoints" / "last.ckpt"
-        if last.exists() or (self.out / _CONFIG_FILE).exists():
+        if last.exists() or (self.out / CONFIG_FILE).exists():
             raise ValueError(
                 f"`--out` is {self.out}, which holds a run already. Go on with it by "
                 f"`--resume {last}`, or give another folder."
@@ -328,32 +330,6 @@ def fit_command(
     return 0
 
 
-_CONFIG_FILE = "config.yaml"
-_OWN_SETTINGS = {"--config", "--resume", "--finetune"}
-_SETTINGS = "recoup_settings"
-_COMMAND = "recoup_command"
-
-
-class _RunRecord(SaveConfigCallback):
-    """Writes the settings of a run into its folder, and into its checkpoints."""
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file."""
-        path = Path(trainer.default_root_dir, _CONFIG_FILE)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self._text())
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Write the settings into the checkpoint, so that it can be gone on with wherever it is."""
-        checkpoint[_SETTINGS] = yaml.safe_load(self._text())
-        checkpoint[_COMMAND] = self.parser.prog
-
-    def _text(self) -> str:
-        return self.parser.dump(self.config, skip_none=False)
-
-
 def free_folder(parent: Path, name: str) -> Path:
     """Return the first of ``name-1``, ``name-2``, ... in `parent` that is not there."""
     number = 1
@@ -366,25 +342,3 @@ def _folder_of(checkpoint: str) -> Path:
     """The folder of the run that a checkpoint is part of."""
     folder = Path(checkpoint).parent
     return folder.parent if folder.name == "checkpoints" else folder
-
-
-@contextmanager
-def quiet_lightning() -> Generator[None]:
-    """Leave out what Lightning says about itself; warnings about the run still come through."""
-    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.WARNING)
-        with warnings.catch_warnings():
-            # Batches come from memory: workers would make them slower.
-            warnings.filterwarnings("ignore", message=".*does not have many workers")
-            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
-            # cuDNN copies weights that are made in each forward; there is nothing to do about it.
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-            # lightning 2.6 asks torch's tree specifications in a way that torch 2.13 deprecates.
-            warnings.filterwarnings("ignore", message=".isinstance.treespec, LeafSpec")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

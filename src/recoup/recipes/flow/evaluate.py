@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from recoup.recipes.flow.trained import load_data, load_flow, load_path
 from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.quiet import quiet_lightning
 from recoup.recipes.tables import table
 from recoup.recipes.testing import is_same_path, quiet_trainer, tested
-from recoup.recipes.training import quiet_lightning
 
 __all__ = ["evaluate"]
 

@@ -7,9 +7,9 @@ import math
 from recoup.recipes.language_model.cache import NeuralCache
 from recoup.recipes.language_model.trained import load_data, load_model, load_path
 from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.quiet import quiet_lightning
 from recoup.recipes.tables import table
 from recoup.recipes.testing import is_same_path, quiet_trainer, tested
-from recoup.recipes.training import quiet_lightning
 
 __all__ = ["evaluate"]
 

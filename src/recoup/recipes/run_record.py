@@ -1,0 +1,36 @@
+"""The settings of a run, in its folder and in its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+
+__all__ = ["COMMAND", "CONFIG_FILE", "SETTINGS", "RunRecord"]
+
+CONFIG_FILE = "config.yaml"
+SETTINGS = "recoup_settings"  # under which they are in a checkpoint
+COMMAND = "recoup_command"  # and the command that wrote it
+
+
+class RunRecord(SaveConfigCallback):
+    """Writes the settings of a run into its folder, and into its checkpoints."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file."""
+        path = Path(trainer.default_root_dir, CONFIG_FILE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._text())
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write the settings into the checkpoint, so that it can be gone on with wherever it is."""
+        checkpoint[SETTINGS] = yaml.safe_load(self._text())
+        checkpoint[COMMAND] = self.parser.prog
+
+    def _text(self) -> str:
+        return self.parser.dump(self.config, skip_none=False)
