@@ -166,7 +166,7 @@ def _language_model(found: dict, curve: dict) -> str:
     )
     conditions = (
         "<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
-        f"{found['num_threads']} threads, median of 12 interleaved rounds; peaks by the "
+        f"{found['num_threads']} threads, the fastest of 8 rounds in turn; peaks by the "
         f"allocator's events. {found['date']}, torch {found['versions']['torch']}.</sub>"
     )
     return "\n".join([*lines, "", sentence, "", conditions])

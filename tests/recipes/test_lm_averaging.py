@@ -122,6 +122,12 @@ def test_the_trigger_of_a_run_is_met_by_the_losses_that_were_logged(lm_run, text
     assert all(number > 0 for number in averaged[triggered + 1 :])
 
 
+def test_there_is_no_average_in_memory_before_it_is_one(lm_run, text):
+    run = lm_run("--data", text, "--epochs", "1")
+    assert averaging_of(run)._average_model is None
+    assert "current_model_state" not in run.checkpoint()
+
+
 def test_never_means_never(lm_run, text):
     run = lm_run("--data", text, *RESTLESS, "--epochs", "6", "--model.averaging", "never")
     assert "averaging_state" not in run.checkpoint()

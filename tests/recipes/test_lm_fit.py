@@ -79,7 +79,7 @@ def test_the_state_is_carried_through_training(lm_run, text):
     assert found == pytest.approx([expected, expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "16-true"])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("memory", ["linear", "sqrt"])
 def test_perplexities_of_16_bit_models_are_sums_in_more(lm_run, text, precision, memory):
     options = ("--data", text, "--epochs", "1", "--model.learning_rate", "0", "--memory", memory)

@@ -18,13 +18,37 @@ from recoup.memory.whole_files import write_whole
 __all__ = ["LossRecord", "MetricsFile", "Progress", "progress_bar"]
 
 
-class MetricsFile(Callback):
+class _EpochMetrics(Callback):
+    """Knows the metrics of an epoch: those of an earlier validation are not its own."""
+
+    def __init__(self) -> None:
+        self._is_validated = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the validations before."""
+        self._is_validated = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that there was one."""
+        self._is_validated = True
+
+    def metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Return the metrics of the epoch, by name."""
+        return {
+            name: float(value)
+            for name, value in sorted(trainer.callback_metrics.items())
+            if self._is_validated or name.startswith("train_")
+        }
+
+
+class MetricsFile(_EpochMetrics):
     """Keeps ``metrics.csv`` in the folder of the run: a row for each epoch, with all its metrics.
 
     A resumed run keeps the rows of the epochs that it does not repeat.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._rows: list[dict[str, str]] = []
         self._start = 0.0
 
@@ -42,7 +66,7 @@ class MetricsFile(Callback):
         """Write the row of the epoch."""
         if not trainer.is_global_zero:
             return
-        metrics = {name: f"{float(v):.6f}" for name, v in sorted(trainer.callback_metrics.items())}
+        metrics = {name: f"{value:.6f}" for name, value in self.metrics(trainer).items()}
         row = {"epoch": str(trainer.current_epoch), "step": str(trainer.global_step)}
         seconds = {"seconds": f"{time.perf_counter() - self._start:.2f}"}
         self._rows.append({**row, **metrics, **seconds})
@@ -75,7 +99,7 @@ class LossRecord(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-class Progress(Callback):
+class Progress(_EpochMetrics):
     """A bar over all steps of the run, and a line for each epoch that has been validated.
 
     Args:
@@ -85,6 +109,7 @@ class Progress(Callback):
     """
 
     def __init__(self, monitor: str, *, title: str = "training", lines: bool = True) -> None:
+        super().__init__()
         self._monitor = monitor
         self._title = title
         self._lines = lines
@@ -103,6 +128,7 @@ class Progress(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many steps there will be, if epochs have as many as this one."""
+        super().on_train_epoch_start(trainer, pl_module)
         estimated, num_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
         if self._bar is None or num_epochs is None or estimated == float("inf"):
             return
@@ -123,7 +149,7 @@ class Progress(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the epoch brought."""
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics = self.metrics(trainer)
         if self._bar is None or self._monitor not in metrics:
             return
         name = self._monitor.removeprefix("val_")

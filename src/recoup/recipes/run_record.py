@@ -32,5 +32,22 @@ class RunRecord(SaveConfigCallback):
         checkpoint[SETTINGS] = yaml.safe_load(self._text())
         checkpoint[COMMAND] = self.parser.prog
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Know the best checkpoint where it is, if the folder of the run was moved."""
+        callbacks: Any = trainer.checkpoint_callbacks
+        for callback in callbacks:
+            state, folder = checkpoint["callbacks"].get(callback.state_key), Path(callback.dirpath)
+            if state is None or not (folder / Path(state["best_model_path"]).name).is_file():
+                continue
+            state["dirpath"] = str(folder)
+            for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
+                state[name] = state[name] and str(folder / Path(state[name]).name)
+            state["best_k_models"] = {
+                str(folder / Path(path).name): value
+                for path, value in state["best_k_models"].items()
+            }
+
     def _text(self) -> str:
         return self.parser.dump(self.config, skip_none=False)

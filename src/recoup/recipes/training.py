@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -33,6 +34,8 @@ SHORT_NAMES = {
 }
 
 
+# What the state of the optimizer, of its schedule or of the averages in a checkpoint decides.
+_KEPT = {"averaging", "learning_rate", "num_warmup_steps", "optimizer", "weight_decay"}
 _OWN_SETTINGS = {"--config", "--resume", "--finetune"}
 
 
@@ -115,6 +118,7 @@ class TrainingCLI(LightningCLI):
                 check_same_network(checkpoint, self.model, path)
                 if option == "--resume":
                     self._check_epochs(checkpoint)
+                    self._check_kept(checkpoint)
                 else:
                     self.model.load_state_dict(checkpoint["state_dict"])
             if begun_from is None or begun_from[0] != "--resume":
@@ -152,19 +156,24 @@ class TrainingCLI(LightningCLI):
         """
         trainer: Any = self.trainer
         # Its own, since `save_last` of the other writes only when there is a new best.
-        last = ModelCheckpoint(
+        last = _WholeEpochs(
             self.config.checkpoint.dirpath,
             filename="last",
-            save_on_train_epoch_end=True,  # Only whole epochs can be gone on with.
+            save_on_train_epoch_end=True,
             enable_version_counter=False,
         )
         shown = progress or Progress(self._monitor)
         trainer.callbacks += [MetricsFile(), shown, *callbacks, last]
+        with self.threads(), quiet_lightning():
+            trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
+
+    @contextmanager
+    def threads(self) -> Generator[None]:
+        """Have as many threads as the run asks for."""
         num_threads = torch.get_num_threads()
         try:
             torch.set_num_threads(self.config.num_threads or num_threads)
-            with quiet_lightning():
-                trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
+            yield
         finally:
             torch.set_num_threads(num_threads)
 
@@ -227,10 +236,13 @@ class TrainingCLI(LightningCLI):
             )
         settings = checkpoint.get(SETTINGS)
         if settings is not None:
-            folder = None if self.resume is None else str(_folder_of(path))
-            settings.get("trainer", {})["default_root_dir"] = folder
+            trainer, saving = settings.get("trainer", {}), settings.get("checkpoint", {})
+            # That of the run is noted in full; it goes with the folder, which may have moved.
+            is_own = Path(saving.get("dirpath") or "") == _saved_to(trainer["default_root_dir"])
+            if self.resume is None or is_own:
+                trainer["default_root_dir"] = self.resume and str(_folder_of(path))
+                saving["dirpath"] = None
             if self.resume is None:
-                settings.get("checkpoint", {})["dirpath"] = None
                 settings.get("model", {}).update(self._finetuning)
             self._take(parser.parse_args(["--config", yaml.safe_dump(settings), *args]))
 
@@ -245,7 +257,7 @@ class TrainingCLI(LightningCLI):
         if trainer.default_root_dir is None:
             trainer.default_root_dir = str(free_folder(Path("runs", self.recipe), "fit"))
         if self.config.checkpoint.dirpath is None:
-            self.config.checkpoint.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
+            self.config.checkpoint.dirpath = str(_saved_to(trainer.default_root_dir))
 
         if self.config.num_threads is not None and self.config.num_threads < 1:
             raise ValueError(f"`--threads` is {self.config.num_threads}, but must be at least 1.")
@@ -274,10 +286,20 @@ class TrainingCLI(LightningCLI):
             raise ValueError(f"`--out` is {self.out}, which is a file. Give a folder.")
         last = self.out / "checkpoints" / "last.ckpt"
         if last.exists() or (self.out / CONFIG_FILE).exists():
+            go_on = f"Go on with it by `--resume {last}`, or give" if last.exists() else "Give"
             raise ValueError(
-                f"`--out` is {self.out}, which holds a run already. Go on with it by "
-                f"`--resume {last}`, or give another folder."
+                f"`--out` is {self.out}, which holds a run already. {go_on} another folder."
             )
+
+    def _check_kept(self, checkpoint: dict[str, Any]) -> None:
+        theirs, ours = checkpoint["hyper_parameters"], dict(self.model.hparams)
+        for name in sorted(_KEPT & theirs.keys() & ours.keys()):
+            if theirs[name] != ours[name]:
+                raise ValueError(
+                    f"`--model.{name}` is {ours[name]}, but `--resume` goes on with "
+                    f"{theirs[name]}, of which the state is in the checkpoint. Leave it out, or "
+                    "begin with the weights by `--finetune`."
+                )
 
     def _check_epochs(self, checkpoint: dict[str, Any]) -> None:
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
@@ -330,12 +352,30 @@ def fit_command(
     return 0
 
 
+class _WholeEpochs(ModelCheckpoint):
+    """Saves at the end of each epoch, but not of one that was cut short.
+
+    Such a one cannot be gone on with, and its checkpoint would replace one that can.
+    """
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, if all of the epoch was trained on."""
+        is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if is_whole or not self.best_model_path:  # Of a run shorter than that there is one, too.
+            super().on_train_epoch_end(trainer, pl_module)
+
+
 def free_folder(parent: Path, name: str) -> Path:
     """Return the first of ``name-1``, ``name-2``, ... in `parent` that is not there."""
     number = 1
     while (parent / f"{name}-{number}").exists():
         number += 1
     return parent / f"{name}-{number}"
+
+
+def _saved_to(folder: str) -> Path:
+    """Where a run saves checkpoints, if it is not told."""
+    return Path(folder, "checkpoints")
 
 
 def _folder_of(checkpoint: str) -> Path:

@@ -70,6 +70,11 @@ class TriggeredAveraging(WeightAveraging):
         model = self._average_model
         return 0 if model is None or not self.is_averaging else int(model.n_averaged)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make room for the average: only once there is one, since it is as large as the model."""
+        if self.is_averaging:
+            super().setup(trainer, pl_module, stage)
+
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Say whether a step counts."""
         return self.is_averaging and step_idx is not None
@@ -92,9 +97,11 @@ class TriggeredAveraging(WeightAveraging):
         self.losses.append(float(trainer.callback_metrics[self.monitor]))
         if not is_triggered(self.losses, self.num_patient):
             return
-        if self.from_start:
-            trainer.should_stop = True
+        if self.is_averaging:
+            trainer.should_stop = trainer.should_stop or self.from_start
+            return
         self.is_averaging = True
+        self.setup(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the model, if there is one."""
@@ -104,8 +111,8 @@ class TriggeredAveraging(WeightAveraging):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the average as the weights of the checkpoint, if there is one."""
-        if self.num_averaged:
+        """Save the average as the weights of the checkpoint, if there is or will be one."""
+        if self.is_averaging:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_load_checkpoint(
@@ -113,6 +120,7 @@ class TriggeredAveraging(WeightAveraging):
     ) -> None:
         """Go on from the last parameters, and with the average."""
         if "averaging_state" in checkpoint:
+            super().setup(trainer, pl_module, "fit")
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def state_dict(self) -> dict[str, Any]:

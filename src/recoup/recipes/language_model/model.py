@@ -36,7 +36,9 @@ class Perplexity(MeanMetric):
     def add(self, nll: Tensor, num_tokens: int) -> None:
         """Count tokens whose negative log-likelihoods, in nats, add up to `nll`."""
         self.set_dtype(torch.float64)  # A model that is cast to 16 bits casts its metrics, too.
-        self.update(nll.double() / num_tokens, weight=num_tokens)
+        # The mean leaves out what is not a number, but it must be seen that training diverged.
+        nll = nll.double().nan_to_num(nan=math.inf, posinf=math.inf)
+        self.update(nll / num_tokens, weight=num_tokens)
 
     def compute(self) -> Tensor:
         """Return the perplexity of all tokens."""

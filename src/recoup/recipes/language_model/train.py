@@ -80,13 +80,13 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         links=[("data.vocab_size", "model.vocab_size"), ("data.bptt", "model.bptt")],
         monitor=MONITOR,
         short_names={**SHORT_NAMES, "--weight-noise": "--model.weight_noise"},
-        # The windows of each epoch are others. That of the end of an epoch is its only validation.
+        # The windows of each epoch are others.
         trainer_defaults={"reload_dataloaders_every_n_epochs": 1},
         finetuning={"averaging": "always"},
         args=args,
     )
     with mistakes_reported():
-        _check_trainer(run.trainer)
+        _check_trainer(run)
         if run.begun_from is not None:
             _check_same_vocabulary(run)
         run.datamodule.val_dataloader()  # is there enough of it?
@@ -120,11 +120,12 @@ def _prepare_memory(run: TrainingCLI) -> None:
     longest = min(data.bptt + MAX_JITTER * data.jitter, data.num_train_steps)
     precision = trainer.precision_plugin
     precision.convert_module(run.model)
-    with precision.forward_context():
+    with run.threads(), precision.forward_context():
         run.model.prepare_memory(data.batch_size, longest, trainer.strategy.root_device)
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(run: TrainingCLI) -> None:
+    trainer: Any = run.trainer
     if trainer.gradient_clip_val:
         raise ValueError(
             f"`--trainer.gradient_clip_val` is {trainer.gradient_clip_val}, but gradients are "
@@ -141,10 +142,22 @@ def _check_trainer(trainer: Any) -> None:
             f"`--trainer.strategy` is a {type(trainer.strategy).__name__}, which was not tried with"
             " this recipe. Give ddp, or one device."
         )
-    if trainer.precision == "16-mixed":
+    if trainer.precision in ("16-mixed", "16-true"):
         raise ValueError(
-            "`--trainer.precision` is 16-mixed, which scales losses; that was not tried with this "
+            f"`--trainer.precision` is {trainer.precision}, in which gradients of means over a "
+            "window are too small without a scale of the loss; that was not tried with this "
             "recipe. Give bf16-mixed."
+        )
+    if trainer.precision == "bf16-true" and run.model.averaging != "never":
+        raise ValueError(
+            "`--trainer.precision` is bf16-true, in which an average over hundreds of steps stands "
+            "still. Give bf16-mixed, or `--model.averaging never`."
+        )
+    if run.config.trainer.reload_dataloaders_every_n_epochs != 1:
+        raise ValueError(
+            "`--trainer.reload_dataloaders_every_n_epochs` is "
+            f"{run.config.trainer.reload_dataloaders_every_n_epochs}, but each epoch has windows "
+            "of its own here. Leave it out."
         )
 
 
