@@ -19,14 +19,17 @@ Rule 6. The last state may itself be a value that is not kept: a second run of t
         it to whoever asks, together with the residuals, in one run.
 Rule 7. What is above the stage that is asked for is not taped on the way: a loss of an early
         latent alone would otherwise pile up tapes that nobody takes.
+Rule 8. Stages may come one at a time, from code that is not ours. If fewer come than the schedule
+        is for, a stage that is asked for is run again from the nearest state that is kept.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -51,15 +54,38 @@ from recoup.schedules import (
     simulate,
 )
 
-__all__ = ["Plan", "Result"]
+__all__ = ["Chain", "Plan", "Result"]
 
 Result = tuple[State, list[Tensor | None]]
+
+
+class _Step(NamedTuple):
+    """What the sweep does at one stage.
+
+    Args:
+        before: what is kept and dropped before it runs.
+        is_taped: whether it keeps its residuals.
+        is_run_again: whether it may run again, though it is taped.
+    """
+
+    before: tuple[Action, ...]
+    is_taped: bool
+    is_run_again: bool
 
 
 class Plan:
     """A schedule made ready to be executed any number of times."""
 
-    __slots__ = ("actions", "inverted", "last_keep", "num_stages", "sweep_end", "tape_at")
+    __slots__ = (
+        "actions",
+        "inverted",
+        "keeps_output",
+        "last_keep",
+        "num_stages",
+        "steps",
+        "sweep_end",
+        "tape_at",
+    )
 
     def __init__(self, schedule: Schedule) -> None:
         simulate(schedule)  # raises on a schedule that cannot be executed
@@ -81,6 +107,29 @@ class Plan:
             ),
             default=-1,
         )
+        self.steps = tuple(self._steps())
+        self.keeps_output = Keep(self.num_stages) in self.actions[: self.sweep_end]
+
+    def _steps(self) -> Iterator[_Step]:
+        before: list[Action] = []
+        for position, action in enumerate(self.actions[: self.sweep_end]):
+            match action:
+                case Keep() | Drop():
+                    before.append(action)
+                case Advance(start, stop):
+                    for _ in range(start, stop):
+                        yield _Step(tuple(before), is_taped=False, is_run_again=True)
+                        before.clear()
+                case Tape():
+                    yield _Step(tuple(before), True, is_run_again=position < self.last_keep)
+                    before.clear()
+                case _:
+                    raise ScheduleError(f"{action} cannot stand in the sweep of a schedule.")
+
+    def begin(self) -> Chain:
+        """Begin a chain whose stages come one at a time (See Rule 8)."""
+        check_hooks_work()
+        return Chain(_Run(self))
 
     def execute(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward; its backward will follow the schedule.
@@ -127,14 +176,31 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
 
 
 def _sweep(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
-    return _Run(plan, stages).sweep(state)
+    return _Run(plan).sweep(stages, state)
 
 
 def _sweep_to_values(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
-    run = _Run(plan, stages)
+    run = _Run(plan)
     given = set(map(storage_of, state))
-    last, beside = run.sweep(state)
+    last, beside = run.sweep(stages, state)
     return tuple(run.as_value(place, value, given) for place, value in enumerate(last)), beside
+
+
+class Chain:
+    """A chain whose stages come one at a time (See Rule 8)."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def enter(self, stage: Stage, state: State) -> State:
+        """Run the next stage from its state, and return all that it returns."""
+        return self._run.enter(stage, state)[0]
+
+    def end(self, state: State) -> None:
+        """Say that no stage comes after this; `state` is what the last one returned."""
+        self._run.end(state)
 
 
 class _Output(Source):
@@ -172,10 +238,10 @@ class _Run:
         "_working",
     )
 
-    def __init__(self, plan: Plan, stages: Sequence[Stage]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._stages = stages
-        self._runs: list[StageRun | None] = [None] * len(stages)
+        self._stages: list[Stage] = []
+        self._runs: list[StageRun | None] = []
         self._swept: dict[int, tuple[HasTensor, ...]] = {}
         self._storages: set[int] = set()
         self._kept: dict[int, State] = {}
@@ -187,32 +253,44 @@ class _Run:
 
     # -- forward ---------------------------------------------------------------------------
 
-    def sweep(self, state: State) -> Result:
+    def sweep(self, stages: Sequence[Stage], state: State) -> Result:
         """Execute the part of the schedule that belongs to forward (See Rule 1)."""
-        plan = self._plan
-        beside: list[Tensor | None] = [None] * len(self._stages)
-        if not plan.inverted and plan.last_keep >= 0:
+        beside: list[Tensor | None] = []
+        for stage in stages:
+            state, value = self.enter(stage, state)
+            beside.append(value)
+        self.end(state)
+        return state, beside
+
+    def enter(self, stage: Stage, state: State) -> tuple[State, Tensor | None]:
+        """Run the next stage, as the schedule says."""
+        index = len(self._stages)
+        self._stages.append(stage)
+        self._runs.append(None)
+        if index == 0 and not self._plan.inverted and self._plan.last_keep >= 0:
             self._swept[0] = self._keep(0, state)
-        for position, action in enumerate(plan.actions[: plan.sweep_end]):
-            match action:
-                case Keep(at):
-                    if at not in self._swept:
-                        self._swept[at] = self._keep(at, state)
-                case Drop(at):
-                    self._drop(at)
-                case Advance(start, stop):
-                    for index in range(start, stop):
-                        state, beside[index] = self._advance_first(index, state)
-                case Tape(index):
-                    is_run_again = position < plan.last_keep
-                    state, beside[index] = self._tape_first(index, state, is_run_again)
-                case _:
-                    raise ScheduleError(f"{action} cannot stand in the sweep of a schedule.")
-        self._position = plan.sweep_end
+        step = self._plan.steps[index]
+        for action in step.before:
+            if isinstance(action, Drop):
+                self._drop(action.index)
+            elif index not in self._swept:
+                self._swept[index] = self._keep(index, state)
+        if step.is_taped:
+            return self._tape_first(index, state, step.is_run_again)
+        return self._advance_first(index, state)
+
+    def end(self, state: State) -> None:
+        """Say that no stage comes after this; `state` is the last one's."""
+        if self._plan.keeps_output and self._is_whole:
+            self._swept[len(self._stages)] = self._keep(len(self._stages), state)
+        self._position = self._plan.sweep_end
         for kept in self._swept.values():
             for value in kept:
                 value.check("before forward had ended")
-        return state, beside
+
+    @property
+    def _is_whole(self) -> bool:
+        return len(self._stages) == self._plan.num_stages
 
     def _keep(self, index: int, state: State) -> tuple[HasTensor, ...]:
         pair = pair_in_force()  # See Rule 5
@@ -272,6 +350,9 @@ class _Run:
         """Fill the slots of stage `index` (See Rules 2 and 3)."""
         target = self._plan.tape_at[index]
         try:
+            if not self._is_whole:
+                self._fill_alone(index)
+                return
             if index in self._inputs and target < self._position:
                 self._fill(index, self._inputs[index])
                 return
@@ -284,6 +365,22 @@ class _Run:
         except BaseException:
             self._forget()
             raise
+
+    def _fill_alone(self, index: int) -> None:
+        """Fill the slots of stage `index` from the nearest state that is kept (See Rule 8)."""
+        if self._plan.inverted:
+            raise ReplayError(
+                f"{self._stages[-1].name} is not the last stage of the {self._plan.num_stages} that "
+                "the plan is for, and what comes after it was to be inverted. Make the plan anew, "
+                "with arguments for which the same blocks are called."
+            )
+        start = max(at for at in self._swept if at <= index)
+        self._load(start)
+        for at in range(start, index):
+            self._advance(at)
+        state = self._state_at(index)
+        self._forget()
+        self._fill(index, state)
 
     def _forget(self) -> None:
         """Let go of all that backward has made, so that the next demand begins anew."""
