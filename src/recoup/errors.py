@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "ChangedError",
     "GradientError",
     "NotInvertibleError",
@@ -34,3 +35,19 @@ class ScheduleError(RecoupError, ValueError):
 
 class GradientError(RecoupError):
     """Gradients could not be collected, merged or applied as they should be."""
+
+
+class BudgetError(RecoupError, ValueError):
+    """No plan keeps to a number of bytes.
+
+    Args:
+        message: what was asked for, and what is possible.
+        least_bytes: the least number of bytes that a plan keeps to.
+    """
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:
+        return type(self), (str(self), self.least_bytes)

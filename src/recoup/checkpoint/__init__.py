@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from recoup.checkpoint.planning.plan import Plan, plan
 from recoup.checkpoint.recompute import recompute
 from recoup.checkpoint.recomputing import recomputing
 from recoup.checkpoint.region import checkpoint
 from recoup.checkpoint.sequential import Sequential
 
-__all__ = ["Sequential", "checkpoint", "recompute", "recomputing"]
+__all__ = ["Plan", "Sequential", "checkpoint", "plan", "recompute", "recomputing"]

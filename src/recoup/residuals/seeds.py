@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "counted",
     "draw_seed",
     "fingerprint",
+    "generators_restored",
     "is_repeated",
     "remembered",
     "skip",
@@ -261,6 +263,16 @@ def remembered(decide: Callable[[], T]) -> T:
         draws._expected = states
         draws._seeds.append(found)
     return found.value
+
+
+@contextmanager
+def generators_restored() -> Generator[None]:
+    """Around what shall not be seen in the random stream."""
+    before = _get_states()
+    try:
+        yield
+    finally:
+        _set_states(before)
 
 
 def fingerprint() -> int:

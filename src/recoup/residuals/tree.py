@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Tree", "flatten"]
+__all__ = ["Tree", "flatten", "flatten_containers"]
 
 
 class _Tensor:
@@ -16,6 +18,7 @@ class _Tensor:
 
 
 _TENSOR = _Tensor()
+_DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (_Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -42,6 +45,11 @@ class Tree:
     def opaque(self) -> object | None:
         """Return a value in which tensors could hide, or None."""
         return next((leaf for leaf in self._leaves if not isinstance(leaf, _PLAIN)), None)
+
+    def mapped(self, change: Callable[[Any], Any]) -> Tree:
+        """Return a tree with `change` applied to each of the rest."""
+        leaves = [leaf if leaf is _TENSOR else change(leaf) for leaf in self._leaves]
+        return Tree(leaves, self._spec)
 
     def modules(self) -> tuple[nn.Module, ...]:
         """Return the modules among the rest."""
@@ -71,6 +79,26 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
         items = cast("tuple[Any, ...]", value)
         if all(isinstance(item, Tensor) for item in items):
             return items, _TUPLE
-    leaves, spec = tree_flatten(value)
+    return _taken_apart(*tree_flatten(value))
+
+
+def flatten_containers(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
+    """Return the same as `flatten`, but leave alone what is neither tuple, list nor dict.
+
+    Others may teach torch's pytree to take objects of theirs apart. Put together again such an
+    object is another one, and who holds the first (a cache) does not see what happens to it.
+    """
+    if isinstance(value, tuple):
+        items = cast("tuple[Any, ...]", value)
+        if type(items) is tuple and all(isinstance(item, Tensor) for item in items):
+            return cast("tuple[Tensor, ...]", items), _TUPLE
+    return _taken_apart(*tree_flatten(value, is_leaf=_is_no_container))
+
+
+def _is_no_container(value: Any) -> bool:
+    return not isinstance(value, (tuple, list)) and type(value) not in _DICTS
+
+
+def _taken_apart(leaves: list[Any], spec: Any) -> tuple[tuple[Tensor, ...], Tree]:
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     return tensors, Tree([_TENSOR if isinstance(x, Tensor) else x for x in leaves], spec)

@@ -13,6 +13,7 @@ from recoup.schedules.actions import (
     Invert,
     Keep,
     Load,
+    Offload,
     Reverse,
     Schedule,
     Tape,
@@ -26,9 +27,11 @@ from recoup.schedules.bounds import (
     persistent_schedules,
 )
 from recoup.schedules.constant import Way, constant
+from recoup.schedules.costs import Cost, Thin
+from recoup.schedules.frontier import Point, frontier
 from recoup.schedules.linear import linear
 from recoup.schedules.logarithmic import log
-from recoup.schedules.optimal import Cost, optimal
+from recoup.schedules.optimal import optimal
 from recoup.schedules.revolve import revolve
 from recoup.schedules.simulate import Simulation, simulate
 from recoup.schedules.sqrt import sqrt
@@ -41,14 +44,18 @@ __all__ = [
     "Invert",
     "Keep",
     "Load",
+    "Offload",
+    "Point",
     "Reverse",
     "Schedule",
     "Simulation",
     "Tape",
+    "Thin",
     "Way",
     "beta",
     "binomial",
     "constant",
+    "frontier",
     "least_advances",
     "linear",
     "log",

@@ -2,7 +2,8 @@
 
 A chain of ``n`` stages has the states ``x_0 ... x_n``; stage ``i`` makes ``x_{i+1}`` from
 ``x_i``. Its *tape* is all that its backward needs. At any time there is one *working state*;
-a kept state occupies memory until it is dropped, a tape until its stage is reversed.
+a kept state occupies memory until it is dropped, a tape until its stage is reversed. An offloaded
+state occupies host memory instead.
 
 NOTE [ The order of actions ]
 
@@ -10,6 +11,8 @@ Rule 1. A schedule begins with the working state ``x_0`` and runs forward until 
         state is ``x_n``: that part is the *sweep*, executed while the model computes its output.
 Rule 2. What follows is executed in backward, one `Reverse` a stage, from ``n - 1`` down to 0.
 Rule 3. A stage must have a tape when it is reversed; a stage is taped once.
+Rule 4. A working state from which no stage is left to run or to invert is gone: in backward, that
+        of a higher number than the stage that is reversed.
 """
 
 from __future__ import annotations
@@ -17,7 +20,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from textwrap import wrap
 
-__all__ = ["Action", "Advance", "Drop", "Invert", "Keep", "Load", "Reverse", "Schedule", "Tape"]
+__all__ = [
+    "Action",
+    "Advance",
+    "Drop",
+    "Invert",
+    "Keep",
+    "Load",
+    "Offload",
+    "Reverse",
+    "Schedule",
+    "Tape",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +45,18 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """Keep the working state, which must be ``x_index``, in host memory."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"offload x_{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of the kept state ``x_index``."""
+    """Let go of the state ``x_index``, which is kept or offloaded."""
 
     index: int
 
@@ -42,7 +66,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Make the kept state ``x_index`` the working state; it stays kept."""
+    """Make the state ``x_index`` the working state; it stays kept, or offloaded."""
 
     index: int
 
@@ -64,12 +88,16 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Run stage ``index`` with a tape, from ``x_index`` to ``x_{index+1}``."""
+    """Run stage ``index`` with a tape, from ``x_index`` to ``x_{index+1}``.
+
+    Variant 0 is the whole tape, variant ``v`` is ``variants[v - 1]`` of the stage's `Cost`.
+    """
 
     index: int
+    variant: int = 0
 
     def __str__(self) -> str:
-        return f"tape {self.index}"
+        return f"tape {self.index}" + (f" (variant {self.variant})" if self.variant else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +120,7 @@ class Reverse:
         return f"reverse {self.index}"
 
 
-Action = Keep | Drop | Load | Advance | Tape | Invert | Reverse
+Action = Keep | Offload | Drop | Load | Advance | Tape | Invert | Reverse
 
 
 @dataclass(frozen=True, slots=True)

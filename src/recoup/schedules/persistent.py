@@ -1,4 +1,4 @@
-"""Persistent schedules: the recurrences that find the fastest and the smallest of them.
+"""Persistent schedules: from a choice for each segment to actions; the smallest of them.
 
 A schedule is persistent if what it keeps stays until what it is for is done: a stage is taped when
 it is passed and stays taped until it is reversed, or the input of a segment is kept, the segment
@@ -10,192 +10,124 @@ networks with limited memory" (2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from math import inf
+from collections.abc import Callable
+from typing import NamedTuple
 
-from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
-from recoup.schedules.simulate import simulate
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Reverse,
+    Schedule,
+    Tape,
+)
+from recoup.schedules.chain import Chain, Choice
 
-__all__ = ["Chain", "Table", "persistent", "smallest"]
+__all__ = ["Choose", "persistent", "smallest"]
 
-
-class Chain:
-    """The costs of a chain, stage by stage, and sums of them."""
-
-    def __init__(
-        self, seconds: Sequence[float], states: Sequence[int], tapes: Sequence[int]
-    ) -> None:
-        self.seconds = seconds
-        self.states = states
-        self.tapes = tapes
-        self.num_stages = len(seconds)
-        self._until = [0.0, *accumulate(seconds)]
-
-    def run(self, start: int, stop: int) -> float:
-        return self._until[stop] - self._until[start]
-
-    def linear_bytes(self, start: int, stop: int) -> int:
-        """Peak of a segment all of whose stages are taped."""
-        held = accumulate(self.tapes[start:stop])
-        outputs = self.states[start + 1 : stop + 1]
-        return max(
-            self.states[start], *(tape + state for tape, state in zip(held, outputs, strict=True))
-        )
-
-    def rounded(self, unit: int) -> Chain:
-        """The same chain with bytes in units, rounded to the nearest."""
-        states = [(state + unit // 2) // unit for state in self.states]
-        return Chain(self.seconds, states, [(tape + unit // 2) // unit for tape in self.tapes])
-
-    def kinds(self) -> list[list[int]]:
-        """A number for each segment ``[start][stop]``, the same for segments of the same costs."""
-        numbers: dict[tuple[object, ...], int] = {}
-        kinds = [[0] * (self.num_stages + 1) for _ in range(self.num_stages + 1)]
-        for start in reversed(range(self.num_stages + 1)):
-            for stop in range(start, self.num_stages + 1):
-                key: tuple[object, ...] = (self.states[start],)
-                if start < stop:
-                    rest = kinds[start + 1][stop]
-                    key = (self.seconds[start], self.states[start], self.tapes[start], rest)
-                kinds[start][stop] = numbers.setdefault(key, len(numbers))
-        return kinds
-
-    def peak(self, schedule: Schedule) -> int:
-        return simulate(schedule, self.states, self.tapes).peak_bytes
-
-    def time(self, schedule: Schedule) -> float:
-        runs = simulate(schedule).forwards_per_stage
-        return sum(run * seconds for run, seconds in zip(runs, self.seconds, strict=True))
+# Says how to begin a segment, start and stop and level given, and with which level its later part
+# is solved; the part before it is solved with the level that was given.
+Choose = Callable[[int, int, int], tuple[Choice, int]]
 
 
-# Says how to begin a segment, start and stop and level given: 0 to tape its first stage, otherwise
-# how many stages to advance with the segment's input kept.
-Choice = Callable[[int, int, int], int]
+class _Part(NamedTuple):
+    """A segment that waits to be solved, the working state being its input.
+
+    Args:
+        start: its first stage.
+        stop: one past its last stage.
+        level: what it may use, for the choice.
+        is_kept: whether its input is kept.
+        stays: whether its input, if it is kept, stays so.
+        returns: whether its input shall be the working state again when all is reversed.
+    """
+
+    start: int
+    stop: int
+    level: int
+    is_kept: bool = False
+    stays: bool = False
+    returns: bool = False
 
 
-def persistent(chain: Chain, level: int, choose: Choice) -> Schedule:
+def persistent(num_stages: int, level: int, choose: Choose) -> Schedule:
     """Build a persistent schedule from a choice for each segment."""
     actions: list[Action] = []
-    waiting: list[Action | tuple[int, int, int, bool]] = [(0, chain.num_stages, level, False)]
+    waiting: list[Action | _Part] = [_Part(0, num_stages, level)]
     while waiting:
         item = waiting.pop()
-        if not isinstance(item, tuple):
-            actions.append(item)
-            continue
-        start, stop, level, kept = item
-        if start == stop:
-            continue
-        length = choose(start, stop, level)
-        if length == 0:
-            actions += [Drop(start), Tape(start)] if kept else [Tape(start)]
-            waiting += [Reverse(start), (start + 1, stop, level - chain.tapes[start], False)]
+        if isinstance(item, _Part):
+            waiting += reversed(_begin(item, num_stages, choose))
+        elif isinstance(item, Advance) and actions and isinstance(before := actions[-1], Advance):
+            actions[-1] = Advance(before.start, item.stop)
         else:
-            split = start + length
-            actions += [Advance(start, split)] if kept else [Keep(start), Advance(start, split)]
-            later = (split, stop, level - chain.states[start], False)
-            waiting += [(start, split, level, True), Load(start), later]
-    return Schedule(chain.num_stages, tuple(actions), name="optimal")
+            actions.append(item)
+    return Schedule(num_stages, tuple(actions), name="optimal")
 
 
-def smallest(chain: Chain) -> Schedule:
-    """A persistent schedule with the least peak of all, found in bytes, without rounding."""
-    kinds = chain.kinds()
-    best: dict[int, tuple[int, float, int]] = {}  # of each kind: peak, seconds, choice
-    for length in range(1, chain.num_stages + 1):
-        for start in range(chain.num_stages - length + 1):
-            kind = kinds[start][start + length]
-            if kind not in best:
-                best[kind] = min(_peaks(chain, kinds, best, start, start + length))
-    return persistent(chain, 0, lambda start, stop, _: best[kinds[start][stop]][2])
+def _begin(part: _Part, num_stages: int, choose: Choose) -> list[Action | _Part]:
+    start = part.start
+    back: list[Action | _Part] = [Load(start), Drop(start)] if part.returns else []
+    if start == part.stop:
+        return [Keep(start), *back] if part.returns else []
+    choice, level = choose(start, part.stop, part.level)
+    later = _Part(choice.middle, part.stop, level)
+    drop: list[Action | _Part] = [Drop(start)] if part.is_kept else []
+    keep: list[Action | _Part] = [] if part.is_kept else [Keep(start)]
+    match choice.way:
+        case "invert":
+            inverse = (Invert(start), Reverse(start))
+            return [Advance(start, start + 1), later._replace(returns=True), *inverse]
+        case "tape":
+            stages = range(start, choice.middle)
+            tapes = [Tape(index, choice.variant) for index in stages]
+            reverses = [Reverse(index) for index in reversed(stages)]
+            if part.returns:
+                return [*keep, *tapes, later, *reverses, *back]
+            return [*([] if part.stays else drop), *tapes, later, *reverses]
+        case "keep":
+            earlier = _Part(start, choice.middle, part.level, True, part.stays or part.returns)
+            return [*keep, Advance(start, choice.middle), later, Load(start), earlier, *back]
+        case "offload":
+            stays = part.stays or part.returns
+            again: list[Action | _Part] = [Keep(start)] if stays else []
+            earlier = _Part(start, choice.middle, part.level, stays, stays)
+            away = (Offload(start), Advance(start, choice.middle))
+            return [*drop, *away, later, Load(start), Drop(start), *again, earlier, *back]
 
 
-def _peaks(
-    chain: Chain,
-    kinds: list[list[int]],
-    best: dict[int, tuple[int, float, int]],
-    start: int,
-    stop: int,
-) -> Iterator[tuple[int, float, int]]:
-    """Peak, seconds and choice for every way to begin a segment."""
-    state, tape, output = chain.states[start], chain.tapes[start], chain.states[start + 1]
-    first = max(state, tape + output)
-    if stop == start + 1:
-        yield first, chain.seconds[start], 0
-        return
-    rest = best[kinds[start + 1][stop]]
-    yield max(first, tape + rest[0]), chain.seconds[start] + rest[1], 0
-    # The states that are passed on the way to a split need no room of their own: each is in the
-    # tape that its stage gets later, when the segment's input is held as well.
-    for split in range(start + 1, stop):
-        later, earlier = best[kinds[split][stop]], best[kinds[start][split]]
-        seconds = chain.run(start, split) + later[1] + earlier[1]
-        yield max(state + later[0], earlier[0]), seconds, split - start
+# Of a segment: the least peak, seconds, and the choice that leads there.
+_Least = tuple[int, float, Choice]
 
 
-class Table:
-    """The least seconds for each segment and each level of memory: Rotor's recurrence."""
+def smallest(chain: Chain) -> tuple[int, Schedule]:
+    """A schedule with the least peak of all, found in bytes, without rounding."""
+    best: dict[tuple[int, int], _Least] = {}
+    for start, stop in chain.segments():
+        best[start, stop] = _least(chain, best, start, stop)
+    for start in reversed(range(chain.num_stages)):
+        best[start, chain.num_stages] = _least(chain, best, start, chain.num_stages)
+    schedule = persistent(chain.num_stages, 0, lambda start, stop, _: (best[start, stop][2], 0))
+    return best[0, chain.num_stages][0], schedule
 
-    def __init__(self, chain: Chain, num_levels: int) -> None:
-        self.chain = chain
-        self.num_levels = num_levels
-        self._kinds = chain.kinds()
-        self._rows: dict[int, list[float]] = {}
-        self._least: dict[int, int] = {}  # the first level at which a kind is feasible
-        for length in range(1, chain.num_stages + 1):
-            for start in range(chain.num_stages - length + 1):
-                kind = self._kinds[start][start + length]
-                if kind not in self._rows:
-                    row = self._rows[kind] = self._solve(start, start + length)
-                    self._least[kind] = row.count(inf)
 
-    def row(self, start: int, stop: int) -> list[float]:
-        """Seconds of a segment by level, infinite where it does not fit; never increasing."""
-        return self._rows[self._kinds[start][stop]]
-
-    def _first(self, start: int, stop: int) -> int:
-        return self._least[self._kinds[start][stop]]
-
-    def choose(self, start: int, stop: int, level: int) -> int:
-        """How a fastest schedule of a segment begins that is feasible with this level."""
-        chain = self.chain
-        if level >= chain.linear_bytes(start, stop):
-            return 0
-        # A feasible level has room for the tape of each stage, and so for its input.
-        rest = self.row(start + 1, stop)[level - chain.tapes[start]]
-        options = [(chain.seconds[start] + rest, 0)]
-        for split in range(start + 1, stop):
-            later = self.row(split, stop)[level - chain.states[start]]
-            earlier = self.row(start, split)[level]
-            options.append((chain.run(start, split) + later + earlier, split - start))
-        return min(options)[1]
-
-    def _solve(self, start: int, stop: int) -> list[float]:
-        chain, run, size = self.chain, self.chain.run(start, stop), self.num_levels + 1
-        enough = min(chain.linear_bytes(start, stop), size)
-        row = [inf] * enough + [run] * (size - enough)
-        if stop == start + 1:
-            return row
-        state, tape = chain.states[start], chain.tapes[start]
-        if tape < enough:
-            rest = self.row(start + 1, stop)
-            row[tape:enough] = [chain.seconds[start] + rest[i] for i in range(enough - tape)]
-        high = enough
-        for split in range(start + 1, stop):
-            advance = chain.run(start, split)
-            # Keeping the input costs this advance at least, on top of one run of each stage;
-            # the highest levels, which do as well already, need not be tried.
-            while high > 0 and row[high - 1] <= run + advance:
-                high -= 1
-            if high <= state:
-                break
-            low = max(state + self._first(split, stop), self._first(start, split))
-            if high <= low:
-                continue
-            later = self.row(split, stop)[low - state : high - state]
-            earlier = self.row(start, split)[low:high]
-            row[low:high] = [
-                advance + a + b if advance + a + b < best else best
-                for a, b, best in zip(later, earlier, row[low:high], strict=True)
-            ]
-        return row
+def _least(
+    chain: Chain, best: dict[tuple[int, int], _Least], start: int, stop: int
+) -> _Least:
+    least: _Least | None = None
+    for choice in chain.choices(start, stop):
+        peak, seconds = choice.needs, choice.seconds
+        if choice.middle < stop:
+            later = best[choice.middle, stop]
+            peak, seconds = max(peak, choice.keeps + later[0]), seconds + later[1]
+        if choice.way in ("keep", "offload"):
+            earlier = best[start, choice.middle]
+            peak, seconds = max(peak, earlier[0]), seconds + earlier[1]
+        if least is None or (peak, seconds) < least[:2]:
+            least = peak, seconds, choice
+    assert least is not None
+    return least

@@ -101,9 +101,9 @@ def test_optimal_is_as_good_as_the_known_curve(n, tape, row):
 
 @pytest.fixture
 def coarse(monkeypatch):
-    """Count bytes in 256 levels, as for a chain of a hundred stages."""
+    """Count bytes in 128 levels, as for a chain of a hundred stages."""
     # The package's attribute of that name is the function.
-    monkeypatch.setattr(import_module("recoup.schedules.optimal"), "_WORK", 0)
+    monkeypatch.setattr(import_module("recoup.schedules.frontier"), "_WORK", 0)
 
 
 @pytest.mark.usefixtures("coarse")

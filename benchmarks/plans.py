@@ -1,0 +1,243 @@
+"""`recoup.plan` beside other ways to train in fewer bytes: peak and time of a step."""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from couplings import peak_and_held
+from plan_models import MODELS, SMALL, Case
+from plan_rivals import RIVALS, Forward, NotForThisError
+from torch import Tensor, nn
+
+import recoup
+
+NUM_BUDGETS = 8
+SEED = 1
+# Relative to the norm of plain's gradients. The compiler rounds otherwise.
+TOLERANCE, COMPILER_TOLERANCE = 1e-5, 1e-3
+# How much the fastest rounds of one and the same step differ: less is neither gain nor loss.
+NOISE = 0.02
+
+
+class Contestant:
+    """A model under one way: its step, and what was found about it."""
+
+    def __init__(self, name: str, case: Case, forward: Forward, **found) -> None:
+        self.name = name
+        self.case = case
+        self.forward = forward
+        self.found = {"name": name, **found}
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        torch.manual_seed(SEED)
+        self.forward().backward()
+
+    def clear(self) -> None:
+        self.case.model.zero_grad()
+        gc.collect()
+
+    def gradient(self) -> Tensor:
+        """All gradients of a step in one vector; a way may rename parameters, not reorder them."""
+        self.step()
+        found = torch.cat([each.grad.flatten() for each in self.case.model.parameters()])
+        self.clear()
+        return found
+
+    def measure(self, device: str) -> None:
+        """The peak of a step, of which one was run before."""
+        self.found["peak_bytes"] = peak_and_held(self.step, device)[0]
+        self.clear()
+
+    def time(self, device: str) -> None:
+        _wait(device)
+        start = time.perf_counter()
+        self.step()
+        _wait(device)
+        self.seconds.append(time.perf_counter() - start)
+        self.clear()
+
+
+# -- rivals ----------------------------------------------------------------------------------------
+
+
+def rivals(model: str, device: str) -> Iterator[Contestant]:
+    for name, change in RIVALS.items():
+        case = MODELS[model](device)
+        try:
+            yield Contestant(name, case, change(case))
+        except NotForThisError as error:
+            print(f"   {model}, {name}: left out. {error}", flush=True)
+
+
+def check(contestant: Contestant, model: str, expected: Tensor, device: str) -> None:
+    """Raise an AssertionError unless the way gives plain's gradients.
+
+    Compiled code draws otherwise: it is checked on few blocks without dropout.
+    """
+    is_compiled = contestant.name.startswith("torch.compile")
+    found = contestant.gradient()  # run in any case, since it warms up
+    if is_compiled:
+        expected = Contestant("", case := SMALL[model](device), case.forward).gradient()
+        case = SMALL[model](device)
+        found = Contestant("", case, RIVALS[contestant.name](case)).gradient()
+    error = float((found - expected).norm() / expected.norm())
+    bound = COMPILER_TOLERANCE if is_compiled or "compiled" in contestant.name else TOLERANCE
+    assert error <= bound, f"{model}, {contestant.name}: gradients differ by {error:.1e}."
+    contestant.found["gradient_error"] = error
+
+
+# -- ours ------------------------------------------------------------------------------------------
+
+
+def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterator[Contestant]:
+    """Plans at budgets from the least to the most, and at each rival's peak."""
+    whole = _plan(_case_of(name, model, device), "1 TiB")
+    for budget in budgets(whole.least_bytes, whole.most_bytes, rivals_bytes):
+        case = _case_of(name, model, device)
+        start = time.perf_counter()
+        plan = _plan(case, budget)
+        found = {
+            "budget_bytes": budget,
+            "predicted_bytes": plan.predicted_peak_bytes,
+            "planning_seconds": time.perf_counter() - start,
+        }
+        plan.apply()
+        yield Contestant(name, case, case.forward, **found)
+
+
+def budgets(least: int, most: int, rivals_bytes: list[int]) -> list[int]:
+    """Equally spaced ones, and the rivals' that are not within a hundredth above another one."""
+    spaced = [least + (most - least) * i // (NUM_BUDGETS - 1) for i in range(NUM_BUDGETS)]
+    found = spaced
+    for each in sorted(rivals_bytes):
+        if least <= each <= most and not any(lower <= each < 1.01 * lower for lower in found):
+            found = [*found, each]
+    return sorted(set(found))
+
+
+def _case_of(name: str, model: str, device: str) -> Case:
+    case = MODELS[model](device)
+    OURS[name](case.blocks)
+    return case
+
+
+def _plan(case: Case, budget):
+    return recoup.plan(case.model, budget=budget, loss=case.loss, **case.kwargs)
+
+
+def _as_they_are(blocks: list[nn.Module]) -> None:
+    del blocks
+
+
+def _compiled(blocks: list[nn.Module]) -> None:
+    for block in blocks:
+        block.compile(dynamic=False, recompile_limit=64)  # alike blocks share their code
+
+
+# A name and what is done to the blocks before they are planned for.
+OURS: dict[str, Callable[[list[nn.Module]], None]] = {
+    "recoup": _as_they_are,
+    "recoup, blocks compiled": _compiled,
+}
+
+
+# -- all of it -------------------------------------------------------------------------------------
+
+
+def rows(device: str, rounds: int = 7, models=tuple(MODELS), series=tuple(OURS)) -> list[dict]:
+    return [row for model in models for row in _rows_of(model, device, rounds, series)]
+
+
+def _rows_of(model: str, device: str, rounds: int, series) -> list[dict]:
+    contestants: list[Contestant] = []
+
+    case = MODELS[model](device)
+    expected = Contestant("", case, case.forward).gradient()
+
+    def add(contestant: Contestant) -> None:
+        check(contestant, model, expected, device)
+        contestant.measure(device)
+        print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
+        contestants.append(contestant)
+
+    for contestant in rivals(model, device):
+        add(contestant)
+    peaks = [contestant.found["peak_bytes"] for contestant in contestants]
+    for name in series:
+        for contestant in ours(name, model, device, peaks):
+            add(contestant)
+    shuffle = random.Random(0).shuffle
+    order = list(contestants)
+    for _ in range(rounds):
+        shuffle(order)  # who comes after one that frees much memory waits for it
+        for contestant in order:
+            contestant.time(device)
+    # The fastest round of each: what disturbs one only delays it.
+    plain = min(contestants[0].seconds)
+    return [
+        {
+            "model": model,
+            **contestant.found,
+            "seconds": min(contestant.seconds),
+            "ratio": min(contestant.seconds) / plain,
+        }
+        for contestant in contestants
+    ]
+
+
+def gains(rows: list[dict], prefix: str = "recoup") -> list[dict]:
+    """At each rival's peak, our fastest plan that fits; and at last the least peaks.
+
+    `ours_over_rival` is of seconds, and of bytes in the rows named "least peak"; missing where no
+    plan of ours fits. `is_won` if it is at most 1, give or take the noise of a time.
+    """
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        ours = [row for row in of_model if row["name"].startswith(prefix)]
+        theirs = [row for row in of_model if not row["name"].startswith("recoup")]
+        for rival in theirs:
+            fitting = [row for row in ours if row["peak_bytes"] <= rival["peak_bytes"]]
+            best = min(fitting, key=lambda row: row["seconds"], default=None)
+            over = best and best["seconds"] / rival["seconds"]
+            found.append(
+                {
+                    "model": model,
+                    "name": rival["name"],
+                    "peak_bytes": rival["peak_bytes"],
+                    "ours": best and best["name"],
+                    "ours_bytes": best and best["peak_bytes"],
+                    "ours_over_rival": over,
+                    "is_won": over is not None and over <= 1 + NOISE,
+                }
+            )
+        if ours:
+            least = min(theirs, key=lambda row: row["peak_bytes"])
+            our_least = min(ours, key=lambda row: row["peak_bytes"])
+            over = our_least["peak_bytes"] / least["peak_bytes"]
+            found.append(
+                {
+                    "model": model,
+                    "name": f"least peak: {least['name']}",
+                    "peak_bytes": least["peak_bytes"],
+                    "ours": our_least["name"],
+                    "ours_bytes": our_least["peak_bytes"],
+                    "ours_over_rival": over,
+                    "is_won": over <= 1,
+                }
+            )
+    return found
+
+
+def suite(device: str) -> dict[str, list[dict]]:
+    """What benchmarks/run.py writes down."""
+    found = rows(device)
+    return {"plans": found, "gains": gains(found)}
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,140 @@
+"""Which modules of a model are its blocks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+__all__ = ["Block", "find_blocks", "name_blocks"]
+
+Block = tuple[str, nn.Module]
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def name_blocks(model: nn.Module, blocks: str | Iterable[str | nn.Module] | None) -> list[Block]:
+    """Return the blocks that a person names, or those that are found.
+
+    Args:
+        model: the model.
+        blocks: a regular expression that matches (fullmatch) qualified names, or names or modules;
+            None to find them.
+
+    Raises:
+        ValueError: a name matches nothing, a module is not in the model, or one block lies within
+            another.
+    """
+    if blocks is None:
+        return find_blocks(model)
+    named = dict(model.named_modules())
+    if isinstance(blocks, str):
+        found = [(name, each) for name, each in named.items() if re.fullmatch(blocks, name)]
+        if not found:
+            raise ValueError(
+                f"`blocks` is {blocks!r}, which matches the name of no module of "
+                f"{type(model).__name__}. Names are such as {_some(named)}."
+            )
+    else:
+        found = [_one(model, named, block) for block in blocks]
+        if not found:
+            raise ValueError("`blocks` is empty. Name at least one, or leave it out to find them.")
+    _check_apart(found)
+    return found
+
+
+def _one(model: nn.Module, named: dict[str, nn.Module], block: str | nn.Module) -> Block:
+    for name, each in named.items():
+        if each is block or (isinstance(block, str) and name == block):
+            return name, each
+    shown = repr(block) if isinstance(block, str) else type(block).__name__
+    raise ValueError(
+        f"`blocks` has {shown}, which is no module of {type(model).__name__}. Names are such as "
+        f"{_some(named)}."
+    )
+
+
+def _some(named: dict[str, nn.Module]) -> str:
+    names = [name for name in named if name]
+    return ", ".join(f"`{name}`" for name in names[:3]) or "none: the model has no modules within"
+
+
+def _check_apart(blocks: Sequence[Block]) -> None:
+    ids = {id(module): name for name, module in blocks}
+    for name, module in blocks:
+        for within in module.modules():
+            if within is not module and id(within) in ids:
+                raise ValueError(
+                    f"`blocks` has `{name}` and `{ids[id(within)]}`, which is within it. Name one."
+                )
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """Return the modules that repeat: alike ones in a list or sequence, or side by side.
+
+    From the model down: where a list or sequence holds several modules of one class that have
+    modules within, those are blocks, and all that it holds with them. Elsewhere modules side by
+    side whose class appears more than once are. A sequence of modules that have none within is
+    taken as it is, link by link, if nothing else is found.
+    """
+    blocks = list(_of_lists(model, "")) or list(_side_by_side(model, "")) or list(_links(model, ""))
+    return [(name, module) for name, module in blocks if name]
+
+
+def _children(module: nn.Module, path: str) -> list[Block]:
+    return [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _of_lists(module: nn.Module, path: str) -> Iterator[Block]:
+    children = _children(module, path)
+    if isinstance(module, _CONTAINERS):
+        parts = [child for child in children if _has_parts(child[1])]
+        if _repeats(parts):
+            yield from _finer(parts)
+            return
+    for name, child in children:
+        yield from _of_lists(child, name)
+
+
+def _finer(parts: list[Block]) -> Iterator[Block]:
+    """A few stages, each a list of blocks itself, are too coarse: give the blocks of each."""
+    for name, part in parts:
+        inner = [
+            (child_name, child)
+            for child_name, child in _children(part, name)
+            if isinstance(child, (nn.Sequential, nn.ModuleList))
+        ]
+        within = [block for child_name, child in inner for block in _of_lists(child, child_name)]
+        if len(parts) <= 6 and len(within) > 1:
+            yield from within
+        else:
+            yield name, part
+
+
+def _repeats(blocks: Sequence[Block]) -> bool:
+    counts = Counter(type(module) for _, module in blocks)
+    return bool(counts) and counts.most_common(1)[0][1] > 1
+
+
+def _side_by_side(module: nn.Module, path: str) -> Iterator[Block]:
+    children = _children(module, path)
+    counts = Counter(type(child) for _, child in children)
+    for name, child in children:
+        if counts[type(child)] > 1 and _has_parts(child):
+            yield name, child
+        else:
+            yield from _side_by_side(child, name)
+
+
+def _links(module: nn.Module, path: str) -> Iterator[Block]:
+    children = _children(module, path)
+    if isinstance(module, nn.Sequential) and len(children) > 2:
+        yield from children
+        return
+    for name, child in children:
+        yield from _links(child, name)

@@ -1,0 +1,92 @@
+"""From a schedule to a model that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from recoup.checkpoint.planning.following import Follow, Part, PlannedStage
+from recoup.checkpoint.planning.measuring import MeasuredCall
+from recoup.residuals.executor import Plan
+from recoup.schedules import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Reverse,
+    Schedule,
+    Tape,
+)
+
+__all__ = ["follow_schedule"]
+
+
+def follow_schedule(
+    model: nn.Module, calls: Sequence[MeasuredCall], schedule: Schedule
+) -> Follow:
+    """Return the follower of `schedule`, whose last stage is what follows the last call.
+
+    Args:
+        model: the model.
+        calls: its calls of blocks, in order.
+        schedule: for one stage more than there are calls.
+    """
+    sections = list(_sections(calls))
+    parts = [_part(schedule, start, stop) for start, stop in sections]
+    stages: list[PlannedStage] = []
+    for number, (start, stop) in enumerate(sections):
+        plan = parts[number].plan
+        for place in range(start, stop):
+            is_kept = plan is None or plan.steps[place - start].is_taped
+            call = calls[place]
+            stages.append(
+                PlannedStage(call.name, call.module, number, place - start, is_kept, None)
+            )
+    return Follow(model, stages, parts)
+
+
+def _sections(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
+    """Yield where the chains begin and end."""
+    starts = [place for place, call in enumerate(calls) if place == 0 or not call.is_linked]
+    yield from zip(starts, [*starts[1:], len(calls)], strict=True)
+
+
+def _part(schedule: Schedule, start: int, stop: int) -> Part:
+    actions = tuple(_within(schedule.actions, start, stop))
+    runs_again = any(isinstance(action, Advance | Invert) for action in actions)
+    section = Schedule(stop - start, actions, name=schedule.name)
+    return Part(stop - start, Plan(section) if runs_again else None)
+
+
+def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action]:
+    """Yield what concerns the stages of one chain, which are numbered anew."""
+    for action in actions:
+        match action:
+            case Advance(first, last):
+                first, last = max(first, start), min(last, stop)
+                if first < last:
+                    yield Advance(first - start, last - start)
+            case Keep(index):
+                if start <= index < stop:
+                    yield Keep(index - start)
+            case Load(index):
+                if start <= index < stop:
+                    yield Load(index - start)
+            case Drop(index):
+                if start <= index < stop:
+                    yield Drop(index - start)
+            case Tape(index):
+                if start <= index < stop:
+                    yield Tape(index - start)
+            case Invert(index):
+                if start <= index < stop:
+                    yield Invert(index - start)
+            case Reverse(index):
+                if start <= index < stop:
+                    yield Reverse(index - start)
+            case _:
+                pass

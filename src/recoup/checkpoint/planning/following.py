@@ -1,0 +1,211 @@
+"""A model that trains as a plan says.
+
+NOTE [ Following a plan ]
+
+Rule 1. A forward of the model is a pass; the blocks that are called in it are, in this order, the
+        stages of the plan. Stages each of which is given what the one before returned form a
+        chain, which the executor runs under its part of the schedule.
+Rule 2. A call that does not come as planned (another order, other arguments, outside of a pass) is
+        a chain of its own: it keeps its residuals if the plan keeps them, and is run again from
+        its arguments otherwise. That is right and may take more memory, so it is said once.
+Rule 3. A pass holds its chain until the next one begins or the pass ends. Then only what autograd
+        holds is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from recoup.checkpoint.planning.linking import Returned
+from recoup.residuals.calls import Call
+from recoup.residuals.executor import Chain, Plan
+from recoup.schedules import constant
+
+__all__ = ["Follow", "Part", "PlannedStage", "run_again"]
+
+Run = Callable[..., Any]
+
+
+class PlannedStage(NamedTuple):
+    """What a plan says of one call of a block.
+
+    Args:
+        name: the qualified name of the block.
+        module: the block.
+        part: the number of its chain.
+        index: its place in that chain.
+        is_kept: whether it keeps its residuals, all or some, when it is first called.
+        run: calls its forward, and keeps some of its residuals; None if all or none.
+    """
+
+    name: str
+    module: nn.Module
+    part: int
+    index: int
+    is_kept: bool
+    run: Callable[[Run, tuple[Any, ...], dict[str, Any]], Any] | None
+
+
+class Part(NamedTuple):
+    """A chain of a plan.
+
+    Args:
+        num_stages: how many calls it has.
+        plan: its schedule; None if all of its stages keep their residuals.
+    """
+
+    num_stages: int
+    plan: Plan | None
+
+
+class _Pass:
+    """Where a forward of the model is."""
+
+    def __init__(self) -> None:
+        self.place = -1
+        self.chain: Chain | None = None
+        self.last: Call | None = None
+        self.returned = Returned(())
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.passes: list[_Pass] = []
+
+
+class Follow:
+    """The follower of a model and its blocks (See Rule 1)."""
+
+    def __init__(
+        self, model: nn.Module, stages: Sequence[PlannedStage], parts: Sequence[Part]
+    ) -> None:
+        self._model = model
+        self._stages = stages
+        self._parts = parts
+        self._places: dict[int, list[int]] = {}
+        for place, stage in enumerate(stages):
+            self._places.setdefault(id(stage.module), []).append(place)
+        self._here = _Here()
+        self._has_warned = False
+
+    def called(
+        self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the model, or one of its blocks."""
+        if module is self._model:
+            return self._pass(run, args, kwargs)
+        passes = self._here.passes
+        place = self._place_of(module, passes[-1] if passes else None)
+        if place is None:
+            self._warn(module)
+            stage = self._stages[self._places[id(module)][0]]
+            return _alone(stage, run, args, kwargs)
+        stage = self._stages[place]
+        return self._stage(stage, place, passes[-1], run, args, kwargs)
+
+    def _pass(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        passes = self._here.passes
+        passes.append(_Pass())
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _end(passes.pop())
+
+    def _place_of(self, module: nn.Module, now: _Pass | None) -> int | None:
+        if now is None:
+            return None
+        return next((place for place in self._places[id(module)] if place > now.place), None)
+
+    def _stage(
+        self,
+        stage: PlannedStage,
+        place: int,
+        now: _Pass,
+        run: Run,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        part = self._parts[stage.part]
+        follows, now.place = place == now.place + 1, place
+        if part.plan is None:
+            _end(now)
+            return _kept(stage, run, args, kwargs)
+        fn = run if stage.run is None else functools.partial(_given, stage.run, run)
+        call = Call(f"block `{stage.name}`", fn, args, kwargs, stage.module)
+        if stage.index == 0:
+            _end(now)
+            now.chain = part.plan.begin()
+            state = call.state
+        else:
+            at, picks = now.returned.places_in(call.state)
+            if now.chain is None or not follows or not at:
+                _end(now)
+                self._warn(stage.module)
+                return _alone(stage, run, args, kwargs)
+            if now.last is not None:
+                now.last.picks = picks
+            step = part.plan.steps[stage.index]
+            state = call.link(at, may_run_again=not step.is_taped or step.is_run_again)
+        chain, now.chain = now.chain, None  # after an exception nothing comes after this
+        state = chain.enter(call, state)
+        now.last, now.returned = call, Returned(state)
+        if stage.index + 1 == part.num_stages:
+            chain.end(state)
+            now.last = None
+        else:
+            now.chain = chain
+        return call.take_output(state)
+
+    def _warn(self, module: nn.Module) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A {type(module).__name__} of the planned model was called otherwise than when "
+                "the plan was made (other blocks before it, or outside of the model's forward). "
+                "Its gradients are right, but it may take more memory than was planned. Make the "
+                "plan with arguments as those in training.",
+                stacklevel=4,
+            )
+
+
+def _end(now: _Pass) -> None:
+    if now.chain is not None:
+        now.chain.end(())
+    now.chain = now.last = None
+    now.returned = Returned(())
+
+
+def _given(
+    keeping: Callable[[Run, tuple[Any, ...], dict[str, Any]], Any],
+    run: Run,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return keeping(run, args, kwargs)
+
+
+def _kept(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run(*args, **kwargs) if stage.run is None else stage.run(run, args, kwargs)
+
+
+def _alone(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if stage.is_kept:
+        return _kept(stage, run, args, kwargs)
+    return run_again(Call(f"block `{stage.name}`", run, args, kwargs, stage.module))
+
+
+def run_again(call: Call) -> Any:
+    """Run a call, whose residuals come from a second run from its arguments."""
+    state, _ = _one_region().execute((call,), call.state)
+    return call.take_output(state)
+
+
+@functools.cache
+def _one_region() -> Plan:
+    return Plan(constant(["recompute"]))

@@ -1,0 +1,288 @@
+"""What each block of a model costs, measured in steps that leave no trace.
+
+NOTE [ What is measured ]
+
+Rule 1. In the step that is measured every block is run again in backward from its arguments, so
+        measuring takes about as little memory as any plan does, and all of a block shows: its run
+        without residuals in forward, its residuals when it is run again, its own backward.
+Rule 2. Bytes are those of `measure`, read at the borders of blocks. What is alive at the begin of a
+        block and is no argument of a block belongs to the code between blocks.
+Rule 3. Work is counted, not clocked, so that a plan is the same on every day and in every process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup.checkpoint.planning.blocks import Block
+from recoup.checkpoint.planning.following import run_again
+from recoup.checkpoint.planning.forwards import Following
+from recoup.checkpoint.planning.linking import Returned
+from recoup.memory.timeline import Span, Timeline, timeline
+from recoup.residuals.calls import Call
+from recoup.residuals.hooks import storage_of
+from recoup.residuals.rehearsal import rehearsal
+from recoup.residuals.stage import State
+from recoup.residuals.work import Product, WorkCounter, is_costly
+
+__all__ = ["Measured", "MeasuredCall", "Step", "measure_blocks", "peak_of"]
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step: forward, loss, backward.
+
+    Args:
+        model: the model.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        losses: from what it returns to one scalar or several.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    losses: Callable[[Any], Sequence[Tensor]]
+
+    def run(self) -> None:
+        """Run it; what the model returned is held until the end, as a training loop may."""
+        with torch.enable_grad():
+            output = self.model(*self.args, **self.kwargs)
+            losses = self.losses(output)
+            torch.autograd.backward(losses)
+        del output
+
+
+@dataclass
+class MeasuredCall:
+    """What one call of a block cost; spans are of the timeline of the step.
+
+    Args:
+        name: the qualified name of the block.
+        module: the block.
+        is_linked: whether it was given what the call before it returned.
+        state_bytes: its arguments, as far as no call before it was given them.
+        output_bytes: what it returned.
+        work: of one forward, counted.
+        seconds: of that forward, by the clock.
+        before: the span that ends when it begins.
+        forward: the span of its forward.
+        until_again: the span that ends when backward begins to run it again; None if it did not.
+        again: the span of its second run, whose result is alive at the end.
+        residuals: the moment after, without the result.
+        after: the span after that, until the next second run or the end.
+        shared_bytes: of what it returns, what its own residuals hold.
+        alive_bytes: of its residuals, what others hold (a cache).
+        products: the costly operators within.
+        saved: of each of them, whether what it makes is a residual.
+    """
+
+    name: str
+    module: nn.Module
+    is_linked: bool
+    state_bytes: int
+    output_bytes: int = 0
+    work: float = 0.0
+    seconds: float = 0.0
+    before: Span = Span(0, 0)
+    forward: Span = Span(0, 0)
+    until_again: Span | None = None
+    again: Span = Span(0, 0)
+    residuals: Span = Span(0, 0)
+    after: Span = Span(0, 0)
+    shared_bytes: int = 0
+    alive_bytes: int = 0
+    products: list[Product] = field(default_factory=list[Product])
+    saved: list[bool] = field(default_factory=list[bool])
+
+
+@dataclass
+class Measured:
+    """A step, call by call.
+
+    Args:
+        calls: in the order of forward.
+        order: places of calls in the order in which backward ran them again.
+        between: the span from the end of the last call to the first second run.
+        peak_bytes: of the step.
+        end_bytes: what the step leaves.
+        seconds: of the step.
+    """
+
+    calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
+    order: list[int] = field(default_factory=list[int])
+    between: Span = Span(0, 0)
+    peak_bytes: int = 0
+    end_bytes: int = 0
+    seconds: float = 0.0
+
+
+def measure_blocks(
+    step: Step,
+    blocks: Iterable[Block],
+    device: torch.device,
+) -> Measured:
+    """Measure a step in which each block is run again (See Rule 1).
+
+    Args:
+        step: the step.
+        blocks: names and modules.
+        device: where bytes are counted.
+    """
+    blocks = list(blocks)
+    with rehearsal(step.model), timeline(device) as line:
+        names = {id(module): name for name, module in blocks}
+        own = (*step.model.parameters(), *step.model.buffers())
+        meter = _Meter(names, set(map(storage_of, own)), line)
+        following = Following([module for _, module in blocks], meter)
+        try:
+            begin = time.perf_counter()
+            step.run()
+            meter.measured.seconds = time.perf_counter() - begin
+        finally:
+            following.end()
+        meter.step_ended()
+    meter.measured.peak_bytes = line.peak_bytes
+    return meter.measured
+
+
+def peak_of(step: Step, device: torch.device) -> int:
+    """Return the peak of a step of a model as it is."""
+    with rehearsal(step.model), timeline(device) as line:
+        step.run()
+    return line.peak_bytes
+
+
+class _Meter:
+    """The follower of all blocks."""
+
+    def __init__(self, names: dict[int, str], weights: set[int], line: Timeline) -> None:
+        self.measured = Measured()
+        self._names = names
+        self._line = line
+        self._returned = Returned(())
+        self._known: set[int] = set()
+        self._weights = weights
+        self._latest: MeasuredCall | None = None  # whose second run was the last
+
+    def called(
+        self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block between two moments."""
+        calls = self.measured.calls
+        name = self._names[id(module)]
+        call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
+        given = call.state
+        taken = self._storages(given)
+        at, _ = self._returned.places_in(given)
+        linked = tuple(given[place] for place in at)
+        found = MeasuredCall(name, module, bool(at), self._fresh_bytes(linked or given))
+        calls.append(found)
+        found.before = self._line.mark()
+        counter = WorkCounter(is_costly)
+        begin = time.perf_counter()
+        with counter:
+            output = run_again(call)
+        found.seconds = time.perf_counter() - begin
+        found.forward = self._line.mark()
+        found.work, found.products = counter.work, counter.products
+        outputs = call.take_outputs()
+        found.output_bytes = self._bytes_of(outputs, taken)
+        found.alive_bytes = counter.alive_bytes(taken | self._storages(outputs) | self._weights)
+        self._returned = Returned(outputs)
+        return output
+
+    def second_run_begins(self, place: int) -> MeasuredCall:
+        """Take the span until now."""
+        span = self._line.mark()
+        self._ended(span)
+        found = self.measured.calls[place]
+        found.until_again = span
+        self.measured.order.append(place)
+        return found
+
+    def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
+        """Take the span of the second run, and the moment after; `outputs` is emptied."""
+        found.again = self._line.mark()
+        num_bytes = self._bytes_of(outputs, self._storages(given))
+        outputs.clear()
+        found.residuals = self._line.mark()
+        freed = found.again.end_bytes - found.residuals.end_bytes
+        found.shared_bytes = max(num_bytes - freed, 0)
+        self._latest = found
+
+    def step_ended(self) -> None:
+        """Take the last span."""
+        span = self._line.mark()
+        self._ended(span)
+        self.measured.end_bytes = span.end_bytes
+
+    def _ended(self, span: Span) -> None:
+        if self._latest is None:
+            self.measured.between = span
+        else:
+            self._latest.after = span
+        self._latest = None
+
+    def _fresh_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Bytes of tensors that no call was given before; parameters have none."""
+        num_bytes = self._bytes_of(tensors, self._known)
+        self._known |= self._storages(tensors)
+        return num_bytes
+
+    def _storages(self, tensors: Sequence[Tensor]) -> set[int]:
+        return set(map(storage_of, tensors))
+
+    def _bytes_of(self, tensors: Sequence[Tensor], left_out: set[int]) -> int:
+        found = {storage_of(t): t for t in tensors if not isinstance(t, nn.Parameter)}
+        return sum(
+            tensor.untyped_storage().nbytes()
+            for key, tensor in found.items()
+            if key and key not in left_out
+        )
+
+
+class _MeasuredCall(Call):
+    """A call that says when it runs again."""
+
+    __slots__ = ("_meter", "_place", "outputs")
+
+    def __init__(
+        self,
+        meter: _Meter,
+        place: int,
+        name: str,
+        run: Run,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module,
+    ) -> None:
+        super().__init__(name, run, args, kwargs, module)
+        self._meter = meter
+        self._place = place
+        self.outputs: State | None = None
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Run between two moments, if it runs again."""
+        if not self.has_run:
+            self.outputs, beside = super().forward(state)
+            return self.outputs, beside
+        found = self._meter.second_run_begins(self._place)
+        with WorkCounter(is_costly) as counter:
+            outputs = list(super().forward(state)[0])
+        self._meter.second_run_ended(found, outputs, state)
+        found.saved = counter.products_alive()
+        return (), None
+
+    def take_outputs(self) -> State:
+        """Return what the first run returned, and forget it."""
+        outputs, self.outputs = self.outputs, None
+        return outputs or ()

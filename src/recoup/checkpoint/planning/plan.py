@@ -1,0 +1,278 @@
+"""A byte budget for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from recoup.checkpoint.planning.blocks import name_blocks
+from recoup.checkpoint.planning.drafting import follow_schedule
+from recoup.checkpoint.planning.forwards import Following
+from recoup.checkpoint.planning.losses import losses_from
+from recoup.checkpoint.planning.measuring import MeasuredCall, Step, measure_blocks, peak_of
+from recoup.checkpoint.planning.pricing import price
+from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
+from recoup.checkpoint.planning.total import standing_bytes
+from recoup.errors import BudgetError
+from recoup.memory import format_bytes, parse_bytes
+from recoup.residuals.hooks import check_hooks_work
+from recoup.schedules import Action, Cost, Point, Schedule, frontier
+
+__all__ = ["Plan", "plan"]
+
+
+def plan(
+    model: nn.Module,
+    *example_args: Any,
+    budget: int | str,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: str | Iterable[str | nn.Module] | None = None,
+    budget_of: Literal["step", "total"] = "step",
+    optimizer: torch.optim.Optimizer | None = None,
+    **example_kwargs: Any,
+) -> Plan:
+    """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
+
+    Two or three steps are run that leave no trace: parameters, buffers, gradients and the random
+    stream are as before. The first runs every block again in backward and measures them; the
+    fastest schedule within the budget is found; and a step that follows it is run, so that the
+    peak that is promised is one that was measured. Nothing changes before `Plan.apply`.
+
+    Kept: what fits in `budget`. Backward pays for the blocks that are run again, as `print` says.
+
+    Args:
+        model: any module. It is planned in the mode (training or evaluation), and under the
+            autocast, in which it is.
+        example_args: its arguments as in training: the largest batch that will come.
+        budget: bytes, an int or such as ``"2 GiB"``.
+        loss: from what the model returns to a scalar, or several. If left out, that is its
+            attribute or entry `loss`, or else the sum of what it returns; a loss that is computed
+            outside of the model takes memory too, so name it.
+        blocks: a regular expression for the names (fullmatch) of what is kept or run again as a
+            whole, or names or modules; found if left out: the modules that repeat.
+        budget_of: "step" bounds what forward, loss and backward allocate beyond what is alive
+            before them, gradients included; "total" bounds that with parameters, buffers and the
+            state of `optimizer`.
+        optimizer: for "total"; its state is counted as it will be after its first step.
+        example_kwargs: keyword arguments of the model.
+
+    Returns:
+        The plan, printable.
+
+    Raises:
+        BudgetError: no plan keeps to the budget; the message and `least_bytes` say what is the
+            least.
+        ValueError: an argument is not what is said here.
+        ReplayError: a block cannot be run again, or a forward changes a parameter.
+
+    Example:
+        >>> import recoup, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "abcd"]
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> x = torch.ones(256, 64)
+        >>> plan = recoup.plan(model, x, budget="600 KiB")
+        >>> plan.predicted_peak_bytes <= plan.budget_bytes
+        True
+        >>> with plan.applied():
+        ...     model(x).sum().backward()
+
+    Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
+    neural networks with limited memory" (2019).
+    """
+    budget_bytes = _budget("budget", budget)
+    if budget_of not in ("step", "total"):
+        raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
+    if optimizer is not None and budget_of == "step":
+        raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
+    check_hooks_work()
+    standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
+    device = _device_of(model)
+    step = Step(model, example_args, example_kwargs, losses_from(loss))
+    named = name_blocks(model, blocks)
+    if not named:
+        raise ValueError(
+            f"`model` is a {type(model).__name__} in which no modules repeat. Name its `blocks`."
+        )
+    measured = measure_blocks(step, named, device)
+    if not measured.calls:
+        names = ", ".join(f"`{name}`" for name, _ in named[:3])
+        raise ValueError(f"`blocks` are {names}, but forward calls none of them. Name others.")
+    costs = price(measured)
+    points = frontier(costs)
+    made = Plan(model, budget_bytes, standing, measured.calls, costs, points)
+    made._choose(step, device)  # pyright: ignore[reportPrivateUsage]
+    return made
+
+
+def _budget(name: str, budget: int | str) -> int:
+    try:
+        return parse_bytes(budget)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`value`", f"`{name}`")) from None
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cuda":
+            return tensor.device
+    return torch.device("cpu")
+
+
+class Plan:
+    """What each block of a model does with its residuals; made by `recoup.plan`.
+
+    Args:
+        model: the model.
+        budget_bytes: what was asked for.
+        standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
+        calls: the blocks that were called, in order.
+        costs: of them, and of what follows them.
+        points: the plans that are best for some budget, from the least bytes to the most.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget_bytes: int,
+        standing_bytes: int,
+        calls: Sequence[MeasuredCall],
+        costs: Sequence[Cost],
+        points: Sequence[Point],
+    ) -> None:
+        self.model = model
+        self.budget_bytes = budget_bytes
+        self.standing_bytes = standing_bytes
+        self.costs = tuple(costs)
+        self.frontier = tuple(points)
+        self._calls = tuple(calls)
+        self._point = points[0]
+        self._following: Following | None = None
+        self._rehearsed_bytes = 0
+
+    # -- what it is ------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule:
+        """What happens to each block, in order; the last stage is what follows the blocks."""
+        return self._point.schedule
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of `schedule`."""
+        return self.schedule.actions
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The peak of a step, by what each block costs."""
+        return self.standing_bytes + self._point.peak_bytes
+
+    @property
+    def rehearsed_peak_bytes(self) -> int:
+        """The peak of the step that was run to see that the plan keeps its promise."""
+        return self.standing_bytes + self._rehearsed_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The least budget."""
+        return self.standing_bytes + self.frontier[0].peak_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What a step takes if every residual is kept."""
+        return self.standing_bytes + self.frontier[-1].peak_bytes
+
+    @property
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        """What is done with each block, in the order of forward."""
+        return rows_of(self._calls, self.costs, self.schedule)
+
+    def __str__(self) -> str:
+        return described(self)
+
+    # -- what it does ----------------------------------------------------------------------
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model follows it."""
+        return self._following is not None
+
+    def apply(self) -> Plan:
+        """Let the model follow the plan in every forward with gradients, until `remove`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: a plan is applied to the model already.
+        """
+        if self._following is None:
+            self._following = self._follow(self._point)
+        return self
+
+    def remove(self) -> None:
+        """Give the model its forwards back; a graph that exists already keeps to the plan."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.end()
+
+    @contextmanager
+    def applied(self) -> Generator[Plan]:
+        """Return a context in which the model follows the plan."""
+        self.apply()
+        try:
+            yield self
+        finally:
+            self.remove()
+
+    def figure(self, path: str | Path) -> Path:
+        """Draw memory over a step before and after, and time against bytes of all plans.
+
+        Args:
+            path: of the picture, ending in .png, .svg or .pdf.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: `path` ends otherwise.
+        """
+        from recoup.checkpoint.planning.figure import draw
+
+        return draw(self, Path(path))
+
+    def _follow(self, point: Point) -> Following:
+        modules = {id(call.module): call.module for call in self._calls}
+        follower = follow_schedule(self.model, self._calls, point.schedule)
+        return Following([self.model, *modules.values()], follower)
+
+    def _choose(self, step: Step, device: torch.device) -> None:
+        """Take the fastest plan whose rehearsal keeps to the budget."""
+        step_bytes = self.budget_bytes - self.standing_bytes
+        fitting = [point for point in self.frontier if point.peak_bytes <= step_bytes]
+        for point in reversed(fitting):
+            following = self._follow(point)
+            try:
+                self._rehearsed_bytes = peak_of(step, device)
+            finally:
+                following.end()
+            if self._rehearsed_bytes <= step_bytes:
+                self._point = point
+                return
+        of_which = (
+            f", {format_bytes(self.standing_bytes)} of which are alive before a step"
+            if self.standing_bytes
+            else ""
+        )
+        least = max(self.least_bytes, self.rehearsed_peak_bytes)
+        raise BudgetError(
+            f"`budget` is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but the "
+            f"least that a step of this model can take is {format_bytes(least)} ({least} bytes"
+            f"{of_which}). Give that much, a smaller batch, or smaller `blocks`.",
+            least,
+        )

@@ -1,0 +1,141 @@
+"""From what was measured to the costs of a chain.
+
+NOTE [ A step as a chain ]
+
+Rule 1. Calls of blocks are the stages; what follows the last one, with the loss, is one more stage,
+        which can only be taped. What lies between two blocks is beside the chain.
+Rule 2. The costs are such that `simulate` gives back the bytes that were measured at every border,
+        for the step in which each block is run again. So what they leave out cancels.
+Rule 3. Another tape of a block keeps what its costly operators made, those with the most work a
+        byte first, and not those after the last residual, which no second run gets to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from recoup.checkpoint.planning.measuring import Measured, MeasuredCall
+from recoup.schedules import Advance, Cost, Drop, Keep, Load, Reverse, Schedule, Tape, Thin
+
+__all__ = ["chosen_products", "every_input", "price"]
+
+_MOST_VARIANTS = 5
+
+
+def price(measured: Measured) -> list[Cost]:
+    """Return the costs of the calls, and of what follows them."""
+    beside = _beside(measured)
+    costs = [
+        _cost(call, beside_bytes)
+        for call, beside_bytes in zip(measured.calls, beside, strict=False)
+    ]
+    last = measured.calls[-1]
+    end = last.forward.end_bytes
+    state, between = last.output_bytes, measured.between
+    tail = Cost(
+        seconds=0.0,
+        state_bytes=state,
+        tape_bytes=state,
+        tape_run_bytes=max(between.peak_bytes - end, 0),
+        left_bytes=between.end_bytes - end + state + beside[-1],
+        beside_bytes=beside[-1],
+        is_fixed=True,
+    )
+    return [*costs, tail]
+
+
+def every_input(num_stages: int) -> Schedule:
+    """The schedule of the step that was measured, for stages and what follows them."""
+    sweep = [action for i in range(num_stages) for action in (Keep(i), Advance(i, i + 1))]
+    backward = [
+        action
+        for i in reversed(range(num_stages))
+        for action in (Load(i), Drop(i), Tape(i), Reverse(i))
+    ]
+    actions = (*sweep, Tape(num_stages), Reverse(num_stages), *backward)
+    return Schedule(num_stages + 1, actions, name="inputs")
+
+
+def _beside(measured: Measured) -> list[int]:
+    """Bytes that are kept beside the chain, from each border on."""
+    calls = measured.calls
+    states = [_state_bytes(call) for call in calls]
+    kept = [0, *accumulate(states)]
+    alive = [call.before.end_bytes - call.state_bytes for call in calls]
+    alive.append(calls[-1].forward.end_bytes - calls[-1].output_bytes)
+    # What goes away again on the way is taken to stay.
+    until = accumulate((a - k for a, k in zip(alive, kept, strict=True)), max)
+    levels = [0, *(max(level, 0) for level in until)]
+    return [b - a for a, b in zip(levels, levels[1:], strict=False)]
+
+
+def _state_bytes(call: MeasuredCall) -> int:
+    return 0 if call.until_again is None else call.state_bytes
+
+
+def _cost(call: MeasuredCall, beside_bytes: int) -> Cost:
+    run_bytes = max(call.forward.peak_bytes - call.before.end_bytes, call.output_bytes)
+    if call.until_again is None:  # no gradient goes through it
+        return Cost(
+            seconds=call.work,
+            state_bytes=0,
+            tape_bytes=0,
+            run_bytes=run_bytes,
+            tape_run_bytes=run_bytes,
+            beside_bytes=beside_bytes,
+            is_linked=call.is_linked,
+        )
+    begin, residuals = call.until_again.end_bytes, call.residuals.end_bytes
+    own = max(residuals - begin - call.shared_bytes - call.alive_bytes, 0)
+    tape_bytes = call.state_bytes + own
+    return Cost(
+        seconds=call.work,
+        state_bytes=call.state_bytes,
+        tape_bytes=tape_bytes,
+        run_bytes=run_bytes,
+        tape_run_bytes=max(call.again.peak_bytes - begin, 0),
+        reverse_bytes=max(call.after.peak_bytes - begin - own, 0),
+        left_bytes=call.after.end_bytes - begin + call.state_bytes + beside_bytes,
+        beside_bytes=beside_bytes,
+        is_linked=call.is_linked,
+        variants=tuple(_thin(call, own, run_bytes, chosen) for chosen in chosen_products(call)),
+    )
+
+
+def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -> Thin:
+    """The tape that keeps what these operators made."""
+    kept = sum(call.products[i].num_bytes for i in chosen)
+    in_tape = sum(call.products[i].num_bytes for i in chosen if call.saved[i])
+    begin = 0 if call.until_again is None else call.until_again.end_bytes
+    missing = max(own + call.shared_bytes + call.alive_bytes - in_tape, 0)
+    reverse = call.after.peak_bytes - call.residuals.end_bytes
+    again = call.again.peak_bytes - begin - in_tape
+    return Thin(
+        tape_bytes=call.state_bytes + kept,
+        seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
+        tape_run_bytes=run_bytes + kept,
+        reverse_bytes=max(missing + reverse, again, 0),
+    )
+
+
+def chosen_products(call: MeasuredCall) -> list[tuple[int, ...]]:
+    """Return which operators' results each of the other tapes keeps, the smallest tape first."""
+    if len(call.saved) != len(call.products):
+        return []  # the second run was not the first one over again
+    needed = [i for i, product in enumerate(call.products) if product.is_needed]
+    ranked = sorted(needed, key=lambda i: -_worth(call, i))
+    whole = call.residuals.end_bytes - (call.until_again.end_bytes if call.until_again else 0)
+    found: list[tuple[int, ...]] = []
+    for length in range(1, len(ranked) + 1):
+        chosen = tuple(sorted(ranked[:length]))
+        if sum(call.products[i].num_bytes for i in chosen) < whole:
+            found.append(chosen)
+    step = max(len(found) / _MOST_VARIANTS, 1.0)
+    places = sorted({len(found) - 1 - int(step * i) for i in range(_MOST_VARIANTS)})
+    return [found[place] for place in places if place >= 0]
+
+
+def _worth(call: MeasuredCall, index: int) -> float:
+    product = call.products[index]
+    return product.work / max(product.num_bytes, 1)

@@ -1,0 +1,128 @@
+"""What a plan does with each block, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from recoup.checkpoint.planning.measuring import MeasuredCall
+from recoup.memory import format_bytes
+from recoup.schedules import Advance, Cost, Invert, Keep, Schedule, Tape, simulate
+
+if TYPE_CHECKING:
+    from recoup.checkpoint.planning.plan import Plan
+
+__all__ = ["BlockPlan", "described", "rows_of"]
+
+
+class BlockPlan(NamedTuple):
+    """What is done with one call of a block.
+
+    Args:
+        name: its qualified name.
+        kind: its class.
+        way: "keep", "keep products" (the results of products and attention, the rest is
+            recomputed), "recompute" or "invert".
+        num_forwards: how often its forward runs in a step, whole.
+        keeps_bytes: what it holds from forward to backward.
+        saves_bytes: what it holds less than if it kept every residual.
+        seconds: what backward pays, about.
+    """
+
+    name: str
+    kind: str
+    way: str
+    num_forwards: int
+    keeps_bytes: int
+    saves_bytes: int
+    seconds: float
+
+
+def rows_of(
+    calls: Sequence[MeasuredCall], costs: Sequence[Cost], schedule: Schedule
+) -> tuple[BlockPlan, ...]:
+    """Return a row for each call."""
+    runs = simulate(schedule, costs=costs).forwards_per_stage
+    taped = {a.index: a.variant for a in _sweep(schedule) if isinstance(a, Tape)}
+    kept = {a.index for a in _sweep(schedule) if isinstance(a, Keep)}
+    inverted = {a.index for a in schedule.actions if isinstance(a, Invert)}
+    scale = _seconds_of_work(calls)
+    rows: list[BlockPlan] = []
+    for index, call in enumerate(calls):
+        cost = costs[index]
+        if index in taped:
+            thin = cost.tape(taped[index])
+            way = "keep products" if taped[index] else "keep"
+            keeps, work = thin.tape_bytes, thin.seconds + (runs[index] - 1) * cost.seconds
+        else:
+            way = "invert" if index in inverted else "recompute"
+            keeps = cost.state_bytes if index in kept else 0
+            work = (runs[index] - 1) * cost.seconds
+        saves = cost.tape_bytes - keeps
+        kind = type(call.module).__name__
+        rows.append(BlockPlan(call.name, kind, way, runs[index], keeps, saves, work * scale))
+    return tuple(rows)
+
+
+def _sweep(schedule: Schedule) -> list[Keep | Tape | Advance]:
+    """The keeps, tapes and advances of forward."""
+    found: list[Keep | Tape | Advance] = []
+    for action in schedule.actions:
+        if isinstance(action, (Keep, Tape, Advance)):
+            found.append(action)
+        if isinstance(action, Tape) and action.index == schedule.num_stages - 1:
+            break
+    return found
+
+
+def _seconds_of_work(calls: Sequence[MeasuredCall]) -> float:
+    work = sum(call.work for call in calls)
+    return sum(call.seconds for call in calls) / work if work else 0.0
+
+
+def described(plan: Plan) -> str:
+    """Return the text that a plan prints."""
+    rows = plan.blocks
+    budget = "total" if plan.standing_bytes else "step"
+    lines = [
+        f"Plan for {type(plan.model).__name__}: {len(rows)} blocks in "
+        f"{format_bytes(plan.budget_bytes)} ({budget})",
+        f"predicted peak {format_bytes(plan.predicted_peak_bytes)} "
+        f"(rehearsed {format_bytes(plan.rehearsed_peak_bytes)}), everything kept "
+        f"{format_bytes(plan.most_bytes)}, least feasible {format_bytes(plan.least_bytes)} "
+        f"({plan.least_bytes} bytes)",
+        "",
+    ]
+    table = [("block", "class", "way", "forwards", "keeps", "saves", "pays")]
+    for first, last, row in _merged(rows):
+        name = first.name if first is last else f"{first.name} ... {last.name}"
+        table.append((
+            name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
+            format_bytes(row.saves_bytes), f"{1e3 * row.seconds:.3g} ms" if row.seconds else "-",
+        ))  # fmt: skip
+    widths = [max(len(line[column]) for line in table) for column in range(7)]
+    for line in table:
+        left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
+        lines.append("  ".join([*left, *right]).rstrip())
+    if plan.standing_bytes:
+        lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
+    return "\n".join(lines)
+
+
+def _merged(rows: Sequence[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, BlockPlan]]:
+    """Rows that say the same, one after another, as one: first, last, and what they say each."""
+    groups: list[list[BlockPlan]] = []
+    for row in rows:
+        if groups and _says(groups[-1][-1]) == _says(row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [
+        (group[0], group[-1], group[0]._replace(seconds=sum(r.seconds for r in group) / len(group)))
+        for group in groups
+    ]
+
+
+def _says(row: BlockPlan) -> tuple[object, ...]:
+    return row.kind, row.way, row.num_forwards, row.keeps_bytes, row.saves_bytes

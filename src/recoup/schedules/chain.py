@@ -1,0 +1,236 @@
+"""What can be done with each segment of a chain, and how many bytes each choice needs.
+
+NOTE [ Bytes that a choice needs ]
+
+Rule 1. Bytes are counted as `simulate` counts them. A segment is solved with a number of bytes that
+        includes what lies beside the chain and what backward has left, but not what is kept for
+        the segments around it. So a choice has three parts: what it needs by itself, what it
+        keeps while the later part is solved, and the parts.
+Rule 2. Segments that end with the chain are solved in the sweep: beside them is what the stages
+        passed so far have there (`_passed`). All others are solved in backward, when all stages
+        behind them are reversed: beside them is what is there then (`_behind`).
+Rule 3. A segment that does not end with the chain is run again. So it contains no fixed stage, and
+        no stage but its first one is unlinked.
+Rule 4. In a long chain neighbours are grouped: the ends of a long segment are borders of groups,
+        and if it is run again its first group is taped whole or not at all. Within one group,
+        and for what the sweep tapes and inverts, every stage counts for itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from recoup.schedules.costs import Cost
+
+__all__ = ["Chain", "Choice"]
+
+_Way = Literal["tape", "keep", "offload", "invert"]
+
+# Most groups that a chain is cut in, more or less: the search takes their third power.
+_NUM_GROUPS = 64
+
+
+class Choice(NamedTuple):
+    """How to begin a segment.
+
+    Args:
+        way: tape the first stages, keep or offload the input of the first part, or invert the
+            first stage.
+        middle: where the first part ends and the later one begins.
+        variant: of the tape.
+        needs: bytes that this takes at the worst moment outside of the parts.
+        keeps: bytes that are kept while the later part is solved.
+        seconds: time, but for that of the parts that are solved.
+    """
+
+    way: _Way
+    middle: int
+    variant: int
+    needs: int
+    keeps: int
+    seconds: float
+
+
+class Chain:
+    """A chain of stages with their costs."""
+
+    def __init__(self, costs: Sequence[Cost], num_groups: int = _NUM_GROUPS) -> None:
+        self.costs = costs
+        self.num_stages = num_stages = len(costs)
+        self.states = [*(cost.state_bytes for cost in costs), 0]
+        self.taped = [0, *accumulate(cost.tape_bytes for cost in costs)]
+        self._until = [0.0, *accumulate(cost.seconds for cost in costs)]
+        self._passed = list(accumulate(cost.beside_bytes for cost in costs))
+        lefts = [0, *accumulate(cost.left_bytes for cost in reversed(costs))]
+        self._behind = [
+            (self._passed[index - 1] if index else 0) + lefts[num_stages - index]
+            for index in range(num_stages + 1)
+        ]
+        self.base = min(self._behind)
+        self._reach = self._reaches()
+        self.borders = self._borders(num_groups)
+        self._next = [
+            self.borders[bisect_right(self.borders, index)] for index in range(num_stages)
+        ]
+        self._taped_once = [self._taping(index, index + 1) for index in range(num_stages)]
+        self._taped_group = {
+            index: self._taping(index, self._next[index]) for index in self.borders[:-1]
+        }
+        self._passing = [self._passes(index) for index in range(num_stages)]
+
+    def run(self, start: int, stop: int) -> float:
+        """Seconds of one run of a segment."""
+        return self._until[stop] - self._until[start]
+
+    def segments(self) -> Iterator[tuple[int, int]]:
+        """The segments that may be run again, each after all that are within it."""
+        for start in reversed(range(self.num_stages)):
+            for stop in self.ends(start):
+                yield start, stop
+
+    def ends(self, start: int) -> list[int]:
+        """Where segments may end that begin at `start` and are run again."""
+        last = min(self._reach[start], self.num_stages - 1)
+        border = self._next[start]
+        ends = list(range(start + 1, min(border, last) + 1))
+        if self.borders[bisect_right(self.borders, start) - 1] == start:
+            first, stop = bisect_right(self.borders, border), bisect_right(self.borders, last)
+            ends += self.borders[first:stop]
+        return ends
+
+    def choices(self, start: int, stop: int) -> Iterator[Choice]:
+        """All ways to begin a segment; the first is to tape."""
+        if stop == self.num_stages:
+            yield from self._in_sweep(start)
+        else:
+            yield from self._in_backward(start, stop)
+
+    def handed_over(self, start: int) -> int:
+        """Bytes needed after a segment of the sweep whose input shall be at hand then."""
+        return self.states[start] + self._behind[start]
+
+    def _in_backward(self, start: int, stop: int) -> Iterator[Choice]:
+        border, behind = self._next[start], self._behind[stop]
+        if stop <= border:
+            first, splits = start + 1, range(start + 1, stop)
+            running, reversing = self._taped_once[start]
+        else:
+            first = border
+            splits = self._splits(start, stop)
+            running, reversing = self._taped_group[start]
+        keeps = self.taped[first] - self.taped[start]
+        seconds = self.run(start, first)
+        yield Choice("tape", first, 0, max(running + behind, reversing), keeps, seconds)
+        kept, offloaded, *_ = self._passing[start]
+        state, offload = self.states[start], self.costs[start].offload_seconds
+        for split in splits:
+            seconds = self.run(start, split)
+            at = split - start - 1
+            yield Choice("keep", split, 0, kept[at] + behind, state, seconds)
+            if offload is not None:
+                yield Choice("offload", split, 0, offloaded[at] + behind, 0, seconds + offload)
+
+    def _splits(self, start: int, stop: int) -> list[int]:
+        return self.borders[
+            bisect_right(self.borders, start) : bisect_right(self.borders, stop - 1)
+        ]
+
+    def _in_sweep(self, start: int) -> Iterator[Choice]:
+        cost, state, output = self.costs[start], self.states[start], self.states[start + 1]
+        passed, reversed_ = self._passed[start], self._behind[start]
+        behind = self._behind[start + 1]
+        for variant in range(len(cost.variants) + 1):
+            thin = cost.tape(variant)
+            needs = max(
+                state + thin.tape_run_bytes + passed,
+                thin.tape_bytes + output + passed,
+                thin.tape_bytes + thin.reverse_bytes + behind,
+                reversed_,
+            )
+            seconds = cost.seconds + thin.seconds
+            yield Choice("tape", start + 1, variant, needs, thin.tape_bytes, seconds)
+        if cost.is_fixed:
+            return
+        if cost.is_invertible and self._links(start + 1):
+            needs = max(
+                max(state + cost.run_bytes, output) + passed,
+                max(output + cost.tape_run_bytes, cost.tape_bytes + cost.reverse_bytes) + behind,
+                state + reversed_,
+                self.handed_over(start + 1),
+            )
+            seconds = cost.seconds + cost.invert_seconds
+            yield Choice("invert", start + 1, 0, needs, 0, seconds)
+        *_, kept, offloaded = self._passing[start]
+        for split in self.ends(start):
+            seconds, at = self.run(start, split), split - start - 1
+            yield Choice("keep", split, 0, kept[at], state, seconds)
+            if cost.offload_seconds is not None:
+                seconds += cost.offload_seconds
+                yield Choice("offload", split, 0, offloaded[at], 0, seconds)
+
+    def _links(self, index: int) -> bool:
+        return index == self.num_stages or self.costs[index].is_linked
+
+    def _reaches(self) -> list[int]:
+        """How far a segment can go that begins at each stage and is run again (See Rule 3)."""
+        reach = list(range(self.num_stages + 1))
+        for start in reversed(range(self.num_stages)):
+            if self.costs[start].is_fixed:
+                continue
+            goes_on = start + 1 < self.num_stages and self.costs[start + 1].is_linked
+            reach[start] = max(start + 1, reach[start + 1]) if goes_on else start + 1
+        return reach
+
+    def _borders(self, num_groups: int) -> list[int]:
+        """Borders of groups of neighbours, at small states where there is a choice."""
+        longest = -(-self.num_stages // num_groups)
+        borders = [0]
+        while borders[-1] < self.num_stages:
+            start = borders[-1]
+            last = max(start + 1, min(start + longest, self._reach[start]))
+            near = range(max(start + 1, last - longest // 2), last + 1)
+            cut = last == self._reach[start] or last == start + 1
+            borders.append(last if cut else min(near, key=lambda i: (self.states[i], -i)))
+        return borders
+
+    def _taping(self, start: int, stop: int) -> tuple[int, int]:
+        """Bytes for taping stages once more and reversing them: beside what is then there, and
+        in all."""
+        running, reversing = 0, self.base
+        for index in range(start, stop):
+            cost = self.costs[index]
+            output = self.states[index + 1] if self._links(index + 1) else 0
+            held = self.taped[index] - self.taped[start]
+            most = max(self.states[index] + cost.tape_run_bytes, cost.tape_bytes + output)
+            running = max(running, held + most)
+            most = max(
+                cost.tape_bytes + cost.reverse_bytes + self._behind[index + 1],
+                self._behind[index],
+            )
+            reversing = max(reversing, held + most)
+        return running, reversing
+
+    def _passes(self, start: int) -> tuple[list[int], ...]:
+        """Bytes for running from `start` to the first, second, ... stage after it, without tapes.
+
+        With the input kept and with it offloaded, in backward (beside what is then there); then
+        both in the sweep (in all).
+        """
+        ends = self.ends(start)
+        stop = ends[-1] if ends else start
+        input_ = self.states[start]
+        passes: tuple[list[int], ...] = ([], [], [], [])
+        most = [0, 0, self.base, self.base]
+        for index in range(start, stop):
+            run, output = self.costs[index].run_bytes, self.states[index + 1]
+            state = self.states[index] if index > start else 0
+            kept = input_ + max(state + run, output)
+            offloaded = max(self.states[index] + run, output)
+            passed = self._passed[index]
+            for at, now in enumerate((kept, offloaded, kept + passed, offloaded + passed)):
+                most[at] = max(most[at], now)
+                passes[at].append(most[at])
+        return passes

@@ -1,0 +1,179 @@
+"""The fastest way through each segment, for each level of memory: Rotor's recurrence."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import inf
+from operator import neg
+from typing import NamedTuple
+
+from recoup.schedules.chain import Chain, Choice
+
+__all__ = ["Table"]
+
+
+class _Row(NamedTuple):
+    """Seconds of a segment by level.
+
+    Args:
+        low: the first level at which it is feasible.
+        values: seconds at that level and the following ones, never increasing.
+        rest: seconds at all levels above those.
+    """
+
+    low: int
+    values: list[float]
+    rest: float
+
+    def at(self, level: int) -> float:
+        if level < self.low:
+            return inf
+        place = level - self.low
+        return self.values[place] if place < len(self.values) else self.rest
+
+    def between(self, low: int, high: int) -> list[float]:
+        values = self.values[low - self.low : high - self.low]
+        missing = high - low - len(values)
+        return values + [self.rest] * missing if missing else values
+
+
+_NOTHING = _Row(0, [], 0.0)
+
+
+class Table:
+    """Rows of all segments of a chain, with bytes counted in units."""
+
+    def __init__(self, chain: Chain, unit: int, num_levels: int) -> None:
+        self.chain = chain
+        self.unit = unit
+        self.num_levels = num_levels
+        self._rows: dict[tuple[int, int], _Row] = {}
+        self._peaks: dict[tuple[int, int, int], int] = {}
+        self._choices: dict[tuple[int, int, int], tuple[Choice, int]] = {}
+        self._linear: dict[tuple[int, int], int] = {}
+        last = chain.num_stages
+        for start, stop in chain.segments():
+            self._solve(start, stop)
+        for start in reversed(range(last)):
+            self._solve(start, last)
+
+    def row(self, start: int, stop: int) -> _Row:
+        return self._rows[start, stop] if start < stop else _NOTHING
+
+    def levels(self) -> list[tuple[int, float]]:
+        """The levels at which the whole chain gets faster, from the least on, with its seconds."""
+        row = self.row(0, self.chain.num_stages)
+        found: list[tuple[int, float]] = []
+        before = inf
+        for level, value in enumerate([*row.values, row.rest], start=row.low):
+            if value < before and level <= self.num_levels:
+                found.append((level, value))
+                before = value
+        return found
+
+    def peak(self, start: int, stop: int, level: int) -> int:
+        """The bytes that the fastest way through a segment needs, not rounded."""
+        # Without recursion where segments follow one another: a sweep may have a thousand.
+        passed: list[tuple[tuple[int, int, int], int, int]] = []
+        peak = 0
+        while start < stop:
+            key = start, stop, level
+            if key in self._peaks:
+                peak = self._peaks[key]
+                break
+            choice, later = self.choose(*key)
+            needs = choice.needs
+            if choice.way in ("keep", "offload"):
+                needs = max(needs, self.peak(start, choice.middle, level))
+            passed.append((key, needs, choice.keeps))
+            start, level = choice.middle, later
+        else:
+            peak = self.chain.base
+        for key, needs, keeps in reversed(passed):
+            peak = self._peaks[key] = max(needs, keeps + peak)
+        return peak
+
+    def choose(self, start: int, stop: int, level: int) -> tuple[Choice, int]:
+        """How a fastest way through a segment begins, and the level of its later part."""
+        key = start, stop, level
+        if key not in self._choices:
+            self._choices[key] = self._chosen(*key)
+        return self._choices[key]
+
+    def _chosen(self, start: int, stop: int, level: int) -> tuple[Choice, int]:
+        row = self.row(start, stop)
+        sought = row.at(level)
+        is_linear = level >= row.low + len(row.values)
+        best, seconds = None, inf
+        for choice in self.chain.choices(start, stop):
+            later, low = self._later(choice, start, stop)
+            if is_linear:
+                return choice, level - later
+            if level < low:
+                continue
+            value = self._value(choice, start, stop, level, later)
+            if value < seconds:
+                best, seconds = (choice, level - later), value
+                if value <= sought:
+                    break
+        assert best is not None
+        return best
+
+    def _value(self, choice: Choice, start: int, stop: int, level: int, keeps: int) -> float:
+        value = choice.seconds + self.row(choice.middle, stop).at(level - keeps)
+        if choice.way in ("keep", "offload"):
+            value += self.row(start, choice.middle).at(level)
+        return value
+
+    def _units(self, num_bytes: int) -> int:
+        """Bytes in units, rounded to the nearest."""
+        return (num_bytes + self.unit // 2) // self.unit
+
+    def _level(self, num_bytes: int) -> int:
+        return self._units(num_bytes - self.chain.base)
+
+    def _later(self, choice: Choice, start: int, stop: int) -> tuple[int, int]:
+        """What a choice keeps, in units, and the first level at which it is feasible."""
+        # Rounded where it lies in the sum of all tapes, so that errors do not add up.
+        before = self.chain.taped[start]
+        keeps = self._units(before + choice.keeps) - self._units(before)
+        low = max(self._level(choice.needs), keeps + self.row(choice.middle, stop).low)
+        if choice.way in ("keep", "offload"):
+            low = max(low, self.row(start, choice.middle).low)
+        elif choice.way == "invert":
+            low = max(low, self._level(self.chain.handed_over(choice.middle)))
+        return keeps, low
+
+    def _solve(self, start: int, stop: int) -> None:
+        chain, run = self.chain, self.chain.run(start, stop)
+        row: list[float] = []
+        for number, choice in enumerate(chain.choices(start, stop)):
+            keeps, low = self._later(choice, start, stop)
+            if number == 0:
+                enough = choice.needs
+                if choice.middle < stop:
+                    enough = max(enough, choice.keeps + self._linear[choice.middle, stop])
+                self._linear[start, stop] = enough
+                row = [inf] * min(max(self._level(enough), low), self.num_levels + 1)
+            # No choice is faster than what it pays on top of one run of each stage.
+            paid = choice.seconds - chain.run(start, choice.middle)
+            if choice.way in ("keep", "offload"):
+                paid = choice.seconds
+            high = bisect_left(row, -(run + paid), key=neg)
+            if low >= high:
+                continue
+            later = self.row(choice.middle, stop).between(low - keeps, high - keeps)
+            seconds = choice.seconds
+            if choice.way in ("keep", "offload"):
+                earlier = self.row(start, choice.middle).between(low, high)
+                row[low:high] = [
+                    value if (value := seconds + a + b) < best else best
+                    for a, b, best in zip(later, earlier, row[low:high], strict=True)
+                ]
+            else:
+                row[low:high] = [
+                    value if (value := seconds + a) < best else best
+                    for a, best in zip(later, row[low:high], strict=True)
+                ]
+        first = next((place for place, value in enumerate(row) if value < inf), len(row))
+        self._rows[start, stop] = _Row(first, row[first:], run)

@@ -1,0 +1,265 @@
+"""The memory of a chain while a schedule is executed: what `simulate` walks with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recoup.schedules.actions import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Reverse,
+    Tape,
+)
+from recoup.schedules.costs import Cost, Thin
+
+__all__ = ["Walk"]
+
+
+# A stage of which nothing is known but sizes: nothing is ruled out.
+_ANY = Cost(0.0, 0, 0, is_invertible=True)
+
+
+class Walk:
+    """What is held, after every action and at the worst moment within it."""
+
+    def __init__(
+        self,
+        state_bytes: Sequence[int],
+        tape_bytes: Sequence[int],
+        costs: Sequence[Cost] | None = None,
+    ) -> None:
+        self.num_stages = len(tape_bytes)
+        self.state_bytes = state_bytes
+        self.tape_bytes = tape_bytes
+        self.is_costed = costs is not None
+        self.costs = [_ANY] * self.num_stages if costs is None else costs
+        self.working: int | None = 0
+        self.kept: set[int] = set()
+        self.offloaded: set[int] = set()
+        self.tapes: dict[int, int] = {}  # the variant of each
+        self.remaining = self.num_stages  # stages that are not reversed; they are the first ones
+        self.swept = False  # whether the working state has been x_n
+        self.in_backward = False
+        self.forwards = [0] * self.num_stages
+        self.num_inverses = 0
+        self.seconds = 0.0
+        self.counted = [0] * (self.num_stages + 1)  # bytes of each state that are in `held` now
+        self.held = 0
+        self.peak = self.peak_states = self.peak_tapes = 0
+        self.host = self.peak_host = 0
+        self._recount(0)
+
+    @classmethod
+    def of(cls, costs: Sequence[Cost]) -> Walk:
+        """A walk with all that the costs say; the chain's last state is the caller's."""
+        states = [*(cost.state_bytes for cost in costs), 0]
+        return cls(states, [cost.tape_bytes for cost in costs], costs)
+
+    def step(self, action: Action) -> str | None:
+        """Do one action; if it is impossible, do nothing and say why."""
+        if self.swept and not self.in_backward and action != Keep(self.num_stages):
+            self.in_backward = True
+            self._work(None)
+        reason = self._refusal(action)
+        if reason is not None:
+            return reason
+        match action:
+            case Keep(index):
+                self.kept.add(index)
+            case Offload(index):
+                self._offload(index)
+            case Drop(index):
+                self._drop(index)
+            case Load(index):
+                self._work(index)
+            case Advance(start, stop):
+                for index in range(start, stop):
+                    self._enter(index, self.costs[index].run_bytes)
+                    self._work(self._output(index))
+            case Tape(index, variant):
+                self._enter(index, self._thin(index, variant).tape_run_bytes)
+                self._tape(index, variant, self._output(index))
+            case Invert(index):
+                self._invert(index)
+            case Reverse(index):
+                self._reverse(index)
+        self.peak = max(self.peak, self.held)
+        self.peak_states = max(self.peak_states, len(self.kept))
+        self.peak_tapes = max(self.peak_tapes, len(self.tapes))
+        return None
+
+    # -- what is refused -------------------------------------------------------------------
+
+    def _refusal(self, action: Action) -> str | None:
+        if not self._in_range(action):
+            return f"a chain of {self.num_stages} stages has no such stage or state"
+        if not self.swept and isinstance(action, Load | Invert | Reverse):
+            return f"it belongs to backward, but the sweep has not reached x_{self.num_stages}"
+        match action:
+            case Keep(index):
+                return self._needs(index) or self._present(index)
+            case Offload(index):
+                return self._needs(index) or self._present(index) or self._offloadable(index)
+            case Drop(index) | Load(index):
+                there = index in self.kept or index in self.offloaded
+                return None if there else f"it needs x_{index} kept, and it is not"
+            case Advance(start, stop):
+                return self._needs(start) or self._unfit(start, stop)
+            case Tape(index, variant):
+                return self._needs(index) or self._untaped(index) or self._tapable(index, variant)
+            case Invert(index):
+                return self._needs(index + 1) or self._untaped(index) or self._invertible(index)
+            case Reverse(index):
+                if index != self.remaining - 1:
+                    return f"the next stage to reverse is {self.remaining - 1}"
+                return None if index in self.tapes else f"it needs a tape of stage {index}"
+
+    def _in_range(self, action: Action) -> bool:
+        match action:
+            case Keep(index) | Drop(index) | Load(index):
+                return 0 <= index <= self.num_stages
+            case Advance(start, stop):
+                return 0 <= start < stop <= self.num_stages
+            case Tape(index) | Invert(index) | Reverse(index) | Offload(index):
+                return 0 <= index < self.num_stages
+
+    def _needs(self, index: int) -> str | None:
+        if self.working == index:
+            return None
+        if self.working is not None:
+            return (
+                f"it needs the working state x_{index}, and the working state is x_{self.working}"
+            )
+        if not self._links(index):
+            return (
+                f"it needs the working state x_{index}, which running stage {index - 1} again "
+                f"does not make: keep x_{index} in the sweep and load it first"
+            )
+        return (
+            f"it needs the working state x_{index}, and the working state is gone where "
+            f"backward begins: keep x_{index} in the sweep and load it first"
+        )
+
+    def _present(self, index: int) -> str | None:
+        if index in self.kept:
+            return f"x_{index} is kept already"
+        return f"x_{index} is offloaded already" if index in self.offloaded else None
+
+    def _offloadable(self, index: int) -> str | None:
+        if self.is_costed and self.costs[index].offload_seconds is None:
+            return f"x_{index} cannot be offloaded"
+        return None
+
+    def _untaped(self, index: int) -> str | None:
+        if index in self.tapes:
+            return f"stage {index} is taped already"
+        return f"stage {index} is reversed already" if index >= self.remaining else None
+
+    def _unfit(self, start: int, stop: int) -> str | None:
+        for index in range(start, stop):
+            if self.costs[index].is_fixed:
+                return f"stage {index} is fixed: it can only be taped, when it is first passed"
+            if self.in_backward and index > start and not self._links(index):
+                return f"running stage {index - 1} again does not make x_{index}"
+        return None
+
+    def _tapable(self, index: int, variant: int) -> str | None:
+        if self.in_backward and variant:
+            return "only a tape of the sweep can be another one than the whole"
+        if variant < 0 or (self.is_costed and variant > len(self.costs[index].variants)):
+            return f"stage {index} has {len(self.costs[index].variants)} variants"
+        if self.in_backward and self.costs[index].is_fixed:
+            return f"stage {index} is fixed: it can only be taped, when it is first passed"
+        return None
+
+    def _invertible(self, index: int) -> str | None:
+        if self.costs[index].is_fixed:
+            return f"stage {index} is fixed: it can only be taped, when it is first passed"
+        if not self.costs[index].is_invertible:
+            return f"stage {index} is not invertible"
+        if not self._links(index + 1):
+            return f"x_{index + 1} is not what stage {index} returned"
+        return None
+
+    def _links(self, index: int) -> bool:
+        return not 0 < index < self.num_stages or self.costs[index].is_linked
+
+    # -- what is held ----------------------------------------------------------------------
+
+    def _output(self, index: int) -> int | None:
+        """The state that a run of a stage makes."""
+        return index + 1 if not self.in_backward or self._links(index + 1) else None
+
+    def _thin(self, index: int, variant: int) -> Thin:
+        if not self.is_costed:
+            return Thin(self.tape_bytes[index], 0.0)
+        return self.costs[index].tape(variant)
+
+    def _enter(self, index: int, beyond: int) -> None:
+        """Count a run of a stage from the working state, which is its input."""
+        cost = self.costs[index]
+        if not self.in_backward:
+            self.held += cost.beside_bytes
+        self.peak = max(self.peak, self.held + beyond)
+        self.forwards[index] += 1
+        self.seconds += cost.seconds
+
+    def _recount(self, index: int) -> None:
+        present = (index in self.kept or index == self.working) and index not in self.tapes
+        now = self.state_bytes[index] if present else 0
+        self.held += now - self.counted[index]
+        self.counted[index] = now
+        self.peak = max(self.peak, self.held)
+
+    def _work(self, index: int | None) -> None:
+        before, self.working = self.working, index
+        if before is not None:
+            self._recount(before)
+        if index is not None:
+            self._recount(index)
+        self.swept = self.swept or index == self.num_stages
+
+    def _offload(self, index: int) -> None:
+        self.offloaded.add(index)
+        self.host += self.state_bytes[index]
+        self.peak_host = max(self.peak_host, self.host)
+        self.seconds += self.costs[index].offload_seconds or 0.0
+
+    def _drop(self, index: int) -> None:
+        if index in self.offloaded:
+            self.offloaded.remove(index)
+            self.host -= self.state_bytes[index]
+        else:
+            self.kept.remove(index)
+            self._recount(index)
+
+    def _tape(self, index: int, variant: int, working: int | None) -> None:
+        tape = self._thin(index, variant)
+        self.seconds += tape.seconds
+        self.tapes[index] = variant
+        self.held += tape.tape_bytes
+        # The input goes into the tape before the output is counted, or it would be counted twice.
+        self.counted[index], counted = 0, self.counted[index]
+        self.held -= counted
+        self._work(working)
+
+    def _invert(self, index: int) -> None:
+        self.num_inverses += 1
+        self.seconds += self.costs[index].invert_seconds
+        self.peak = max(self.peak, self.held + self.costs[index].tape_run_bytes)
+        self._tape(index, 0, index)
+
+    def _reverse(self, index: int) -> None:
+        cost = self.costs[index]
+        if self.working is not None and self.working > index:
+            self._work(None)
+        tape = self._thin(index, self.tapes.pop(index))
+        self.peak = max(self.peak, self.held + tape.reverse_bytes)
+        self.held += cost.left_bytes - cost.beside_bytes - tape.tape_bytes
+        self.remaining -= 1
+        self._recount(index)
