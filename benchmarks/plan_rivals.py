@@ -122,31 +122,53 @@ def compiled(budget: float) -> Callable[[Case], Forward]:
     return change
 
 
-def torch_remat(case: Case) -> Forward:
-    """Its regions made again whole: those that it keeps need a symbol that CPU builds lack."""
-    try:
-        import torch_remat as library
-    except ImportError as error:
-        raise NotForThisError("It is not installed.") from error
+def torch_remat(*kept: str) -> Callable[[Case], Forward]:
+    """Its regions around each block, in which the children named `kept` are not run again.
 
-    device = next(case.model.parameters()).device.type
-    blocks = []
-    for index, block in enumerate(case.blocks):
-        # A name for each, and a hook of ours: without one dropout would be drawn anew, in silence.
-        call = library.checkpoint(
-            region_name=f"blocks.{index}", recompute_state_hooks=(_Draws(device),)
-        )
-        blocks.append(Around(block, _Remat(call)))
-    case.blocks = blocks
-    return case.forward
+    What such a child returns is declared as needed: to leave that out, and so keep less, takes a
+    symbol that CPU builds of torch 2.13 lack.
+    """
+
+    def change(case: Case) -> Forward:
+        try:
+            import torch_remat as library
+        except ImportError as error:
+            raise NotForThisError("It is not installed.") from error
+
+        # Without a hook for them dropout's masks would be drawn anew, in silence.
+        hooks = (_Draws(next(case.model.parameters()).device.type),)
+        if not all(hasattr(block, name) for block in case.blocks for name in kept):
+            raise NotForThisError(f"Its blocks have no {', '.join(kept)}.")
+        for block in case.blocks:
+            for name in kept:
+                setattr(block, name, Around(getattr(block, name), _RematKept(library, name)))
+        case.blocks = [
+            Around(block, _Remat(library, f"blocks.{index}", hooks))
+            for index, block in enumerate(case.blocks)
+        ]
+        return case.forward
+
+    return change
 
 
 class _Remat:
-    def __init__(self, call):
-        self.call = call
+    def __init__(self, library, name, hooks):
+        self.region = library.checkpoint(region_name=name, recompute_state_hooks=hooks)
 
     def __call__(self, block, *args, **kwargs):
-        return self.call(block)(*args, **kwargs)
+        return self.region(block)(*args, **kwargs)
+
+
+class _RematKept:
+    def __init__(self, library, name):
+        self.library, self.name = library, name
+
+    def __call__(self, module, *args, **kwargs):
+        output = self.library.region(module, self.name, recompute=False)(*args, **kwargs)
+        for value in output if isinstance(output, tuple) else (output,):
+            if value is not None:
+                self.library.recompute_needs_tensor(value)
+        return output
 
 
 class _Draws:
@@ -173,5 +195,8 @@ RIVALS: dict[str, Callable[[Case], Forward]] = {
     },
     "transformers": transformers,
     **{f"torch.compile, {budget}": compiled(budget) for budget in BUDGETS},
-    "torch_remat": torch_remat,
+    "torch_remat": torch_remat(),
+    "torch_remat, attention kept": torch_remat("attn"),
+    "torch_remat, MLP kept": torch_remat("mlp"),
+    "torch_remat, convolutions kept": torch_remat("conv1", "conv2", "conv3"),
 }

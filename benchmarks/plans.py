@@ -12,6 +12,7 @@ from plan_rivals import RIVALS, Forward, NotForThisError
 from torch import Tensor, nn
 
 import recoup
+from recoup.errors import BudgetError
 
 NUM_BUDGETS = 8
 SEED = 1
@@ -98,7 +99,11 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
     for budget in budgets(whole.least_bytes, whole.most_bytes, rivals_bytes):
         case = _case_of(name, model, device)
         start = time.perf_counter()
-        plan = _plan(case, budget)
+        try:
+            plan = _plan(case, budget)
+        except BudgetError as error:  # at our own least: it shows in `gains`
+            print(f"   {model}, {name}: no plan. {error}", flush=True)
+            continue
         found = {
             "budget_bytes": budget,
             "predicted_bytes": plan.predicted_peak_bytes,
@@ -214,21 +219,20 @@ def gains(rows: list[dict], prefix: str = "recoup") -> list[dict]:
                     "is_won": over is not None and over <= 1 + NOISE,
                 }
             )
-        if ours:
-            least = min(theirs, key=lambda row: row["peak_bytes"])
-            our_least = min(ours, key=lambda row: row["peak_bytes"])
-            over = our_least["peak_bytes"] / least["peak_bytes"]
-            found.append(
-                {
-                    "model": model,
-                    "name": f"least peak: {least['name']}",
-                    "peak_bytes": least["peak_bytes"],
-                    "ours": our_least["name"],
-                    "ours_bytes": our_least["peak_bytes"],
-                    "ours_over_rival": over,
-                    "is_won": over <= 1,
-                }
-            )
+        least = min(theirs, key=lambda row: row["peak_bytes"])
+        our_least = min(ours, key=lambda row: row["peak_bytes"], default=None)
+        over = our_least and our_least["peak_bytes"] / least["peak_bytes"]
+        found.append(
+            {
+                "model": model,
+                "name": f"least peak: {least['name']}",
+                "peak_bytes": least["peak_bytes"],
+                "ours": our_least and our_least["name"],
+                "ours_bytes": our_least and our_least["peak_bytes"],
+                "ours_over_rival": over,
+                "is_won": over is not None and over <= 1,
+            }
+        )
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recoup.memory.builders import load_builder
 from recoup.memory.census import Residual, Residuals, residuals
 from recoup.memory.curve import Curve, curve
 from recoup.memory.meter import Measurement, measure
@@ -16,6 +17,7 @@ __all__ = [
     "Residuals",
     "curve",
     "format_bytes",
+    "load_builder",
     "measure",
     "parse_bytes",
     "residuals",

@@ -6,8 +6,6 @@ JSON to PATH.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import sys
 import traceback
@@ -19,42 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from recoup.memory.builders import BuildError, load_builder
 from recoup.memory.meter import measure
 from recoup.memory.points import Request
 
 Step = Callable[[], object]
-
-
-class _BuildError(Exception):
-    """What is wrong with the builder itself."""
-
-
-def _load(name: str) -> Callable[..., object]:
-    """Import ``"module:function"`` or ``"path/to/file.py:function"``."""
-    module_name, _, function_name = name.rpartition(":")
-    if module_name.endswith(".py"):
-        path = Path(module_name).resolve()
-        spec = importlib.util.spec_from_file_location("__recoup_build__", path)
-        if not path.is_file() or spec is None or spec.loader is None:
-            raise _BuildError(f"there is no file {path}.")
-        sys.path.insert(0, str(path.parent))  # As when it is run as a script.
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # The module is there, but one that it needs is not.
-            raise _BuildError(
-                f"{error}. Run where it can be imported, or name its file, "
-                f'"path/to/file.py:{function_name}".'
-            ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise _BuildError(f"there is no function {function_name} in {module_name}.")
-    return function
 
 
 def _training_step(module: nn.Module, inputs: object) -> Step:
@@ -65,7 +32,7 @@ def _training_step(module: nn.Module, inputs: object) -> Step:
         leaves: list[Any] = _pytree.tree_leaves(module(*arguments))
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
-            raise _BuildError("no output of its module requires a gradient.")
+            raise BuildError("no output of its module requires a gradient.")
         total = outputs[0].sum()
         for output in outputs[1:]:
             total = total + output.sum()
@@ -75,7 +42,7 @@ def _training_step(module: nn.Module, inputs: object) -> Step:
 
 
 def _build(request: Request) -> Step:
-    build = _load(request.build)
+    build = load_builder(request.build)
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     with torch.device(request.device):
         built = build(depth=request.depth, memory=request.memory)
@@ -85,7 +52,7 @@ def _build(request: Request) -> Step:
     if len(pair) == 2 and isinstance(pair[0], nn.Module):
         inputs = _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(request.device), pair[1])
         return _training_step(pair[0].to(request.device), inputs)
-    raise _BuildError(
+    raise BuildError(
         f"it returned {type(cast('object', built)).__name__}, but must return a training step "
         "(a function without arguments) or a pair (module, inputs)."
     )
@@ -123,7 +90,7 @@ def main(path: str) -> int:
     """Answer the request on the standard input; 0 if that succeeded, else 1."""
     try:
         answer = _answer(Request(**json.load(sys.stdin)))
-    except _BuildError as error:
+    except BuildError as error:
         answer = {"argument": " ".join(str(error).split())}
     except (Exception, SystemExit) as error:  # noqa: BLE001  # Whatever it is, it is the answer.
         traceback.print_exc()

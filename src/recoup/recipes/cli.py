@@ -22,6 +22,7 @@ recoup: training that remembers less
   recoup lm evaluate     say how well it predicts text that it has not seen
   recoup lm generate     let it write
   recoup curve           measure memory and time against depth, for any builder
+  recoup explain         say what a plan does with a model, for a number of bytes
 
 Each says more with --help."""
 
@@ -136,6 +137,30 @@ def _curve(args: Sequence[str]) -> int:
     return curve_command(**options.as_dict())
 
 
+def _explain(args: Sequence[str]) -> int:
+    from jsonargparse import ArgumentParser
+
+    from recoup.recipes.explain_command import explain_command
+
+    parser = ArgumentParser(
+        prog="recoup explain",
+        description="Say what each block of a model does to keep to a number of bytes.",
+        exit_on_error=False,
+    )
+    parser.add_argument(
+        "build",
+        help="a function that returns (model, argument, ...), module:function or path.py:function",
+    )
+    parser.add_argument("--budget", required=True, help="bytes for a step, such as 2GiB")
+    parser.add_argument("--blocks", help="names of the blocks, a regular expression")
+    parser.add_argument("--loss", help="from what the model returns to a scalar, as the builder")
+    parser.add_argument("--device", default="cpu", help="cpu or a CUDA device")
+    parser.add_argument("--figure", type=Path, help="draw the plan: .png, .svg or .pdf")
+    with mistakes_reported():
+        options = parser.parse_args(list(args))
+    return explain_command(**options.as_dict())
+
+
 def _call(function: Callable[..., int], name: str, args: Sequence[str]) -> int:
     """Call `function` with options named and explained by its signature and docstring."""
     from jsonargparse import ArgumentParser
@@ -165,6 +190,7 @@ _COMMANDS: dict[str, Command] = {
     "lm evaluate": _lm_evaluate,
     "lm generate": _lm_generate,
     "curve": _curve,
+    "explain": _explain,
 }
 
 

@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from recoup.residuals.casts import geometry_of, laid_out
 from recoup.residuals.compiler import is_loaded, uncompiled
 from recoup.residuals.evaluation import is_answered
 from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
+from recoup.residuals.offload import moved_to_host
 from recoup.residuals.region import Region
 from recoup.residuals.stage import Stage, StageRun, State, is_said_in_place
 from recoup.residuals.values import HasTensor, Source, as_value, keep
@@ -48,6 +49,7 @@ from recoup.schedules import (
     Invert,
     Keep,
     Load,
+    Offload,
     Reverse,
     Schedule,
     Tape,
@@ -74,7 +76,12 @@ class _Step(NamedTuple):
 
 
 class Plan:
-    """A schedule made ready to be executed any number of times."""
+    """A schedule made ready to be executed any number of times.
+
+    Args:
+        schedule: the schedule.
+        stops: whether a second run ends with the last residual where its output is not needed.
+    """
 
     __slots__ = (
         "actions",
@@ -85,9 +92,10 @@ class Plan:
         "steps",
         "sweep_end",
         "tape_at",
+        "tapes_that_go_on",
     )
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, stops: bool = True) -> None:
         simulate(schedule)  # raises on a schedule that cannot be executed
         self.num_stages = schedule.num_stages
         self.actions = schedule.actions
@@ -97,6 +105,13 @@ class Plan:
             action.index: place
             for place in backward
             if isinstance(action := self.actions[place], Tape | Invert)
+        }
+        # Of the second runs, those whose output another action takes.
+        self.tapes_that_go_on = {
+            action.index
+            for place in backward
+            if isinstance(action := self.actions[place], Tape)
+            and not (stops and not _is_taken(self.actions, place))
         }
         self.inverted = {a.index for a in self.actions if isinstance(a, Invert)}
         self.last_keep = max(
@@ -114,7 +129,7 @@ class Plan:
         before: list[Action] = []
         for position, action in enumerate(self.actions[: self.sweep_end]):
             match action:
-                case Keep() | Drop():
+                case Keep() | Offload() | Drop():
                     before.append(action)
                 case Advance(start, stop):
                     for _ in range(start, stop):
@@ -165,6 +180,19 @@ def _end_of_sweep(schedule: Schedule) -> int:
             after = schedule.actions[place + 1] if place + 1 < len(schedule.actions) else None
             return place + (2 if after == Keep(schedule.num_stages) else 1)
     raise ScheduleError(f"The schedule {schedule.name} never reaches its last state.")
+
+
+def _is_taken(actions: Sequence[Action], place: int) -> bool:
+    """Whether the working state after this action is one that a later one begins with."""
+    for action in actions[place + 1 :]:
+        match action:
+            case Keep() | Advance() | Tape() | Invert():
+                return True
+            case Load():
+                return False
+            case _:
+                pass
+    return False
 
 
 def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
@@ -228,6 +256,7 @@ class _Run:
         "_inputs",
         "_kept",
         "_lock",
+        "_moved",
         "_outputs",
         "_plan",
         "_position",
@@ -245,6 +274,7 @@ class _Run:
         self._swept: dict[int, tuple[HasTensor, ...]] = {}
         self._storages: set[int] = set()
         self._kept: dict[int, State] = {}
+        self._moved: dict[int, tuple[Any, ...]] = {}
         self._inputs: dict[int, State] = {}
         self._working: tuple[int, State] = (-1, ())
         self._position = 0
@@ -273,8 +303,9 @@ class _Run:
         for action in step.before:
             if isinstance(action, Drop):
                 self._drop(action.index)
-            elif index not in self._swept:
-                self._swept[index] = self._keep(index, state)
+            elif index not in self._swept or isinstance(action, Offload):
+                is_moved = isinstance(action, Offload)
+                self._swept[index] = self._keep(index, state, is_moved=is_moved)
         if step.is_taped:
             return self._tape_first(index, state, step.is_run_again)
         return self._advance_first(index, state)
@@ -292,8 +323,10 @@ class _Run:
     def _is_whole(self) -> bool:
         return len(self._stages) == self._plan.num_stages
 
-    def _keep(self, index: int, state: State) -> tuple[HasTensor, ...]:
+    def _keep(self, index: int, state: State, *, is_moved: bool = False) -> tuple[HasTensor, ...]:
         pair = pair_in_force()  # See Rule 5
+        if is_moved:
+            pair = moved_to_host(pair)
         if index == len(self._stages):
             return tuple(Kept(value, "The output of the chain", pair) for value in state)
         name = f"The input of {self._stages[index].name}"
@@ -370,9 +403,9 @@ class _Run:
         """Fill the slots of stage `index` from the nearest state that is kept (See Rule 8)."""
         if self._plan.inverted:
             raise ReplayError(
-                f"{self._stages[-1].name} is not the last stage of the {self._plan.num_stages} that "
-                "the plan is for, and what comes after it was to be inverted. Make the plan anew, "
-                "with arguments for which the same blocks are called."
+                f"{self._stages[-1].name} is not the last of the {self._plan.num_stages} stages "
+                "that the schedule is for, and what comes after it was to be inverted. Make the "
+                "plan anew, with arguments for which the same blocks are called."
             )
         start = max(at for at in self._swept if at <= index)
         self._load(start)
@@ -387,6 +420,7 @@ class _Run:
         self._position = len(self._plan.actions)
         self._working = (-1, ())
         self._kept.clear()
+        self._moved.clear()
         self._inputs.clear()
 
     def _restart(self) -> None:
@@ -402,6 +436,9 @@ class _Run:
         match action:
             case Keep(at):
                 self._kept[at] = self._state_at(at)
+            case Offload(at):
+                pair = moved_to_host(None)
+                self._moved[at] = tuple(pair[0](value) for value in self._state_at(at))
             case Drop(at):
                 self._drop(at)
             case Load(at):
@@ -420,12 +457,16 @@ class _Run:
                 self._inputs.pop(index, None)  # autograd reverses; its slots are empty by now
 
     def _fill(self, index: int, state: State) -> State:
-        output = self._run(index).fill(state)
-        if index + 1 < len(self._stages):
+        is_last = index + 1 == len(self._stages)
+        needs_output = index in self._plan.tapes_that_go_on or (
+            is_last and any(ref() is not None for _, ref in self._outputs)
+        )
+        output = self._run(index).fill(state, needs_output=needs_output)
+        if not is_last:
             return output
         for place, ref in self._outputs:
             source = ref()
-            if source is not None:
+            if source is not None and output:
                 source.take(output[place])
         return ()  # nothing is run from the last state
 
@@ -441,6 +482,7 @@ class _Run:
 
     def _drop(self, index: int) -> None:
         self._kept.pop(index, None)
+        self._moved.pop(index, None)
         # The source of a restart stays: the first state, or all that the sweep of a run that
         # inverts has kept, since backward keeps nothing on top of it.
         if index != 0 and not self._plan.inverted:
@@ -448,7 +490,10 @@ class _Run:
 
     def _load(self, index: int) -> None:
         state = self._kept.get(index)
-        if state is None:
+        moved = self._moved.get(index)
+        if state is None and moved is not None:
+            state = tuple(moved_to_host(None)[1](value) for value in moved)
+        elif state is None:
             # The pair beneath may give it once only (torch's checkpoint does).
             state = tuple(kept.get().detach() for kept in self._swept[index])
             self._kept[index] = state

@@ -11,7 +11,15 @@ Rule 2. The first slot that is asked for makes the region run again; the second 
 Rule 3. A slot hands its value out once and forgets it, so that memory falls as backward
         proceeds as it does in a plain run. Asked again (retain_graph), the region runs again.
 Rule 4. Values are detached: the graph of a second run dies with it.
-Rule 5. Parameters may not be mistaken for inputs, or the saves would be counted differently in
+Rule 5. A second run whose output nobody needs stops at the last slot that can still be asked for.
+        An exception stops it, which names the region that it is meant for. It is an `Exception`:
+        hooks of modules that are always called (FSDP2's) are called for no other. Code that
+        catches it is stopped at its next save, or when it ends.
+        Its saves are not counted to the end then. So it stops only if each of them came after as
+        many nodes of the graph as in the first run, and wants a gradient if that one did. A run
+        for which this does not hold may be right all the same (autocast keeps casts in a first run
+        only), and goes on to its end.
+Rule 6. Parameters may not be mistaken for inputs, or the saves would be counted differently in
         the two runs: an input that is a parameter enters the region as a view of itself.
 """
 
@@ -21,7 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +47,15 @@ from recoup.residuals.hooks import (
 )
 from recoup.residuals.listening import Way, here
 
-__all__ = ["Region", "Slot", "Untaped"]
+__all__ = ["Filled", "Region", "Slot", "Untaped"]
+
+
+class Filled(Exception):  # noqa: N818 - it is no error
+    """Ends a second run that has filled its slots (See Rule 5)."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__(region.name)
+        self.region = region
 
 
 class Slot:
@@ -73,7 +89,9 @@ class Region:
         "_fill",
         "_is_recorded",
         "_lock",
+        "_marks",
         "_slots",
+        "_start",
         "name",
         "way",
     )
@@ -86,6 +104,8 @@ class Region:
         self._fill = fill
         self._lock = lock
         self._slots: list[weakref.ref[Slot]] = []
+        self._marks: list[int] = []  # of each save (See Rule 5)
+        self._start = 0
         self._is_recorded = False
         self._beneath: Pair | None = None
 
@@ -98,9 +118,12 @@ class Region:
         """Around the first run: residuals become slots (See Rule 1)."""
         return _Recording(self)
 
-    def filling(self, inputs: Iterable[Tensor]) -> _Filling:
-        """Around a second run, given `inputs`: fill the slots (See Rule 2)."""
-        return _Filling(self, inputs)
+    def filling(self, inputs: Iterable[Tensor], *, stops: bool = False) -> _Filling:
+        """Around a second run, given `inputs`: fill the slots (See Rule 2).
+
+        If it `stops`, it ends with `Filled` where the last slot is filled (See Rule 5).
+        """
+        return _Filling(self, inputs, stops=stops)
 
     @never_compiled
     def _pack(self, tensor: Tensor) -> Slot | Kept:
@@ -108,9 +131,19 @@ class Region:
             return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
         slot = Slot(self, tensor)
         self._slots.append(weakref.ref(slot))
+        self._marks.append(2 * (_num_nodes() - self._start) + tensor.requires_grad)
         if here.listener is not None:
             here.listener.told(tensor, slot, self.way)
         return slot
+
+
+# Elements of a residual. To raise an exception takes 15 microseconds, and where everything is smaller
+# the operators that are left take less.
+_WORTH_A_STOP = 4096
+
+# How many nodes of the graph this thread has made.
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
+_num_nodes: Callable[[], int] = _autograd._get_sequence_nr
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -133,8 +166,10 @@ class _Recording:
         self._hooks = saving(region._pack, _unpack)
 
     def __enter__(self) -> None:
-        self._region._beneath = _beneath_ours(pair_in_force())
+        region = self._region
+        region._beneath = _beneath_ours(pair_in_force())
         self._hooks.__enter__()
+        region._start = _num_nodes()
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._hooks.__exit__()
@@ -142,13 +177,31 @@ class _Recording:
 
 
 class _Filling:
-    __slots__ = ("_before", "_hooks", "_inputs", "_name", "_place", "_slots")
+    __slots__ = (
+        "_before",
+        "_has_stopped",
+        "_hooks",
+        "_inputs",
+        "_last",
+        "_name",
+        "_place",
+        "_region",
+        "_slots",
+        "_start",
+    )
 
-    def __init__(self, region: Region, inputs: Iterable[Tensor]) -> None:
+    def __init__(self, region: Region, inputs: Iterable[Tensor], *, stops: bool) -> None:
+        self._region = region
         self._slots = region._slots
+        self._last = -1
+        if stops and self._is_worth_a_stop():
+            places = range(len(self._slots) - 1, -1, -1)
+            self._last = next((at for at in places if self._slots[at]() is not None), -1)
+        self._has_stopped = False
         self._name = region.name
         self._inputs = inputs
         self._place = 0
+        self._start = 0
         self._hooks: saving | None = None
         self._before = False
 
@@ -157,6 +210,7 @@ class _Filling:
         set_grad_enabled(True)
         self._hooks = saving(self.pack, _itself)
         self._hooks.__enter__()
+        self._start = _num_nodes()
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._hooks is not None:
@@ -164,7 +218,14 @@ class _Filling:
             self._hooks = None  # it holds a method of ours: a reference cycle
         set_grad_enabled(self._before)
         if kind is None:
+            if self._has_stopped:
+                raise Filled(self._region)
             self._check_count()
+
+    def _is_worth_a_stop(self) -> bool:
+        # From the end: the last saves are likely to tell.
+        alive = (slot for ref in reversed(self._slots) if (slot := ref()) is not None)
+        return any(slot.shape.numel() >= _WORTH_A_STOP for slot in alive)
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
@@ -175,10 +236,22 @@ class _Filling:
         self._place = place + 1
         # One save too many is counted, and reported when the run has ended.
         slot = self._slots[place]() if place < len(self._slots) else None
-        if slot is not None:
+        if slot is not None and not self._has_stopped:
             self._check(slot, tensor)
             slot.value = value
+        if self._last >= 0:
+            self._stop_at_last(place, 2 * (_num_nodes() - self._start) + tensor.requires_grad)
         return value
+
+    def _stop_at_last(self, place: int, mark: int) -> None:
+        """See Rule 5."""
+        if not self._has_stopped:
+            if self._region._marks[place] != mark:
+                self._last = -1
+                return
+            self._has_stopped = place == self._last
+        if self._has_stopped:
+            raise Filled(self._region)
 
     def _check(self, slot: Slot, tensor: Tensor) -> None:
         if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:

@@ -30,7 +30,7 @@ _NUMBERS = (bool, int, float, complex, str)
 @contextmanager
 def rehearsal(module: nn.Module) -> Generator[None]:
     """Around steps of `module`, which leave no trace on it."""
-    parameters = {id(p): p for p in module.parameters() if type(p) is not nn.UninitializedParameter}
+    parameters = {id(p): p for p in module.parameters()}
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
     gradients = [(p, p.grad) for p in parameters.values()]
     hooks = [(hooks, dict(hooks)) for p in parameters.values() for hooks in _hooks_of(p)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from recoup.residuals.ambient import Ambient
 from recoup.residuals.guards import Guard
 from recoup.residuals.held import Held
+from recoup.residuals.quiet import QUIET
 from recoup.residuals.seeds import Draws
 from recoup.residuals.sources import looked_at
 
@@ -42,14 +44,22 @@ class Rerun:
         """Around the first run."""
         return _First(self)
 
-    def again(self) -> _Again:
-        """Around any later run, which then computes what the first one did, and nothing else."""
-        return _Again(self)
+    def again(self, *, stops: bool = False) -> _Again:
+        """Around any later run, which then computes what the first one did, and nothing else.
+
+        If it `stops` half way, by an exception, attributes of modules are put back: a flag that a
+        forward sets, and takes back at its end, would stay.
+        """
+        return _Again(self, stops)
 
     @property
     def has_foreign_draws(self) -> bool:
         """Whether the first run drew other than by seeds of ours."""
         return self._draws.has_foreign
+
+
+def _not_of_torch(guard: Guard) -> list[nn.Module]:
+    return [module for module, _ in guard._modes if type(module) not in QUIET]
 
 
 # Classes and not generators: a chain enters them once or twice for each of its stages.
@@ -84,22 +94,32 @@ class _First:
 
 
 class _Again:
-    __slots__ = ("_ambient", "_as_it_was", "_draws")
+    __slots__ = ("_ambient", "_as_it_was", "_attributes", "_draws", "_modules")
 
-    def __init__(self, rerun: Rerun) -> None:
+    def __init__(self, rerun: Rerun, stops: bool) -> None:
         rerun._guard.check(rerun._name)
         if rerun._held is not None:
             rerun._held.check(rerun._name)
         self._draws = rerun._draws.replaying()
         self._ambient = rerun._ambient.entered()
         self._as_it_was = rerun._guard.as_it_was()
+        self._modules: Sequence[nn.Module] = _not_of_torch(rerun._guard) if stops else ()
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
         self._ambient.__enter__()
         self._as_it_was.__enter__()
         self._draws.__enter__()
+        for module in self._modules:
+            own = module.__dict__
+            self._attributes.append((own, own.copy()))
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is not None:
+            for own, before in self._attributes:
+                for key in own.keys() - before.keys():
+                    del own[key]
+                own.update(before)
         try:
             self._draws.__exit__()
         finally:

@@ -18,7 +18,7 @@ import copy
 import enum
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +66,9 @@ class Snapshot:
         for tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise ChangedError(
-                    f"A tensor of shape {tuple(tensor.shape)} in the {type(self._now).__name__} that "
-                    f"{self._name} was given was changed in place between forward and backward. "
-                    "Change a clone."
+                    f"A tensor of shape {tuple(tensor.shape)} in the {type(self._now).__name__} "
+                    f"that {self._name} was given was changed in place between forward and "
+                    "backward. Change a clone."
                 )
         return _copied(self._before, {}, 0, _detached)
 
@@ -89,12 +89,12 @@ def _copied(value: Any, known: dict[int, Any], depth: int, of: Callable[[Tensor]
         return made
     if is_left_alone(value) or depth >= _DEEPEST:
         return value
-    if isinstance(value, (list, dict, set)) or _is_users(value):
+    if _is_a(value, list, dict, set) or _is_users(value):
         made = known[id(value)] = copy.copy(value)
         _fill(made, value, known, depth, of)
         return made
-    if isinstance(value, tuple):
-        items = [_copied(item, known, depth + 1, of) for item in cast("tuple[Any, ...]", value)]
+    if _is_a(value, tuple):
+        items = [_copied(item, known, depth + 1, of) for item in value]
         made = type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         known[id(value)] = made
         return made
@@ -104,13 +104,18 @@ def _copied(value: Any, known: dict[int, Any], depth: int, of: Callable[[Tensor]
 def _fill(
     made: Any, value: Any, known: dict[int, Any], depth: int, of: Callable[[Tensor], Tensor]
 ) -> None:
-    if isinstance(made, list):
-        made[:] = [_copied(item, known, depth + 1, of) for item in cast("list[Any]", value)]
-    elif isinstance(made, dict):
-        for key, item in cast("dict[Any, Any]", value).items():
+    if _is_a(made, list):
+        made[:] = [_copied(item, known, depth + 1, of) for item in value]
+    elif _is_a(made, dict):
+        for key, item in value.items():
             dict.__setitem__(made, key, _copied(item, known, depth + 1, of))
     for key, item in list(getattr(value, "__dict__", {}).items()):
         made.__dict__[key] = _copied(item, known, depth + 1, of)
+
+
+def _is_a(value: Any, *kinds: type[Any]) -> bool:
+    """As isinstance, which would narrow the type to one whose entries are unknown."""
+    return isinstance(value, kinds)
 
 
 def _is_users(value: object) -> bool:
@@ -123,19 +128,17 @@ def _same(before: Any, now: Any, depth: int, seen: set[int]) -> bool:
     if type(before) is not type(now) or isinstance(before, Tensor):
         return False
     seen.add(id(now))
-    if isinstance(before, dict):
-        one, two = cast("dict[Any, Any]", before), cast("dict[Any, Any]", now)
-        if list(one) != list(two):
+    if _is_a(before, dict):
+        if list(before) != list(now):
             return False
-        if not all(_same(one[key], two[key], depth + 1, seen) for key in one):
+        if not all(_same(before[key], now[key], depth + 1, seen) for key in before):
             return False
-    elif isinstance(before, (list, tuple)):
-        first, second = cast("list[Any]", before), cast("list[Any]", now)
-        if len(first) != len(second):
+    elif _is_a(before, list, tuple):
+        if len(before) != len(now):
             return False
-        if not all(_same(a, b, depth + 1, seen) for a, b in zip(first, second, strict=True)):
+        if not all(_same(a, b, depth + 1, seen) for a, b in zip(before, now, strict=True)):
             return False
-    elif isinstance(before, set) or not hasattr(before, "__dict__"):
+    elif _is_a(before, set) or not hasattr(before, "__dict__"):
         return bool(before == now)
     if hasattr(before, "__dict__"):
         return _same(vars(before), vars(now), depth + 1, seen)

@@ -29,7 +29,7 @@ from recoup.residuals.evaluation import Evaluations
 from recoup.residuals.guards import is_in_place
 from recoup.residuals.held import Held
 from recoup.residuals.hooks import version_of
-from recoup.residuals.region import Region, Untaped
+from recoup.residuals.region import Filled, Region, Untaped
 from recoup.residuals.rerun import Rerun
 
 __all__ = ["Stage", "StageRun", "State", "is_said_in_place"]
@@ -131,14 +131,24 @@ class StageRun:
             output, _ = self._stage.forward(inputs)
         return tuple(value.detach() for value in output)
 
-    def fill(self, state: State, *, recall: bool = False) -> State:
-        """Run the stage again from its input, and fill its slots."""
+    def fill(self, state: State, *, recall: bool = False, needs_output: bool = True) -> State:
+        """Run the stage again from its input, and fill its slots.
+
+        Where the output is not needed the run ends with the last slot, and nothing is returned.
+        """
         inputs = self._inputs(state)
         region = self._wanted_region()
-        taping = torch.enable_grad() if region is None else region.filling(inputs)
-        with self._rerun.again(), taping, self._answering(recall):
-            output, _ = self._stage.forward(inputs)
-        return tuple(value.detach() for value in output)
+        # The evaluations are regions of their own, of which a stop would leave some empty.
+        stops = not needs_output and (self._evaluations is None or recall)
+        taping = torch.enable_grad() if region is None else region.filling(inputs, stops=stops)
+        try:
+            with self._rerun.again(stops=stops), taping, self._answering(recall):
+                output, _ = self._stage.forward(inputs)
+        except Filled as filled:
+            if filled.region is not region:
+                raise
+            return ()
+        return tuple(value.detach() for value in output) if needs_output else ()
 
     def invert(self, after: State, *, is_taped: bool) -> State:
         """Invert the stage from its output, and fill its slots if `is_taped`."""

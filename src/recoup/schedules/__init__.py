@@ -35,6 +35,7 @@ from recoup.schedules.optimal import optimal
 from recoup.schedules.revolve import revolve
 from recoup.schedules.simulate import Simulation, simulate
 from recoup.schedules.sqrt import sqrt
+from recoup.schedules.trace import Moment, trace
 
 __all__ = [
     "Action",
@@ -44,6 +45,7 @@ __all__ = [
     "Invert",
     "Keep",
     "Load",
+    "Moment",
     "Offload",
     "Point",
     "Reverse",
@@ -66,4 +68,5 @@ __all__ = [
     "revolve",
     "simulate",
     "sqrt",
+    "trace",
 ]

@@ -12,8 +12,9 @@ Rule 2. Segments that end with the chain are solved in the sweep: beside them is
 Rule 3. A segment that does not end with the chain is run again. So it contains no fixed stage, and
         no stage but its first one is unlinked.
 Rule 4. In a long chain neighbours are grouped: the ends of a long segment are borders of groups,
-        and if it is run again its first group is taped whole or not at all. Within one group,
-        and for what the sweep tapes and inverts, every stage counts for itself.
+        and if it is run again its first group is taped whole or not at all. Within one group
+        that is run again, and for what the sweep tapes and inverts, every stage counts for
+        itself.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ from recoup.schedules.costs import Cost
 __all__ = ["Chain", "Choice"]
 
 _Way = Literal["tape", "keep", "offload", "invert"]
-
-# Most groups that a chain is cut in, more or less: the search takes their third power.
-_NUM_GROUPS = 64
 
 
 class Choice(NamedTuple):
@@ -55,13 +53,21 @@ class Choice(NamedTuple):
 
 
 class Chain:
-    """A chain of stages with their costs."""
+    """A chain of stages with their costs.
 
-    def __init__(self, costs: Sequence[Cost], num_groups: int = _NUM_GROUPS) -> None:
+    Args:
+        costs: what each stage costs.
+        num_groups: how many groups it is cut in, more or less; the choices are the third power.
+        is_split: whether segments of the sweep may begin and end within groups.
+    """
+
+    def __init__(self, costs: Sequence[Cost], num_groups: int, *, is_split: bool) -> None:
+        self._is_split = is_split
         self.costs = costs
         self.num_stages = num_stages = len(costs)
         self.states = [*(cost.state_bytes for cost in costs), 0]
         self.taped = [0, *accumulate(cost.tape_bytes for cost in costs)]
+        self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self._until = [0.0, *accumulate(cost.seconds for cost in costs)]
         self._passed = list(accumulate(cost.beside_bytes for cost in costs))
         lefts = [0, *accumulate(cost.left_bytes for cost in reversed(costs))]
@@ -72,6 +78,7 @@ class Chain:
         self.base = min(self._behind)
         self._reach = self._reaches()
         self.borders = self._borders(num_groups)
+        self._starts = frozenset(self.borders)
         self._next = [
             self.borders[bisect_right(self.borders, index)] for index in range(num_stages)
         ]
@@ -96,17 +103,19 @@ class Chain:
         last = min(self._reach[start], self.num_stages - 1)
         border = self._next[start]
         ends = list(range(start + 1, min(border, last) + 1))
-        if self.borders[bisect_right(self.borders, start) - 1] == start:
+        if start in self._starts:
             first, stop = bisect_right(self.borders, border), bisect_right(self.borders, last)
             ends += self.borders[first:stop]
         return ends
 
-    def choices(self, start: int, stop: int) -> Iterator[Choice]:
+    def choices(self, start: int, stop: int) -> tuple[Choice, ...]:
         """All ways to begin a segment; the first is to tape."""
-        if stop == self.num_stages:
-            yield from self._in_sweep(start)
-        else:
-            yield from self._in_backward(start, stop)
+        key = start, stop
+        if key not in self._choices:
+            is_last = stop == self.num_stages
+            found = self._in_sweep(start) if is_last else self._in_backward(start, stop)
+            self._choices[key] = tuple(found)
+        return self._choices[key]
 
     def handed_over(self, start: int) -> int:
         """Bytes needed after a segment of the sweep whose input shall be at hand then."""
@@ -164,12 +173,18 @@ class Chain:
             seconds = cost.seconds + cost.invert_seconds
             yield Choice("invert", start + 1, 0, needs, 0, seconds)
         *_, kept, offloaded = self._passing[start]
-        for split in self.ends(start):
+        for split in self._ends_in_sweep(start):
             seconds, at = self.run(start, split), split - start - 1
             yield Choice("keep", split, 0, kept[at], state, seconds)
             if cost.offload_seconds is not None:
                 seconds += cost.offload_seconds
                 yield Choice("offload", split, 0, offloaded[at], 0, seconds)
+
+    def _ends_in_sweep(self, start: int) -> list[int]:
+        ends = self.ends(start)
+        if self._is_split:
+            return ends
+        return [stop for stop in ends if stop in self._starts] if start in self._starts else []
 
     def _links(self, index: int) -> bool:
         return index == self.num_stages or self.costs[index].is_linked

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from math import ceil, gcd, inf
+from functools import lru_cache, partial
+from math import ceil, gcd
+from operator import itemgetter
+from typing import NamedTuple
 
 from recoup.schedules.actions import Schedule
 from recoup.schedules.chain import Chain
@@ -15,11 +17,16 @@ from recoup.schedules.persistent import persistent, smallest
 from recoup.schedules.simulate import simulate
 from recoup.schedules.table import Table
 
-__all__ = ["Point", "fastest", "frontier"]
+__all__ = ["Candidate", "Point", "fastest", "frontier"]
 
 # Bytes are counted in this many levels at least, and in as many as the work of a search allows.
-_NUM_LEVELS = 128
-_WORK = 2_500_000
+_NUM_LEVELS = 160
+_WORK = 3_000_000
+# Longer chains are cut in about as many groups; to find the least bytes, only beyond the second.
+_NUM_GROUPS = 64
+_NUM_EXACT = 128
+# Where there are more points than this, every second, third, ... is built.
+_NUM_POINTS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,65 +53,115 @@ class Point:
 
 def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     """Find, for every number of bytes, the schedule with the least time.
+
+    Searched are the schedules of `optimal`. A point that would run more forwards than one with
+    fewer bytes is left out, so that a larger budget never runs more; `optimal` finds it. Of
+    more than 100 points every second, third, ... is left out as well.
+
+    If all sizes are small multiples of one size (at most 256 of them hold everything; more in
+    short chains), every point is exact. Otherwise sizes are rounded, to a 160th of what `linear`
+    holds or finer, and once more to a 160th of a fourth of that, and so on; then a little of the
+    bytes may be left unused, but no schedule holds more than is said. The least feasible bytes
+    are exact for up to 128 stages in any case.
+
+    Chains of more than 64 stages are cut in about as many groups of neighbours, at small states.
+    Lost are segments that begin within one group and end within another, and in backward a tape
+    of a part of a group; beyond 128 stages also segments of the sweep within a group, and the
+    least feasible bytes are those of the least of what is left. What the sweep tapes and inverts
+    is chosen stage by stage in any case.
+
+    Kept: nothing; each point says what its schedule keeps. The search takes seconds for 1000
+    stages.
+
+    Args:
+        costs: what each stage costs, first stage first.
+
+    Returns:
+        Points from the least feasible bytes to the most, with falling seconds and never more
+        forwards.
+
+    Raises:
+        ValueError: `costs` is empty.
+
+    Example:
+        >>> from recoup.schedules import Cost, frontier
+        >>> for point in frontier([Cost(1.0, 1, 3)] * 3):
+        ...     print(point.peak_bytes, point.seconds)
+        5 5.0
+        7 4.0
+        9 3.0
+
+    Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
+    neural networks with limited memory" (2019).
     """
+    if not costs:
+        raise ValueError("`costs` is empty, but a chain has at least one stage")
+    found = fastest(tuple(costs))
+    step = 1 + len(found) // _NUM_POINTS
+    schedules = [found[0].build(), *(each.build() for each in found[1::step])]
     points: list[Point] = []
     # `linear` ends it: another one may be as fast with fewer bytes where a stage takes no time.
-    for point in (*fastest(costs), _point(costs, linear(len(costs)))):
-        before = points[-1] if points else None
-        if before is None or (
-            point.seconds < before.seconds and point.num_forwards <= before.num_forwards
-        ):
-            points.append(point)
+    for schedule in (*schedules, linear(len(costs))):
+        simulation = simulate(schedule, costs=costs)
+        seconds, num_forwards = simulation.seconds, simulation.num_forwards
+        if not points or (seconds < points[-1].seconds and num_forwards <= points[-1].num_forwards):
+            points.append(Point(simulation.peak_bytes, seconds, num_forwards, schedule))
     return tuple(points)
 
 
-def fastest(costs: Sequence[Cost]) -> list[Point]:
-    """The schedules of `frontier`, and those that run more often than one for fewer bytes."""
-    chain = Chain(costs)
-    least, schedule = smallest(chain)
-    found: list[tuple[int, float, int, int]] = []
-    tables = [Table(chain, unit, num_levels) for unit, num_levels in _units(chain, least)]
-    for number, table in enumerate(tables):
-        for level, seconds in table.levels():
-            found.append((table.peak(0, len(costs), level), seconds, number, level))
-    schedules = [schedule, linear(len(costs))]
-    before = inf
-    for _, seconds, number, level in sorted(found):
-        if seconds < before:
-            schedules.append(persistent(len(costs), level, tables[number].choose))
-            before = seconds
-    return _best(map(partial(_point, costs), schedules))
+class Candidate(NamedTuple):
+    """A schedule that is not built yet, and what it costs."""
+
+    peak_bytes: int
+    seconds: float
+    build: Callable[[], Schedule]
 
 
-def _point(costs: Sequence[Cost], schedule: Schedule) -> Point:
-    found = simulate(schedule, costs=costs)
-    return Point(found.peak_bytes, found.seconds, found.num_forwards, schedule)
+@lru_cache(maxsize=2)  # who asks for several budgets asks in a row
+def fastest(costs: tuple[Cost, ...]) -> tuple[Candidate, ...]:
+    """The fastest schedules by rising bytes, none of them beaten in both; `linear` left out."""
+    # The least bytes are exact where every stage can be a group of its own.
+    num_groups = _NUM_EXACT if len(costs) <= _NUM_EXACT else _NUM_GROUPS
+    least, schedule = smallest(Chain(costs, num_groups, is_split=True))
+    seconds = simulate(schedule, costs=costs).seconds
+    found = [Candidate(least, seconds, lambda: schedule)]
+    # Pieces of long groups are smaller than the units that bytes are counted in: by rounding, a
+    # choice among them would seem to cost nothing.
+    is_long = len(costs) > 2 * _NUM_GROUPS
+    num_groups = _NUM_GROUPS * 3 // 4 if is_long else _NUM_GROUPS
+    chain = Chain(costs, num_groups, is_split=not is_long)
+    for unit, num_levels, first in _units(chain, least):
+        table = Table(chain, unit, num_levels)
+        for level, seconds in table.levels(first):
+            build = partial(persistent, len(costs), level, table.choose)
+            found.append(Candidate(table.peak(0, len(costs), level), seconds, build))
+    best: list[Candidate] = []
+    for candidate in sorted(found, key=itemgetter(0, 1)):
+        if not best or candidate.seconds < best[-1].seconds:
+            best.append(candidate)
+    return tuple(best)
 
 
-def _best(points: Iterable[Point]) -> list[Point]:
-    """The points that no other one beats in both bytes and seconds."""
-    best: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, p.seconds, p.num_forwards)):
-        if not best or point.seconds < best[-1].seconds:
-            best.append(point)
-    return best
-
-
-def _units(chain: Chain, least: int) -> Iterator[tuple[int, int]]:
-    """Units to count bytes in and numbers of levels, finest first."""
+def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
+    """Units to count bytes in, finest first, each with a number of levels and the first of use."""
     divisor = gcd(*(size for cost in chain.costs for size in _sizes(cost))) or 1
     most = simulate(linear(chain.num_stages), costs=chain.costs).peak_bytes
     size, least = max(most, least) - chain.base, least - chain.base
-    work = sum(1 for segment in chain.segments() for _ in chain.choices(*segment))
-    num_levels = min(max(_NUM_LEVELS, _WORK // max(work, 1)), 8 * _NUM_LEVELS)
+    work = sum(len(chain.choices(*segment)) for segment in chain.segments()) or 1
+    # A tape should be a unit at least, or half of one in the longest chains.
+    num_levels = max(_NUM_LEVELS, chain.num_stages * 2 // 5, min(_WORK // work, 1024))
     exact = size // divisor
-    if exact <= 2 * _NUM_LEVELS or exact * work <= 2 * _WORK:
+    if exact <= 256 or exact * work <= _WORK:
         num_levels = max(num_levels, exact)
+    # The groups of long chains do not get near the least bytes.
+    near = 16 * least if chain.num_stages <= 2 * _NUM_GROUPS else 64 * least
     ranges = [size]
-    while ranges[-1] > max(num_levels * divisor, 4 * least):
-        ranges.append(ranges[-1] // 2)
+    while ranges[-1] > max(num_levels * divisor, near):
+        ranges.append(ranges[-1] // 4)
+    first = 0
     for size in reversed(ranges):
-        yield divisor * max(1, ceil(size / (num_levels * divisor))), num_levels * 9 // 8
+        yield divisor * max(1, ceil(size / (num_levels * divisor))), num_levels * 9 // 8, first
+        first = num_levels // 4  # what is below has been counted in finer units
 
 
 def _sizes(cost: Cost) -> Iterator[int]:

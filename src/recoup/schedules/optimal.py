@@ -53,11 +53,11 @@ def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
     plain = linear(len(costs))
     if simulate(plain, costs=costs).peak_bytes <= budget:
         return plain
-    points = fastest(costs)
-    fitting = [point for point in points if point.peak_bytes <= budget]
+    candidates = fastest(tuple(costs))
+    fitting = [found for found in candidates if found.peak_bytes <= budget]
     if not fitting:
         raise ScheduleError(
             f"`budget` is {budget} bytes, but every persistent schedule of these "
-            f"{len(costs)} stages needs at least {points[0].peak_bytes} bytes"
+            f"{len(costs)} stages needs at least {candidates[0].peak_bytes} bytes"
         )
-    return fitting[-1].schedule
+    return fitting[-1].build()

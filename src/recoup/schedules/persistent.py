@@ -11,6 +11,7 @@ networks with limited memory" (2019).
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 from recoup.schedules.actions import (
@@ -115,11 +116,8 @@ def smallest(chain: Chain) -> tuple[int, Schedule]:
     return best[0, chain.num_stages][0], schedule
 
 
-def _least(
-    chain: Chain, best: dict[tuple[int, int], _Least], start: int, stop: int
-) -> _Least:
-    least: _Least | None = None
-    for choice in chain.choices(start, stop):
+def _least(chain: Chain, best: dict[tuple[int, int], _Least], start: int, stop: int) -> _Least:
+    def least_of(choice: Choice) -> _Least:
         peak, seconds = choice.needs, choice.seconds
         if choice.middle < stop:
             later = best[choice.middle, stop]
@@ -127,7 +125,6 @@ def _least(
         if choice.way in ("keep", "offload"):
             earlier = best[start, choice.middle]
             peak, seconds = max(peak, earlier[0]), seconds + earlier[1]
-        if least is None or (peak, seconds) < least[:2]:
-            least = peak, seconds, choice
-    assert least is not None
-    return least
+        return peak, seconds, choice
+
+    return min(map(least_of, chain.choices(start, stop)), key=itemgetter(0, 1))

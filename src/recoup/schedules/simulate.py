@@ -123,7 +123,9 @@ def simulate(
 
 def _require_length(name: str, length: int, needed: int, way_out: str = "") -> None:
     if length != needed:
-        raise ValueError(f"`{name}` has {length} numbers, but this schedule needs {needed}{way_out}")
+        raise ValueError(
+            f"`{name}` has {length} numbers, but this schedule needs {needed}{way_out}"
+        )
 
 
 def _sizes(name: str, sizes: int | Sequence[int], length: int) -> Sequence[int]:

@@ -60,13 +60,13 @@ class Table:
     def row(self, start: int, stop: int) -> _Row:
         return self._rows[start, stop] if start < stop else _NOTHING
 
-    def levels(self) -> list[tuple[int, float]]:
-        """The levels at which the whole chain gets faster, from the least on, with its seconds."""
+    def levels(self, first: int) -> list[tuple[int, float]]:
+        """The levels from `first` on at which the whole chain gets faster, with its seconds."""
         row = self.row(0, self.chain.num_stages)
         found: list[tuple[int, float]] = []
         before = inf
         for level, value in enumerate([*row.values, row.rest], start=row.low):
-            if value < before and level <= self.num_levels:
+            if value < before and first <= level <= self.num_levels:
                 found.append((level, value))
                 before = value
         return found
@@ -104,11 +104,13 @@ class Table:
         row = self.row(start, stop)
         sought = row.at(level)
         is_linear = level >= row.low + len(row.values)
-        best, seconds = None, inf
+        best, seconds = (self.chain.choices(start, stop)[0], 0), inf
         for choice in self.chain.choices(start, stop):
             later, low = self._later(choice, start, stop)
             if is_linear:
-                return choice, level - later
+                # By rounding, what is left may be a unit short of what taping the rest takes.
+                rest = self.row(choice.middle, stop)
+                return choice, max(level - later, rest.low + len(rest.values))
             if level < low:
                 continue
             value = self._value(choice, start, stop, level, later)
@@ -116,7 +118,6 @@ class Table:
                 best, seconds = (choice, level - later), value
                 if value <= sought:
                     break
-        assert best is not None
         return best
 
     def _value(self, choice: Choice, start: int, stop: int, level: int, keeps: int) -> float:

@@ -37,6 +37,12 @@ class Walk:
         self.state_bytes = state_bytes
         self.tape_bytes = tape_bytes
         self.is_costed = costs is not None
+        # All tapes of each stage, the whole one first.
+        self.thins = (
+            [(Thin(size, 0.0),) for size in tape_bytes]
+            if costs is None
+            else [tuple(map(cost.tape, range(len(cost.variants) + 1))) for cost in costs]
+        )
         self.costs = [_ANY] * self.num_stages if costs is None else costs
         self.working: int | None = 0
         self.kept: set[int] = set()
@@ -196,9 +202,7 @@ class Walk:
         return index + 1 if not self.in_backward or self._links(index + 1) else None
 
     def _thin(self, index: int, variant: int) -> Thin:
-        if not self.is_costed:
-            return Thin(self.tape_bytes[index], 0.0)
-        return self.costs[index].tape(variant)
+        return self.thins[index][variant if self.is_costed else 0]
 
     def _enter(self, index: int, beyond: int) -> None:
         """Count a run of a stage from the working state, which is its input."""

@@ -188,12 +188,12 @@ def test_a_count_that_changes():
 
         def forward(self, x):
             self.calls.append("forward")
-            for _ in self.calls:
+            for _ in range(3 - len(self.calls)):
                 x = x.sin()
             return x
 
     y = recoup.Sequential(Sometimes(), nn.Tanh(), nn.Tanh(), memory=1)(leaf(4, 6))
-    with pytest.raises(ReplayError, match=r"saved 2 values where the first run saved 1"):
+    with pytest.raises(ReplayError, match=r"saved 1 values where the first run saved 2"):
         y.sum().backward()
 
 

@@ -1,11 +1,24 @@
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recoup.errors import ScheduleError
-from recoup.schedules import Cost, Thin, frontier, optimal, simulate
+from recoup.schedules import (
+    Cost,
+    Invert,
+    Offload,
+    Tape,
+    Thin,
+    frontier,
+    optimal,
+    simulate,
+)
+from recoup.schedules.frontier import fastest
 from tests.unit.schedules.exhaustive import every_simulation
 
 SIZES = st.integers(0, 6)
@@ -21,7 +34,7 @@ def thins(draw, state):
 def costs(draw, *, with_choices=True, with_moments=True):
     state = draw(SIZES)
     sizes = [draw(SIZES) for _ in range(4)] if with_moments else [0] * 4
-    left = draw(st.integers(-4, 4)) if with_moments else 0
+    left = draw(st.integers(-4, 12)) if with_moments else 0
     if not with_choices:
         return Cost(draw(TIMES), state, state + draw(SIZES), *sizes[:3], left, sizes[3])
     return Cost(
@@ -55,7 +68,7 @@ def check_all_budgets(chain):
         assert simulation.seconds == point.seconds
         assert simulation.num_forwards == point.num_forwards
         assert simulate(optimal(chain, point.peak_bytes), costs=chain).seconds == point.seconds
-    for before, after in zip(points, points[1:], strict=False):
+    for before, after in pairwise(points):
         assert before.peak_bytes < after.peak_bytes
         assert before.seconds > after.seconds
         assert before.num_forwards >= after.num_forwards
@@ -71,3 +84,53 @@ def test_moments_equal_exhaustive_search(chain):
 @given(st.lists(costs(), min_size=1, max_size=4))
 def test_choices_equal_exhaustive_search(chain):
     check_all_budgets(chain)
+
+
+def test_what_an_inverse_gives_back_is_counted_beside_the_gradients():
+    stage = Cost(1.0, 5, 50, left_bytes=120, is_invertible=True, invert_seconds=0.5)
+    check_all_budgets([stage, Cost(1.0, 1, 1, tape_run_bytes=100, is_fixed=True)])
+
+
+def various(num_stages, seed):
+    draw = random.Random(seed)
+    chain = []
+    for _ in range(num_stages):
+        state, more = draw.randint(1, 10**6), draw.randint(0, 10**7)
+        thin = Thin(state + more // 3, 0.1, more, more // 2)
+        chain.append(
+            Cost(
+                *(draw.random(), state, state + more, state, 2 * more, more // 2),
+                left_bytes=draw.randint(-(10**5), 10**6),
+                beside_bytes=draw.choice([0, 0, 10**5]),
+                is_linked=draw.random() < 0.9,
+                is_fixed=draw.random() < 0.05,
+                is_invertible=draw.random() < 0.2,
+                invert_seconds=draw.random(),
+                offload_seconds=draw.choice([None, 1.0]),
+                variants=draw.choice([(), (thin,)]),
+            )
+        )
+    return chain
+
+
+@pytest.mark.parametrize("num_stages", [20, 40, 80, 150])
+def test_every_schedule_holds_what_was_counted(num_stages):
+    chain = various(num_stages, seed=num_stages)
+    for candidate in fastest(tuple(chain)):
+        simulation = simulate(candidate.build(), costs=chain)
+        assert simulation.peak_bytes == candidate.peak_bytes
+        assert simulation.seconds == pytest.approx(candidate.seconds, rel=1e-9)
+    actions = {type(action) for point in frontier(chain) for action in point.schedule.actions}
+    assert {Tape, Invert, Offload} <= actions
+
+
+def test_a_frontier_is_the_same_every_time():
+    chain = various(30, seed=0)
+    once = frontier(chain)
+    fastest.cache_clear()
+    assert frontier(chain) == once
+
+
+def test_a_frontier_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"`costs` is empty"):
+        frontier([])

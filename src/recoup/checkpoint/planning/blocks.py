@@ -11,10 +11,11 @@ from torch import nn
 __all__ = ["Block", "find_blocks", "name_blocks"]
 
 Block = tuple[str, nn.Module]
+Named = str | Iterable[str | nn.Module] | None
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def name_blocks(model: nn.Module, blocks: str | Iterable[str | nn.Module] | None) -> list[Block]:
+def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     """Return the blocks that a person names, or those that are found.
 
     Args:
@@ -28,7 +29,7 @@ def name_blocks(model: nn.Module, blocks: str | Iterable[str | nn.Module] | None
     """
     if blocks is None:
         return find_blocks(model)
-    named = dict(model.named_modules())
+    named: dict[str, nn.Module] = dict(model.named_modules())
     if isinstance(blocks, str):
         found = [(name, each) for name, each in named.items() if re.fullmatch(blocks, name)]
         if not found:
@@ -37,7 +38,8 @@ def name_blocks(model: nn.Module, blocks: str | Iterable[str | nn.Module] | None
                 f"{type(model).__name__}. Names are such as {_some(named)}."
             )
     else:
-        found = [_one(model, named, block) for block in blocks]
+        given: list[str | nn.Module] = list(blocks)
+        found = [_one(model, named, block) for block in given]
         if not found:
             raise ValueError("`blocks` is empty. Name at least one, or leave it out to find them.")
     _check_apart(found)
@@ -102,18 +104,10 @@ def _of_lists(module: nn.Module, path: str) -> Iterator[Block]:
 
 
 def _finer(parts: list[Block]) -> Iterator[Block]:
-    """A few stages, each a list of blocks itself, are too coarse: give the blocks of each."""
+    """Parts that are lists of blocks themselves are too coarse: give the blocks of each."""
     for name, part in parts:
-        inner = [
-            (child_name, child)
-            for child_name, child in _children(part, name)
-            if isinstance(child, (nn.Sequential, nn.ModuleList))
-        ]
-        within = [block for child_name, child in inner for block in _of_lists(child, child_name)]
-        if len(parts) <= 6 and len(within) > 1:
-            yield from within
-        else:
-            yield name, part
+        within = list(_of_lists(part, name)) if isinstance(part, _CONTAINERS) else []
+        yield from within or [(name, part)]
 
 
 def _repeats(blocks: Sequence[Block]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from torch import nn
 
@@ -26,12 +25,12 @@ __all__ = ["follow_schedule"]
 
 
 def follow_schedule(
-    model: nn.Module, calls: Sequence[MeasuredCall], schedule: Schedule
+    model: nn.Module | None, calls: Sequence[MeasuredCall], schedule: Schedule
 ) -> Follow:
     """Return the follower of `schedule`, whose last stage is what follows the last call.
 
     Args:
-        model: the model.
+        model: the model, whose forward is a pass; None if it is not called as such.
         calls: its calls of blocks, in order.
         schedule: for one stage more than there are calls.
     """

@@ -4,10 +4,11 @@ NOTE [ Following a plan ]
 
 Rule 1. A forward of the model is a pass; the blocks that are called in it are, in this order, the
         stages of the plan. Stages each of which is given what the one before returned form a
-        chain, which the executor runs under its part of the schedule.
-Rule 2. A call that does not come as planned (another order, other arguments, outside of a pass) is
-        a chain of its own: it keeps its residuals if the plan keeps them, and is run again from
-        its arguments otherwise. That is right and may take more memory, so it is said once.
+        chain, which the executor runs under its part of the schedule. Outside of a forward of the
+        model a pass begins where a block is called that is not after the last one.
+Rule 2. A call that does not come as planned (another order, other arguments) is a chain of its own:
+        it keeps its residuals if the plan keeps them, and is run again from its arguments
+        otherwise. That is right and may take more memory, so it is said once.
 Rule 3. A pass holds its chain until the next one begins or the pass ends. Then only what autograd
         holds is left.
 """
@@ -39,7 +40,7 @@ class PlannedStage(NamedTuple):
         name: the qualified name of the block.
         module: the block.
         part: the number of its chain.
-        index: its place in that chain.
+        step: its place in that chain.
         is_kept: whether it keeps its residuals, all or some, when it is first called.
         run: calls its forward, and keeps some of its residuals; None if all or none.
     """
@@ -47,7 +48,7 @@ class PlannedStage(NamedTuple):
     name: str
     module: nn.Module
     part: int
-    index: int
+    step: int
     is_kept: bool
     run: Callable[[Run, tuple[Any, ...], dict[str, Any]], Any] | None
 
@@ -77,13 +78,14 @@ class _Pass:
 class _Here(threading.local):
     def __init__(self) -> None:
         self.passes: list[_Pass] = []
+        self.loose = _Pass()
 
 
 class Follow:
     """The follower of a model and its blocks (See Rule 1)."""
 
     def __init__(
-        self, model: nn.Module, stages: Sequence[PlannedStage], parts: Sequence[Part]
+        self, model: object, stages: Sequence[PlannedStage], parts: Sequence[Part]
     ) -> None:
         self._model = model
         self._stages = stages
@@ -101,13 +103,17 @@ class Follow:
         if module is self._model:
             return self._pass(run, args, kwargs)
         passes = self._here.passes
-        place = self._place_of(module, passes[-1] if passes else None)
+        now = passes[-1] if passes else self._here.loose
+        place = self._place_of(module, now)
+        if place is None and not passes:
+            _end(now)
+            now = self._here.loose = _Pass()
+            place = self._place_of(module, now)
         if place is None:
             self._warn(module)
             stage = self._stages[self._places[id(module)][0]]
             return _alone(stage, run, args, kwargs)
-        stage = self._stages[place]
-        return self._stage(stage, place, passes[-1], run, args, kwargs)
+        return self._stage(self._stages[place], place, now, run, args, kwargs)
 
     def _pass(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         passes = self._here.passes
@@ -117,9 +123,7 @@ class Follow:
         finally:
             _end(passes.pop())
 
-    def _place_of(self, module: nn.Module, now: _Pass | None) -> int | None:
-        if now is None:
-            return None
+    def _place_of(self, module: nn.Module, now: _Pass) -> int | None:
         return next((place for place in self._places[id(module)] if place > now.place), None)
 
     def _stage(
@@ -138,7 +142,7 @@ class Follow:
             return _kept(stage, run, args, kwargs)
         fn = run if stage.run is None else functools.partial(_given, stage.run, run)
         call = Call(f"block `{stage.name}`", fn, args, kwargs, stage.module)
-        if stage.index == 0:
+        if stage.step == 0:
             _end(now)
             now.chain = part.plan.begin()
             state = call.state
@@ -150,12 +154,12 @@ class Follow:
                 return _alone(stage, run, args, kwargs)
             if now.last is not None:
                 now.last.picks = picks
-            step = part.plan.steps[stage.index]
+            step = part.plan.steps[stage.step]
             state = call.link(at, may_run_again=not step.is_taped or step.is_run_again)
         chain, now.chain = now.chain, None  # after an exception nothing comes after this
         state = chain.enter(call, state)
         now.last, now.returned = call, Returned(state)
-        if stage.index + 1 == part.num_stages:
+        if stage.step + 1 == part.num_stages:
             chain.end(state)
             now.last = None
         else:
@@ -167,7 +171,7 @@ class Follow:
             self._has_warned = True
             warnings.warn(
                 f"A {type(module).__name__} of the planned model was called otherwise than when "
-                "the plan was made (other blocks before it, or outside of the model's forward). "
+                "the plan was made (after other blocks, or more often). "
                 "Its gradients are right, but it may take more memory than was planned. Make the "
                 "plan with arguments as those in training.",
                 stacklevel=4,
@@ -200,12 +204,12 @@ def _alone(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[st
     return run_again(Call(f"block `{stage.name}`", run, args, kwargs, stage.module))
 
 
-def run_again(call: Call) -> Any:
+def run_again(call: Call, *, stops: bool = True) -> Any:
     """Run a call, whose residuals come from a second run from its arguments."""
-    state, _ = _one_region().execute((call,), call.state)
+    state, _ = _one_region(stops).execute((call,), call.state)
     return call.take_output(state)
 
 
 @functools.cache
-def _one_region() -> Plan:
-    return Plan(constant(["recompute"]))
+def _one_region(stops: bool) -> Plan:
+    return Plan(constant(["recompute"]), stops=stops)

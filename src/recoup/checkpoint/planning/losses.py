@@ -24,8 +24,9 @@ def losses_from(loss: Callable[[Any], Any] | None) -> Losses:
         return _found
 
     def given(output: Any) -> Sequence[Tensor]:
-        losses = cast("Any", loss)(output)
-        several: list[Any] = list(losses) if isinstance(losses, (tuple, list)) else [losses]
+        losses = loss(output)
+        is_several = isinstance(losses, (tuple, list))
+        several: list[Any] = list(cast("list[Any]", losses)) if is_several else [losses]
         for each in several:
             if not isinstance(each, Tensor) or each.numel() != 1:
                 shown = (
@@ -42,7 +43,11 @@ def losses_from(loss: Callable[[Any], Any] | None) -> Losses:
 
 
 def _found(output: Any) -> Sequence[Tensor]:
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    named: Any = (
+        cast("Any", output).get("loss")
+        if isinstance(output, Mapping)
+        else getattr(output, "loss", None)
+    )
     if isinstance(named, Tensor) and named.numel() == 1:
         return _differentiable([named])
     tensors, _ = flatten(output)

@@ -29,11 +29,13 @@ from recoup.residuals.calls import Call
 from recoup.residuals.hooks import storage_of
 from recoup.residuals.rehearsal import rehearsal
 from recoup.residuals.stage import State
+from recoup.residuals.tree import flatten
 from recoup.residuals.work import Product, WorkCounter, is_costly
 
 __all__ = ["Measured", "MeasuredCall", "Step", "measure_blocks", "peak_of"]
 
 Run = Callable[..., Any]
+_NOTHING = Span(0, 0)
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ class Step:
 
     Args:
         model: the model.
+        call: what is called, the model itself or something that calls it.
         args: its arguments.
         kwargs: its keyword arguments.
         losses: from what it returns to one scalar or several.
     """
 
     model: nn.Module
+    call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     losses: Callable[[Any], Sequence[Tensor]]
@@ -55,7 +59,7 @@ class Step:
     def run(self) -> None:
         """Run it; what the model returned is held until the end, as a training loop may."""
         with torch.enable_grad():
-            output = self.model(*self.args, **self.kwargs)
+            output = self.call(*self.args, **self.kwargs)
             losses = self.losses(output)
             torch.autograd.backward(losses)
         del output
@@ -92,12 +96,12 @@ class MeasuredCall:
     output_bytes: int = 0
     work: float = 0.0
     seconds: float = 0.0
-    before: Span = Span(0, 0)
-    forward: Span = Span(0, 0)
+    before: Span = _NOTHING
+    forward: Span = _NOTHING
     until_again: Span | None = None
-    again: Span = Span(0, 0)
-    residuals: Span = Span(0, 0)
-    after: Span = Span(0, 0)
+    again: Span = _NOTHING
+    residuals: Span = _NOTHING
+    after: Span = _NOTHING
     shared_bytes: int = 0
     alive_bytes: int = 0
     products: list[Product] = field(default_factory=list[Product])
@@ -119,7 +123,7 @@ class Measured:
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
     order: list[int] = field(default_factory=list[int])
-    between: Span = Span(0, 0)
+    between: Span = _NOTHING
     peak_bytes: int = 0
     end_bytes: int = 0
     seconds: float = 0.0
@@ -141,7 +145,8 @@ def measure_blocks(
     with rehearsal(step.model), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
         own = (*step.model.parameters(), *step.model.buffers())
-        meter = _Meter(names, set(map(storage_of, own)), line)
+        given, _ = flatten((step.args, step.kwargs))
+        meter = _Meter(names, set(map(storage_of, own)), set(map(storage_of, given)), line)
         following = Following([module for _, module in blocks], meter)
         try:
             begin = time.perf_counter()
@@ -164,12 +169,14 @@ def peak_of(step: Step, device: torch.device) -> int:
 class _Meter:
     """The follower of all blocks."""
 
-    def __init__(self, names: dict[int, str], weights: set[int], line: Timeline) -> None:
+    def __init__(
+        self, names: dict[int, str], weights: set[int], given: set[int], line: Timeline
+    ) -> None:
         self.measured = Measured()
         self._names = names
         self._line = line
         self._returned = Returned(())
-        self._known: set[int] = set()
+        self._known = given  # and alive before the step
         self._weights = weights
         self._latest: MeasuredCall | None = None  # whose second run was the last
 
@@ -190,7 +197,7 @@ class _Meter:
         counter = WorkCounter(is_costly)
         begin = time.perf_counter()
         with counter:
-            output = run_again(call)
+            output = run_again(call, stops=False)
         found.seconds = time.perf_counter() - begin
         found.forward = self._line.mark()
         found.work, found.products = counter.work, counter.products

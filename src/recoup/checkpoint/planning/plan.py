@@ -84,6 +84,25 @@ def plan(
     Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
     neural networks with limited memory" (2019).
     """
+    return plan_call(
+        model, model, example_args, example_kwargs, budget=budget, loss=loss, blocks=blocks,
+        budget_of=budget_of, optimizer=optimizer,
+    )  # fmt: skip
+
+
+def plan_call(
+    model: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    budget: int | str,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: str | Iterable[str | nn.Module] | None = None,
+    budget_of: Literal["step", "total"] = "step",
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Plan:
+    """Plan for steps that do not call the model itself, but something that calls it."""
     budget_bytes = _budget("budget", budget)
     if budget_of not in ("step", "total"):
         raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
@@ -92,7 +111,7 @@ def plan(
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     device = _device_of(model)
-    step = Step(model, example_args, example_kwargs, losses_from(loss))
+    step = Step(model, call, args, kwargs, losses_from(loss))
     named = name_blocks(model, blocks)
     if not named:
         raise ValueError(
@@ -103,9 +122,8 @@ def plan(
         names = ", ".join(f"`{name}`" for name, _ in named[:3])
         raise ValueError(f"`blocks` are {names}, but forward calls none of them. Name others.")
     costs = price(measured)
-    points = frontier(costs)
-    made = Plan(model, budget_bytes, standing, measured.calls, costs, points)
-    made._choose(step, device)  # pyright: ignore[reportPrivateUsage]
+    made = Plan(step, budget_bytes, standing, measured.calls, costs, frontier(costs))
+    made.choose(step, device)
     return made
 
 
@@ -127,7 +145,7 @@ class Plan:
     """What each block of a model does with its residuals; made by `recoup.plan`.
 
     Args:
-        model: the model.
+        step: the step that it is for.
         budget_bytes: what was asked for.
         standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
         calls: the blocks that were called, in order.
@@ -137,14 +155,15 @@ class Plan:
 
     def __init__(
         self,
-        model: nn.Module,
+        step: Step,
         budget_bytes: int,
         standing_bytes: int,
         calls: Sequence[MeasuredCall],
         costs: Sequence[Cost],
         points: Sequence[Point],
     ) -> None:
-        self.model = model
+        self.model = step.model
+        self._root = step.model if step.call is step.model else None
         self.budget_bytes = budget_bytes
         self.standing_bytes = standing_bytes
         self.costs = tuple(costs)
@@ -248,10 +267,11 @@ class Plan:
 
     def _follow(self, point: Point) -> Following:
         modules = {id(call.module): call.module for call in self._calls}
-        follower = follow_schedule(self.model, self._calls, point.schedule)
-        return Following([self.model, *modules.values()], follower)
+        follower = follow_schedule(self._root, self._calls, point.schedule)
+        roots = [] if self._root is None else [self._root]
+        return Following([*roots, *modules.values()], follower)
 
-    def _choose(self, step: Step, device: torch.device) -> None:
+    def choose(self, step: Step, device: torch.device) -> None:
         """Take the fastest plan whose rehearsal keeps to the budget."""
         step_bytes = self.budget_bytes - self.standing_bytes
         fitting = [point for point in self.frontier if point.peak_bytes <= step_bytes]

@@ -13,7 +13,7 @@ Rule 3. Another tape of a block keeps what its costly operators made, those with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from recoup.checkpoint.planning.measuring import Measured, MeasuredCall
 from recoup.schedules import Advance, Cost, Drop, Keep, Load, Reverse, Schedule, Tape, Thin
@@ -67,7 +67,7 @@ def _beside(measured: Measured) -> list[int]:
     # What goes away again on the way is taken to stay.
     until = accumulate((a - k for a, k in zip(alive, kept, strict=True)), max)
     levels = [0, *(max(level, 0) for level in until)]
-    return [b - a for a, b in zip(levels, levels[1:], strict=False)]
+    return [b - a for a, b in pairwise(levels)]
 
 
 def _state_bytes(call: MeasuredCall) -> int:

@@ -84,15 +84,17 @@ def described(plan: Plan) -> str:
     """Return the text that a plan prints."""
     rows = plan.blocks
     budget = "total" if plan.standing_bytes else "step"
-    lines = [
+    title = (
         f"Plan for {type(plan.model).__name__}: {len(rows)} blocks in "
-        f"{format_bytes(plan.budget_bytes)} ({budget})",
-        f"predicted peak {format_bytes(plan.predicted_peak_bytes)} "
-        f"(rehearsed {format_bytes(plan.rehearsed_peak_bytes)}), everything kept "
+        f"{format_bytes(plan.budget_bytes)} ({budget})"
+    )
+    peaks = (
+        f"predicted peak {format_bytes(plan.predicted_peak_bytes)}, rehearsed "
+        f"{format_bytes(plan.rehearsed_peak_bytes)}; everything kept "
         f"{format_bytes(plan.most_bytes)}, least feasible {format_bytes(plan.least_bytes)} "
-        f"({plan.least_bytes} bytes)",
-        "",
-    ]
+        f"({plan.least_bytes} bytes)"
+    )
+    lines = [title, peaks, ""]
     table = [("block", "class", "way", "forwards", "keeps", "saves", "pays")]
     for first, last, row in _merged(rows):
         name = first.name if first is last else f"{first.name} ... {last.name}"

@@ -33,10 +33,10 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         ) from error
 
 
-def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Any:
+def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
     """Return the state of a copy that has stepped on parameters without memory."""
     other: Any = copy.copy(optimizer)
-    other.state = defaultdict(dict)
+    other.state = cast("Any", defaultdict)(dict)
     other.param_groups = []
     for group in optimizer.param_groups:
         empty = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]

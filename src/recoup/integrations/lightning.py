@@ -1,0 +1,104 @@
+"""A byte budget in a Lightning trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from recoup.checkpoint.planning.plan import Plan, plan_call
+
+__all__ = ["MemoryBudget"]
+
+
+class MemoryBudget(Callback):
+    """Plan for a number of bytes with the first batch of training, and apply the plan.
+
+    The step that is planned is the module's `training_step`, under the trainer's precision. What
+    it logs while it is planned is left out. Backward pays as the plan says.
+
+    Args:
+        budget: bytes, an int or such as ``"2 GiB"``.
+        blocks: as for `recoup.plan`; names are those within the module.
+        budget_of: as for `recoup.plan`; "total" counts the state of the first optimizer.
+        show: what to do with the plan once it is made, such as ``print``.
+
+    Raises:
+        BudgetError: at the begin of training, no plan keeps to the budget.
+        ValueError: the module steps its optimizers itself.
+
+    Example:
+        >>> from recoup.integrations.lightning import MemoryBudget
+        >>> callback = MemoryBudget("2 GiB")  # for Trainer(callbacks=[callback])
+        >>> callback.plan is None
+        True
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        blocks: str | Iterable[str | nn.Module] | None = None,
+        budget_of: Literal["step", "total"] = "step",
+        show: Callable[[Plan], object] | None = None,
+    ) -> None:
+        self.budget = budget
+        self.blocks = blocks
+        self.budget_of: Literal["step", "total"] = budget_of
+        self.show = show
+        self.plan: Plan | None = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Plan, if no plan is made yet."""
+        if self.plan is not None:
+            return
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                f"{type(pl_module).__name__} has `automatic_optimization` off, so its training "
+                "step trains, and a plan may not. Call recoup.plan on its network instead."
+            )
+        with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
+            made = plan_call(
+                pl_module,
+                pl_module.training_step,
+                (batch, batch_idx),
+                {},
+                budget=self.budget,
+                blocks=self.blocks,
+                budget_of=self.budget_of,
+                optimizer=_first(trainer.optimizers) if self.budget_of == "total" else None,
+            )
+        self.plan = made.apply()
+        if self.show is not None:
+            self.show(made)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the module its forwards back."""
+        if self.plan is not None:
+            self.plan.remove()
+            self.plan = None
+
+
+def _first(optimizers: list[Any]) -> torch.optim.Optimizer | None:
+    return getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
+
+
+@contextmanager
+def _without_logs(module: Any) -> Generator[None]:
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    own = cast("dict[str, Any]", vars(module))
+    found = {key: own[key] for key in ("log", "log_dict") if key in own}
+    own.update(log=nothing, log_dict=nothing)
+    try:
+        yield
+    finally:
+        del own["log"], own["log_dict"]
+        own.update(found)

@@ -1,0 +1,110 @@
+"""A byte budget in a transformers trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from recoup.checkpoint.planning.plan import Plan, plan
+
+__all__ = ["MemoryBudget"]
+
+
+class MemoryBudget(TrainerCallback):
+    """Plan for a number of bytes with the first batch of training, and apply the plan.
+
+    The first forward of training is met with its own arguments, precision and device. Backward
+    pays as the plan says.
+
+    Args:
+        budget: bytes, an int or such as ``"2 GiB"``.
+        loss: as for `recoup.plan`, where the trainer computes it outside of the model.
+        blocks: as for `recoup.plan`.
+        budget_of: as for `recoup.plan`; "total" counts the state of the optimizer.
+        show: what to do with the plan once it is made, such as ``print``.
+
+    Raises:
+        BudgetError: at the first forward, no plan keeps to the budget.
+        ValueError: the trainer checkpoints the model itself (`gradient_checkpointing`).
+
+    Example:
+        >>> from recoup.integrations.transformers import MemoryBudget
+        >>> callback = MemoryBudget("2 GiB")  # for Trainer(callbacks=[callback])
+        >>> callback.plan is None
+        True
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        loss: Callable[[Any], Any] | None = None,
+        blocks: str | Iterable[str | nn.Module] | None = None,
+        budget_of: Literal["step", "total"] = "step",
+        show: Callable[[Plan], object] | None = None,
+    ) -> None:
+        self.budget = budget
+        self.loss = loss
+        self.blocks = blocks
+        self.budget_of: Literal["step", "total"] = budget_of
+        self.show = show
+        self.plan: Plan | None = None
+        self._waiting: Any = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Wait for the first forward."""
+        if args.gradient_checkpointing:
+            raise ValueError(
+                "`gradient_checkpointing` is on in the TrainingArguments, so every block is run "
+                "again already. Turn it off: a plan decides that by the budget."
+            )
+        model: nn.Module = kwargs["model"]
+        optimizer = kwargs.get("optimizer") if self.budget_of == "total" else None
+
+        def first_forward(module: nn.Module, given: Any, named: dict[str, Any]) -> None:
+            if not module.training:
+                return
+            self._stop_waiting()
+            made = plan(
+                module,
+                *given,
+                budget=self.budget,
+                loss=self.loss,
+                blocks=self.blocks,
+                budget_of=self.budget_of,
+                optimizer=getattr(optimizer, "optimizer", optimizer),
+                **named,
+            )
+            self.plan = made.apply()
+            if self.show is not None:
+                self.show(made)
+
+        self._stop_waiting()
+        self._waiting = model.register_forward_pre_hook(first_forward, with_kwargs=True)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Give the model its forwards back."""
+        self._stop_waiting()
+        if self.plan is not None:
+            self.plan.remove()
+            self.plan = None
+
+    def _stop_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.remove()

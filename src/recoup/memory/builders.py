@@ -1,0 +1,43 @@
+"""Functions that are named on a command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["BuildError", "load_builder"]
+
+
+class BuildError(ValueError):
+    """What is wrong with the builder itself."""
+
+
+def load_builder(name: str) -> Callable[..., object]:
+    """Import ``"module:function"`` or ``"path/to/file.py:function"``."""
+    module_name, _, function_name = name.rpartition(":")
+    if module_name.endswith(".py"):
+        path = Path(module_name).resolve()
+        spec = importlib.util.spec_from_file_location("__recoup_build__", path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise BuildError(f"there is no file {path}.")
+        sys.path.insert(0, str(path.parent))  # As when it is run as a script.
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # The module is there, but one that it needs is not.
+            raise BuildError(
+                f"{error}. Run where it can be imported, or name its file, "
+                f'"path/to/file.py:{function_name}".'
+            ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise BuildError(f"there is no function {function_name} in {module_name}.")
+    return function

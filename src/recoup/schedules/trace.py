@@ -1,0 +1,77 @@
+"""Memory over time while a schedule is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from recoup.errors import ScheduleError
+from recoup.schedules.actions import Action, Advance, Reverse, Schedule
+from recoup.schedules.costs import Cost
+from recoup.schedules.walk import Walk
+
+__all__ = ["Moment", "trace"]
+
+# Backward of a product is two products.
+_BACKWARD = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An action on one stage.
+
+    Args:
+        action: the action.
+        seconds: when it ends, if backward of a stage takes twice its forward.
+        peak_bytes: most that is held within it, as `simulate` counts.
+        held_bytes: what is held after it.
+        is_backward: whether it belongs to backward.
+    """
+
+    action: Action
+    seconds: float
+    peak_bytes: int
+    held_bytes: int
+    is_backward: bool
+
+
+def trace(schedule: Schedule, costs: Sequence[Cost]) -> tuple[Moment, ...]:
+    """Return what is held in each moment of a schedule; the highest peak is that of `simulate`.
+
+    Args:
+        schedule: the schedule.
+        costs: what each stage costs.
+
+    Returns:
+        A moment for each action; for each of its stages, of an `Advance`.
+
+    Raises:
+        ScheduleError: an action is impossible where it stands.
+
+    Example:
+        >>> from recoup.schedules import Cost, linear, trace
+        >>> [moment.held_bytes for moment in trace(linear(2), [Cost(1.0, 1, 3)] * 2)]
+        [4, 6, 3, 0]
+    """
+    walk = Walk.of(costs)
+    moments: list[Moment] = []
+    backward = 0.0
+    for action in _singly(schedule.actions):
+        walk.peak = 0
+        reason = walk.step(action)
+        if reason is not None:
+            raise ScheduleError(f"`{schedule.name}` cannot do {action!r}: {reason}")
+        if isinstance(action, Reverse):
+            backward += _BACKWARD * costs[action.index].seconds
+        moments.append(
+            Moment(action, walk.seconds + backward, walk.peak, walk.held, walk.in_backward)
+        )
+    return tuple(moments)
+
+
+def _singly(actions: Sequence[Action]) -> Iterator[Action]:
+    for action in actions:
+        if isinstance(action, Advance):
+            yield from (Advance(i, i + 1) for i in range(action.start, action.stop))
+        else:
+            yield action

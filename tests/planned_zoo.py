@@ -1,0 +1,283 @@
+"""Models that a plan must know how to deal with: each with arguments and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["MODELS", "Case", "transformers_or_skip"]
+
+
+class Case(NamedTuple):
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Any] | None
+    num_blocks: int  # that a plan finds
+
+
+def transformers_or_skip() -> Any:
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+        self.skip = nn.Conv2d(width, width, 1, stride) if stride > 1 else nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.body(x) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU(True))
+        self.layer1 = nn.Sequential(Bottleneck(16), Bottleneck(16))
+        self.layer2 = nn.Sequential(Bottleneck(16, 2), Bottleneck(16))
+        self.layer3 = nn.Sequential(Bottleneck(16, 2), Bottleneck(16))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer3(self.layer2(self.layer1(self.stem(x))))
+        return self.head(x.mean((2, 3)))
+
+
+class DoubleConv(nn.Module):
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(given, made, 3, 1, 1), nn.GroupNorm(4, made), nn.SiLU(),
+            nn.Conv2d(made, made, 3, 1, 1), nn.SiLU(),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Any]:
+        y = self.body(x)
+        return {"y": y if scale is None else y * scale, "nothing": None, "mean": [y.mean()]}
+
+
+class UNet(nn.Module):
+    """Skips across, keyword arguments, nested outputs with None, two losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.down3 = DoubleConv(3, 8), DoubleConv(8, 16), DoubleConv(16, 16)
+        self.up2, self.up1 = DoubleConv(32, 16), DoubleConv(24, 8)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.head = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        one = self.down1(x, scale=self.scale)
+        two = self.down2(F.max_pool2d(one["y"], 2))
+        three = self.down3(F.max_pool2d(two["y"], 2), scale=self.scale)
+        up = F.interpolate(three["y"], scale_factor=2)
+        up = self.up2(torch.cat([up, two["y"]], 1))
+        up = self.up1(torch.cat([F.interpolate(up["y"], scale_factor=2), one["y"]], 1))
+        return {"image": self.head(up["y"]), "beside": three["mean"][0] + up["mean"][0]}
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class MoEBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(4))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, losses: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        del losses
+        h = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(h).softmax(-1).max(-1)
+        out = torch.zeros_like(h)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, expert(h[rows]) * weights[rows, None])
+        return x + self.drop(out).view_as(x), weights.square().mean()
+
+
+class MoE(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.layers = nn.ModuleList(MoEBlock(width) for _ in range(4))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, beside = self.embed(tokens), torch.zeros(())
+        for layer in self.layers:
+            x, one = layer(x, losses=None)
+            beside = beside + one
+        return self.head(x), beside
+
+
+class RecurrentBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        y, state = self.lstm(x, state)
+        return x + self.drop(y), state
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(RecurrentBlock(width) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for layer in self.layers:
+            x, state = layer(x, state)
+        return x
+
+
+class Shared(nn.Module):
+    """One block called six times (as ALBERT does), with a frozen one before."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.frozen = Expert(width).requires_grad_(False)
+        self.blocks = nn.ModuleList([Expert(width), Expert(width)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        for _ in range(3):
+            for block in self.blocks:
+                x = x + block(x)
+        return x
+
+
+def _sequential() -> Case:
+    torch.manual_seed(0)
+    widths = [48, 64, 16, 80, 32, 48, 48, 48]
+    links = []
+    for given, made in zip(widths, widths[1:], strict=False):
+        links += [nn.Sequential(nn.Linear(given, made), nn.Tanh(), nn.Linear(made, made), nn.GELU())]
+    return Case(nn.Sequential(*links), (torch.randn(64, 48),), {}, lambda y: y.square().sum(), 7)
+
+
+def _resnet() -> Case:
+    torch.manual_seed(0)
+    return Case(ResNet(), (torch.randn(4, 3, 16, 16),), {}, lambda y: y.logsumexp(-1).sum(), 6)
+
+
+def _unet() -> Case:
+    torch.manual_seed(0)
+    return Case(
+        UNet(), (torch.randn(2, 3, 16, 16),), {},
+        lambda y: [y["image"].square().mean(), y["beside"]], 5,
+    )  # fmt: skip
+
+
+def _moe() -> Case:
+    torch.manual_seed(0)
+    return Case(
+        MoE(), (torch.randint(50, (4, 16)),), {}, lambda y: y[0].logsumexp(-1).mean() + y[1], 4
+    )
+
+
+def _recurrent() -> Case:
+    torch.manual_seed(0)
+    return Case(Recurrent(), (torch.randn(4, 12, 32),), {}, lambda y: y.square().mean(), 5)
+
+
+def _shared() -> Case:
+    torch.manual_seed(0)
+    return Case(Shared(), (torch.randn(64, 32),), {}, lambda y: y.square().mean(), 2)
+
+
+def _gpt2() -> Case:
+    t = transformers_or_skip()
+    torch.manual_seed(0)
+    config = t.GPT2Config(
+        n_layer=6, n_embd=64, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0
+    )
+    tokens = torch.randint(100, (2, 32))
+    return Case(t.GPT2LMHeadModel(config).train(), (tokens,), {"labels": tokens}, None, 6)
+
+
+def _bert() -> Case:
+    t = transformers_or_skip()
+    torch.manual_seed(0)
+    config = t.BertConfig(
+        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, intermediate_size=128,
+        vocab_size=100,
+    )  # fmt: skip
+    tokens = torch.randint(100, (2, 32))
+    mask = torch.ones(2, 32, dtype=torch.long)
+    kwargs = {"attention_mask": mask, "labels": tokens}
+    return Case(t.BertForMaskedLM(config).train(), (tokens,), kwargs, None, 4)
+
+
+def _t5() -> Case:
+    t = transformers_or_skip()
+    torch.manual_seed(0)
+    config = t.T5Config(
+        num_layers=3, num_decoder_layers=3, d_model=64, d_ff=128, d_kv=16, num_heads=4,
+        vocab_size=100, decoder_start_token_id=0,
+    )  # fmt: skip
+    tokens = torch.randint(100, (2, 24))
+    model = t.T5ForConditionalGeneration(config).train()
+    return Case(model, (), {"input_ids": tokens, "labels": tokens[:, :16].contiguous()}, None, 6)
+
+
+def _vit() -> Case:
+    t = transformers_or_skip()
+    torch.manual_seed(0)
+    config = t.ViTConfig(
+        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, intermediate_size=128,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    model = t.ViTForImageClassification(config).train()
+    kwargs = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.tensor([0, 1, 0, 1])}
+    return Case(model, (), kwargs, None, 4)
+
+
+def _whisper() -> Case:
+    t = transformers_or_skip()
+    torch.manual_seed(0)
+    config = t.WhisperConfig(
+        encoder_layers=3, decoder_layers=3, d_model=64, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100,
+        num_mel_bins=20, max_source_positions=32, max_target_positions=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, begin_suppress_tokens=None,
+    )  # fmt: skip
+    tokens = torch.randint(3, 100, (2, 16))
+    kwargs = {"input_features": torch.randn(2, 20, 64), "labels": tokens}
+    return Case(t.WhisperForConditionalGeneration(config).train(), (), kwargs, None, 6)
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "sequential": _sequential,
+    "resnet": _resnet,
+    "unet": _unet,
+    "moe": _moe,
+    "recurrent": _recurrent,
+    "shared": _shared,
+    "gpt2": _gpt2,
+    "bert": _bert,
+    "t5": _t5,
+    "vit": _vit,
+    "whisper": _whisper,
+}
