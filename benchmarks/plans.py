@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
+import plan_figure
 import torch
 from couplings import peak_and_held
 from plan_models import MODELS, SMALL, Case
@@ -237,8 +238,10 @@ def gains(rows: list[dict], prefix: str = "recoup") -> list[dict]:
 
 
 def suite(device: str) -> dict[str, list[dict]]:
-    """What benchmarks/run.py writes down."""
+    """What benchmarks/run.py writes down; the picture is of the run on CPU, as the README is."""
     found = rows(device)
+    if device == "cpu":
+        plan_figure.write(found)
     return {"plans": found, "gains": gains(found)}
 
 

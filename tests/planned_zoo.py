@@ -173,7 +173,9 @@ def _sequential() -> Case:
     widths = [48, 64, 16, 80, 32, 48, 48, 48]
     links = []
     for given, made in zip(widths, widths[1:], strict=False):
-        links += [nn.Sequential(nn.Linear(given, made), nn.Tanh(), nn.Linear(made, made), nn.GELU())]
+        links += [
+            nn.Sequential(nn.Linear(given, made), nn.Tanh(), nn.Linear(made, made), nn.GELU())
+        ]
     return Case(nn.Sequential(*links), (torch.randn(64, 48),), {}, lambda y: y.square().sum(), 7)
 
 

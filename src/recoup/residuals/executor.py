@@ -253,7 +253,6 @@ class _Run:
     """One forward of a chain and the backward that belongs to it."""
 
     __slots__ = (
-        "_inputs",
         "_kept",
         "_lock",
         "_moved",
@@ -275,7 +274,6 @@ class _Run:
         self._storages: set[int] = set()
         self._kept: dict[int, State] = {}
         self._moved: dict[int, tuple[Any, ...]] = {}
-        self._inputs: dict[int, State] = {}
         self._working: tuple[int, State] = (-1, ())
         self._position = 0
         self._lock = threading.RLock()
@@ -386,8 +384,9 @@ class _Run:
             if not self._is_whole:
                 self._fill_alone(index)
                 return
-            if index in self._inputs and target < self._position:
-                self._fill(index, self._inputs[index])
+            inputs = self._run(index).inputs
+            if inputs is not None and target < self._position:
+                self._fill(index, inputs)
                 return
             if target < self._position:
                 self._restart()
@@ -421,7 +420,9 @@ class _Run:
         self._working = (-1, ())
         self._kept.clear()
         self._moved.clear()
-        self._inputs.clear()
+        for run in self._runs:
+            if run is not None:
+                run.inputs = None
 
     def _restart(self) -> None:
         """Bring back what the sweep kept, as far as backward has dropped it (See Rule 3)."""
@@ -447,14 +448,17 @@ class _Run:
                 for index in range(start, stop):
                     self._advance(index)
             case Tape(index) if index <= demanded:
-                state = self._inputs[index] = self._state_at(index)
+                state = self._run(index).inputs = self._state_at(index)
                 self._working = (index + 1, self._fill(index, state))
             case Tape(index):
                 self._advance(index)  # See Rule 7
             case Invert(index):
                 self._invert(index, is_taped=index <= demanded)
             case Reverse(index):
-                self._inputs.pop(index, None)  # autograd reverses; its slots are empty by now
+                # Autograd reverses; its slots are empty by now.
+                run = self._runs[index]
+                if run is not None:
+                    run.inputs = None
 
     def _fill(self, index: int, state: State) -> State:
         is_last = index + 1 == len(self._stages)
@@ -478,7 +482,7 @@ class _Run:
         state = self._run(index).invert(self._take(index + 1), is_taped=is_taped)
         self._working = (index, state)
         if is_taped:
-            self._inputs[index] = state
+            self._run(index).inputs = state
 
     def _drop(self, index: int) -> None:
         self._kept.pop(index, None)

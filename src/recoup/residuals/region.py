@@ -47,7 +47,7 @@ from recoup.residuals.hooks import (
 )
 from recoup.residuals.listening import Way, here
 
-__all__ = ["Filled", "Region", "Slot", "Untaped"]
+__all__ = ["Filled", "Region", "Slot", "Untaped", "num_nodes"]
 
 
 class Filled(Exception):  # noqa: N818 - it is no error
@@ -92,6 +92,7 @@ class Region:
         "_marks",
         "_slots",
         "_start",
+        "inputs",
         "name",
         "way",
     )
@@ -101,6 +102,7 @@ class Region:
     ) -> None:
         self.name = name
         self.way: Way = way
+        self.inputs: tuple[Tensor, ...] | None = None  # the owner's: it goes with the last slot
         self._fill = fill
         self._lock = lock
         self._slots: list[weakref.ref[Slot]] = []
@@ -131,19 +133,32 @@ class Region:
             return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
         slot = Slot(self, tensor)
         self._slots.append(weakref.ref(slot))
-        self._marks.append(2 * (_num_nodes() - self._start) + tensor.requires_grad)
+        self._marks.append(2 * (num_nodes() - self._start) + tensor.requires_grad)
         if here.listener is not None:
             here.listener.told(tensor, slot, self.way)
         return slot
 
 
-# Elements of a residual. To raise an exception takes 15 microseconds, and where everything is smaller
-# the operators that are left take less.
+# Elements of a residual. To raise an exception takes 15 microseconds; where everything is smaller
+# than this, the operators that are left take less.
 _WORTH_A_STOP = 4096
+
+
+def _last_worth_a_stop(slots: list[weakref.ref[Slot]]) -> int:
+    """Return the place of the last slot that can be asked for; -1 if a stop is not worth it."""
+    last = -1
+    for place in range(len(slots) - 1, -1, -1):
+        slot = slots[place]()
+        if slot is not None:
+            last = max(last, place)
+            if slot.shape.numel() >= _WORTH_A_STOP:
+                return last
+    return -1
+
 
 # How many nodes of the graph this thread has made.
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
-_num_nodes: Callable[[], int] = _autograd._get_sequence_nr
+num_nodes: Callable[[], int] = _autograd._get_sequence_nr
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -169,7 +184,7 @@ class _Recording:
         region = self._region
         region._beneath = _beneath_ours(pair_in_force())
         self._hooks.__enter__()
-        region._start = _num_nodes()
+        region._start = num_nodes()
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._hooks.__exit__()
@@ -194,9 +209,8 @@ class _Filling:
         self._region = region
         self._slots = region._slots
         self._last = -1
-        if stops and self._is_worth_a_stop():
-            places = range(len(self._slots) - 1, -1, -1)
-            self._last = next((at for at in places if self._slots[at]() is not None), -1)
+        if stops:
+            self._last = _last_worth_a_stop(self._slots)
         self._has_stopped = False
         self._name = region.name
         self._inputs = inputs
@@ -210,7 +224,7 @@ class _Filling:
         set_grad_enabled(True)
         self._hooks = saving(self.pack, _itself)
         self._hooks.__enter__()
-        self._start = _num_nodes()
+        self._start = num_nodes()
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._hooks is not None:
@@ -222,10 +236,10 @@ class _Filling:
                 raise Filled(self._region)
             self._check_count()
 
-    def _is_worth_a_stop(self) -> bool:
-        # From the end: the last saves are likely to tell.
-        alive = (slot for ref in reversed(self._slots) if (slot := ref()) is not None)
-        return any(slot.shape.numel() >= _WORTH_A_STOP for slot in alive)
+    @property
+    def stops(self) -> bool:
+        """Whether the run may end with `Filled`."""
+        return self._last >= 0
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor:
@@ -240,7 +254,7 @@ class _Filling:
             self._check(slot, tensor)
             slot.value = value
         if self._last >= 0:
-            self._stop_at_last(place, 2 * (_num_nodes() - self._start) + tensor.requires_grad)
+            self._stop_at_last(place, 2 * (num_nodes() - self._start) + tensor.requires_grad)
         return value
 
     def _stop_at_last(self, place: int, mark: int) -> None:

@@ -32,12 +32,16 @@ __all__ = [
     "Counted",
     "Draws",
     "SeededCall",
+    "States",
     "counted",
     "draw_seed",
     "fingerprint",
+    "generator_states",
     "generators_restored",
     "is_repeated",
     "remembered",
+    "same_states",
+    "set_generator_states",
     "skip",
     "with_seed",
 ]
@@ -62,18 +66,21 @@ def _generators() -> tuple[torch.Generator, ...]:
     return (torch.default_generator,)
 
 
-def _get_states() -> States:
+def generator_states() -> States:
+    """Return where the default generators stand."""
     if not torch.cuda.is_initialized():
         return (torch.default_generator.get_state(),)
     return tuple(generator.get_state() for generator in _generators())
 
 
-def _set_states(states: States) -> None:
+def set_generator_states(states: States) -> None:
+    """Put the default generators there."""
     for generator, state in zip(_generators(), states, strict=False):
         generator.set_state(state)
 
 
-def _same(a: States, b: States) -> bool:
+def same_states(a: States, b: States) -> bool:
+    """Whether nothing was drawn between two states."""
     # A device that woke up in between counts as unchanged: nothing was known to replay there.
     return all(_bytes(x) == _bytes(y) for x, y in zip(a, b, strict=False))
 
@@ -110,7 +117,7 @@ class Draws:
         return _Replaying(self)
 
     def _meet(self, states: States) -> None:
-        if not self._foreign and not _same(self._expected, states):
+        if not self._foreign and not same_states(self._expected, states):
             self._foreign = True  # See Rule 3
 
     def _next(self) -> Any:
@@ -127,12 +134,12 @@ class _Recording:
         self._start: States = ()
 
     def __enter__(self) -> None:
-        self._start = self._draws._expected = _get_states()
+        self._start = self._draws._expected = generator_states()
         _stack.draws.append(self._draws)
 
     def __exit__(self, *_: object) -> None:
         draws = _stack.draws.pop()
-        draws._meet(_get_states())
+        draws._meet(generator_states())
         draws._start = self._start if draws._foreign else None
         draws._expected = ()
 
@@ -149,18 +156,18 @@ class _Replaying:
         draws = self._draws
         start = draws._start
         if start is not None or any(map(_moves, draws._seeds)):
-            self._before = _get_states()
+            self._before = generator_states()
         self._outer = (draws._replaying, draws._cursor)
         draws._replaying, draws._cursor = True, 0
         _stack.draws.append(draws)
         if start is not None:
-            _set_states(start)
+            set_generator_states(start)
 
     def __exit__(self, *_: object) -> None:
         draws = _stack.draws.pop()
         draws._replaying, draws._cursor = self._outer
         if self._before is not None:
-            _set_states(self._before)  # See Rule 5
+            set_generator_states(self._before)  # See Rule 5
 
 
 def _moves(entry: Any) -> bool:
@@ -196,7 +203,7 @@ def draw_seed() -> int:
     """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same one."""
     writers, known = _writers()
     if writers:
-        states = _get_states()
+        states = generator_states()
         for draws in writers:
             draws._meet(states)
     seed = _fresh_seed()
@@ -204,7 +211,7 @@ def draw_seed() -> int:
         recorded = known._next()
         seed = seed if not isinstance(recorded, int) else recorded
     if writers:
-        states = _get_states()
+        states = generator_states()
         for draws in writers:
             draws._expected = states
             draws._seeds.append(seed)
@@ -241,7 +248,7 @@ def remembered(decide: Callable[[], T]) -> T:
     if not _stack.draws:
         return decide()
     writers, known = _writers()
-    states = _get_states() if writers else ()
+    states = generator_states() if writers else ()
     for draws in writers:
         draws._meet(states)
     found = None if known is None else known._next()
@@ -258,7 +265,7 @@ def remembered(decide: Callable[[], T]) -> T:
         )
     else:
         skip(found.num_seeds)
-    states = _get_states() if writers else ()
+    states = generator_states() if writers else ()
     for draws in writers:
         draws._expected = states
         draws._seeds.append(found)
@@ -268,11 +275,11 @@ def remembered(decide: Callable[[], T]) -> T:
 @contextmanager
 def generators_restored() -> Generator[None]:
     """Around what shall not be seen in the random stream."""
-    before = _get_states()
+    before = generator_states()
     try:
         yield
     finally:
-        _set_states(before)
+        set_generator_states(before)
 
 
 def fingerprint() -> int:
@@ -312,7 +319,7 @@ class SeededCall:
         if self._is_known:
             return self._again(call)
         writers, known = _writers()
-        before = _get_states()
+        before = generator_states()
         for region in writers:
             region._meet(before)
         found = None if known is None else known._next()
@@ -324,7 +331,7 @@ class SeededCall:
         else:
             result = self._first(call, before)
         self._is_known = True
-        after = _get_states()
+        after = generator_states()
         for region in writers:
             region._seeds.append(self)
             region._expected = after
@@ -332,16 +339,16 @@ class SeededCall:
 
     def _first(self, call: Callable[[], T], before: States) -> T:
         seed = _fresh_seed()
-        after = _get_states()
+        after = generator_states()
         drew = True
         try:
             _seed_generators(seed)
-            probe = _get_states()
+            probe = generator_states()
             with _Within(self._within, is_replaying=False):
                 result = call()
-            drew = not _same(probe, _get_states())
+            drew = not same_states(probe, generator_states())
         finally:
-            _set_states(after if drew else before)  # See Rule 2
+            set_generator_states(after if drew else before)  # See Rule 2
         self._draw = seed if drew else None
         return result
 
@@ -374,12 +381,12 @@ class _Within:
 
 def with_seed(call: Callable[[], T], seed: int) -> T:
     """Run `call` with the default generators at `seed`, and leave them as they were."""
-    before = _get_states()
+    before = generator_states()
     try:
         _seed_generators(seed)
         return call()
     finally:
-        _set_states(before)
+        set_generator_states(before)
 
 
 def _seed_generators(seed: int) -> None:

@@ -122,6 +122,18 @@ class StageRun:
         self.changes_input = [version_of(value) for value in state] != versions
         return result
 
+    @property
+    def inputs(self) -> State | None:
+        """What a later run was given, while its residuals can be asked for."""
+        region = self._region() if self._region is not None else None
+        return None if region is None else region.inputs
+
+    @inputs.setter
+    def inputs(self, inputs: State | None) -> None:
+        region = self._region() if self._region is not None else None
+        if region is not None:
+            region.inputs = inputs
+
     # -- later runs ------------------------------------------------------------------------
 
     def advance(self, state: State) -> State:
@@ -140,7 +152,9 @@ class StageRun:
         region = self._wanted_region()
         # The evaluations are regions of their own, of which a stop would leave some empty.
         stops = not needs_output and (self._evaluations is None or recall)
-        taping = torch.enable_grad() if region is None else region.filling(inputs, stops=stops)
+        filling = None if region is None else region.filling(inputs, stops=stops)
+        stops = filling is not None and filling.stops
+        taping = torch.enable_grad() if filling is None else filling
         try:
             with self._rerun.again(stops=stops), taping, self._answering(recall):
                 output, _ = self._stage.forward(inputs)

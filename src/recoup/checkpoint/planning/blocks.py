@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from torch import nn
 
@@ -29,7 +30,7 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     """
     if blocks is None:
         return find_blocks(model)
-    named: dict[str, nn.Module] = dict(model.named_modules())
+    named = dict(cast("Iterator[Block]", model.named_modules()))
     if isinstance(blocks, str):
         found = [(name, each) for name, each in named.items() if re.fullmatch(blocks, name)]
         if not found:

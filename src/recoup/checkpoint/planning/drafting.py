@@ -8,6 +8,7 @@ from torch import nn
 
 from recoup.checkpoint.planning.following import Follow, Part, PlannedStage
 from recoup.checkpoint.planning.measuring import MeasuredCall
+from recoup.checkpoint.planning.pricing import chosen_products
 from recoup.residuals.executor import Plan
 from recoup.schedules import (
     Action,
@@ -16,6 +17,7 @@ from recoup.schedules import (
     Invert,
     Keep,
     Load,
+    Offload,
     Reverse,
     Schedule,
     Tape,
@@ -35,6 +37,11 @@ def follow_schedule(
         schedule: for one stage more than there are calls.
     """
     sections = list(_sections(calls))
+    chosen = {
+        action.index: frozenset(chosen_products(calls[action.index])[action.variant - 1])
+        for action in schedule.actions
+        if isinstance(action, Tape) and action.variant
+    }
     parts = [_part(schedule, start, stop) for start, stop in sections]
     stages: list[PlannedStage] = []
     for number, (start, stop) in enumerate(sections):
@@ -43,7 +50,9 @@ def follow_schedule(
             is_kept = plan is None or plan.steps[place - start].is_taped
             call = calls[place]
             stages.append(
-                PlannedStage(call.name, call.module, number, place - start, is_kept, None)
+                PlannedStage(
+                    call.name, call.module, number, place - start, is_kept, chosen.get(place)
+                )
             )
     return Follow(model, stages, parts)
 
@@ -87,5 +96,6 @@ def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action
             case Reverse(index):
                 if start <= index < stop:
                     yield Reverse(index - start)
-            case _:
-                pass
+            case Offload(index):
+                if start <= index < stop:
+                    yield Offload(index - start)

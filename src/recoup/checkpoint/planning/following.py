@@ -25,6 +25,7 @@ from torch import nn
 
 from recoup.checkpoint.planning.linking import Returned
 from recoup.residuals.calls import Call
+from recoup.residuals.chosen import ChoosingCall
 from recoup.residuals.executor import Chain, Plan
 from recoup.schedules import constant
 
@@ -42,7 +43,8 @@ class PlannedStage(NamedTuple):
         part: the number of its chain.
         step: its place in that chain.
         is_kept: whether it keeps its residuals, all or some, when it is first called.
-        run: calls its forward, and keeps some of its residuals; None if all or none.
+        chosen: of which operators it keeps the results alone; None if it keeps all residuals, or
+            none.
     """
 
     name: str
@@ -50,7 +52,7 @@ class PlannedStage(NamedTuple):
     part: int
     step: int
     is_kept: bool
-    run: Callable[[Run, tuple[Any, ...], dict[str, Any]], Any] | None
+    chosen: frozenset[int] | None
 
 
 class Part(NamedTuple):
@@ -139,8 +141,8 @@ class Follow:
         follows, now.place = place == now.place + 1, place
         if part.plan is None:
             _end(now)
-            return _kept(stage, run, args, kwargs)
-        fn = run if stage.run is None else functools.partial(_given, stage.run, run)
+            return _kept(stage, run, *args, **kwargs)
+        fn = run if stage.chosen is None else functools.partial(_kept, stage, run)
         call = Call(f"block `{stage.name}`", fn, args, kwargs, stage.module)
         if stage.step == 0:
             _end(now)
@@ -185,22 +187,16 @@ def _end(now: _Pass) -> None:
     now.returned = Returned(())
 
 
-def _given(
-    keeping: Callable[[Run, tuple[Any, ...], dict[str, Any]], Any],
-    run: Run,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return keeping(run, args, kwargs)
-
-
-def _kept(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run(*args, **kwargs) if stage.run is None else stage.run(run, args, kwargs)
+def _kept(stage: PlannedStage, run: Run, *args: Any, **kwargs: Any) -> Any:
+    if stage.chosen is None:
+        return run(*args, **kwargs)
+    name = f"block `{stage.name}`"
+    return run_again(ChoosingCall(name, run, args, kwargs, stage.module, stage.chosen))
 
 
 def _alone(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if stage.is_kept:
-        return _kept(stage, run, args, kwargs)
+        return _kept(stage, run, *args, **kwargs)
     return run_again(Call(f"block `{stage.name}`", run, args, kwargs, stage.module))
 
 

@@ -6,7 +6,10 @@ Rule 1. Calls of blocks are the stages; what follows the last one, with the loss
         which can only be taped. What lies between two blocks is beside the chain.
 Rule 2. The costs are such that `simulate` gives back the bytes that were measured at every border,
         for the step in which each block is run again. So what they leave out cancels.
-Rule 3. Another tape of a block keeps what its costly operators made, those with the most work a
+Rule 3. What a block saves of its own output it holds longer than the block after it is reversed;
+        when that one was measured its input went on the way. So that much is added to the worst
+        moment of its backward, whatever the block before does.
+Rule 4. Another tape of a block keeps what its costly operators made, those with the most work a
         byte first, and not those after the last residual, which no second run gets to.
 """
 
@@ -26,9 +29,10 @@ _MOST_VARIANTS = 5
 def price(measured: Measured) -> list[Cost]:
     """Return the costs of the calls, and of what follows them."""
     beside = _beside(measured)
+    shared = [0, *(call.shared_bytes for call in measured.calls)]
     costs = [
-        _cost(call, beside_bytes)
-        for call, beside_bytes in zip(measured.calls, beside, strict=False)
+        _cost(call, beside_bytes, min(before, call.state_bytes) if call.is_linked else 0)
+        for call, beside_bytes, before in zip(measured.calls, beside, shared, strict=False)
     ]
     last = measured.calls[-1]
     end = last.forward.end_bytes
@@ -74,7 +78,8 @@ def _state_bytes(call: MeasuredCall) -> int:
     return 0 if call.until_again is None else call.state_bytes
 
 
-def _cost(call: MeasuredCall, beside_bytes: int) -> Cost:
+def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int) -> Cost:
+    """The cost of a call whose input is held by the tape of the one before, in part (Rule 3)."""
     run_bytes = max(call.forward.peak_bytes - call.before.end_bytes, call.output_bytes)
     if call.until_again is None:  # no gradient goes through it
         return Cost(
@@ -95,15 +100,19 @@ def _cost(call: MeasuredCall, beside_bytes: int) -> Cost:
         tape_bytes=tape_bytes,
         run_bytes=run_bytes,
         tape_run_bytes=max(call.again.peak_bytes - begin, 0),
-        reverse_bytes=max(call.after.peak_bytes - begin - own, 0),
+        reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + lent_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + beside_bytes,
         beside_bytes=beside_bytes,
         is_linked=call.is_linked,
-        variants=tuple(_thin(call, own, run_bytes, chosen) for chosen in chosen_products(call)),
+        variants=tuple(
+            _thin(call, own, run_bytes, lent_bytes, chosen) for chosen in chosen_products(call)
+        ),
     )
 
 
-def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -> Thin:
+def _thin(
+    call: MeasuredCall, own: int, run_bytes: int, lent_bytes: int, chosen: Sequence[int]
+) -> Thin:
     """The tape that keeps what these operators made."""
     kept = sum(call.products[i].num_bytes for i in chosen)
     in_tape = sum(call.products[i].num_bytes for i in chosen if call.saved[i])
@@ -111,11 +120,12 @@ def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -
     missing = max(own + call.shared_bytes + call.alive_bytes - in_tape, 0)
     reverse = call.after.peak_bytes - call.residuals.end_bytes
     again = call.again.peak_bytes - begin - in_tape
+    extra = kept - in_tape  # which goes where the second run has used it
     return Thin(
         tape_bytes=call.state_bytes + kept,
         seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
         tape_run_bytes=run_bytes + kept,
-        reverse_bytes=max(missing + reverse, again, 0),
+        reverse_bytes=max(missing + reverse - extra, again, 0) + lent_bytes,
     )
 
 

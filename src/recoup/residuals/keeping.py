@@ -1,0 +1,356 @@
+"""A call that keeps what chosen operators made, and runs all others again.
+
+NOTE [ Outputs that are kept ]
+
+Rule 1. Operators are met beneath autograd and autocast, and the costly ones are numbered. In a
+        second run one that is chosen is not executed: what it made in the first run is handed out.
+Rule 2. It is handed out only where it was made: after as many nodes of the graph, casts left out
+        (autocast keeps casts in a first run only). Elsewhere the operator runs again, which is
+        slower and right; another operator or other shapes in its place are an error.
+Rule 3. An operator that drew leaves the generators where it left them in the first run, so that
+        what is drawn after it is what was drawn then.
+Rule 4. What was changed in place since it was made, in the call or after it, is not handed out:
+        the operator runs again. A tensor without memory, which shares its version, is the witness.
+Rule 5. Kept are plain tensors that share no memory with what the operator was given.
+Rule 6. Outputs are kept as inputs are, in the hands of the pair of hooks beneath, and once the
+        first run is over, since only then is it known what Rule 4 leaves. They are handed out
+        once and forgotten with the second run, so that memory falls as backward proceeds. Asked
+        again (retain_graph), the call runs all of its operators.
+Rule 7. With forward-mode derivatives around nothing is kept: tangents take operators too, and a
+        second run has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recoup.errors import ReplayError
+from recoup.residuals.calls import Call
+from recoup.residuals.casts import Geometry, geometry_of, laid_out
+from recoup.residuals.executor import Plan
+from recoup.residuals.hooks import Kept, Pair, pair_in_force, version_of
+from recoup.residuals.region import num_nodes
+from recoup.residuals.seeds import States, generator_states, same_states, set_generator_states
+from recoup.residuals.work import is_costly
+from recoup.schedules import constant
+
+__all__ = ["KeepingCall", "Keeps", "run_keeping"]
+
+T = TypeVar("T")
+Keeps = Callable[[Any, int], bool] | frozenset[int]
+
+_OTHER, _CAST, _COSTLY = range(3)
+_kinds: dict[Any, int] = {}  # of operators; each is asked about at every call
+
+
+def run_keeping(
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keeps: Keeps,
+    name: str,
+    module: nn.Module | None = None,
+) -> T:
+    """Call `fn` as a region, in which what chosen operators make is kept.
+
+    Kept: the tensors in the arguments, what the chosen operators made, and 5 KB of random state for
+    each of them that draws. Backward pays one more run of `fn` without them, and 5 microseconds for
+    each operator of `fn` in either run.
+
+    Args:
+        fn: what is called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        keeps: which costly operators, by their numbers in the order in which they run, or asked
+            with the operator and its number.
+        name: what errors call it.
+        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
+
+    Returns:
+        What `fn` returns.
+
+    Raises:
+        ChangedError: as `checkpoint` does.
+        ReplayError: as `checkpoint` does; and in backward, when another costly operator runs than
+            ran first.
+    """
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    call = KeepingCall(name, fn, args, kwargs, module, keeps)
+    state, _ = _one_region().execute((call,), call.state)
+    return call.take_output(state)
+
+
+@functools.cache
+def _one_region() -> Plan:
+    return Plan(constant(["recompute"]))
+
+
+class KeepingCall(Call):
+    """One call, of which chosen operators run once.
+
+    Args:
+        name: what errors call it.
+        fn: what is called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
+        keeps: which costly operators, by number, or asked with the operator and its number.
+    """
+
+    __slots__ = ("_outputs",)
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None,
+        keeps: Keeps,
+    ) -> None:
+        super().__init__(name, fn, args, kwargs, module)
+        if torch.autograd.forward_ad._current_level >= 0:
+            keeps = frozenset()  # See Rule 7
+        self._outputs = _Outputs(name, keeps, pair_in_force())
+
+    def _called(self, given: Any) -> Any:
+        outputs = self._outputs
+        if outputs.is_noted:
+            try:
+                with _Met(outputs.hand_out):
+                    return super()._called(given)
+            finally:
+                outputs.forget()
+        with _Met(outputs.note):
+            result = super()._called(given)
+        outputs.first_run_ended()
+        return result
+
+
+class _Met(TorchDispatchMode):
+    """A context in which costly operators are given to `run`, and to what they are told by."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: Callable[[Any, Any, Any, int], Any]) -> None:
+        super().__init__()
+        self._run = run
+        self._start = num_nodes()
+        self._num_casts = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = _kind_of(func)
+        if kind == _COSTLY:
+            mark = num_nodes() - self._start - self._num_casts  # See Rule 2
+            return self._run(func, args, kwargs or {}, mark)
+        if kind == _CAST:
+            self._num_casts += 1
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def _kind_of(func: Any) -> int:
+    if func is torch.ops.aten._to_copy.default:
+        return _CAST
+    return _COSTLY if is_costly(func) else _OTHER
+
+
+class _Operator(NamedTuple):
+    """A costly operator of the first run.
+
+    Args:
+        func: the operator.
+        mark: where it ran (See Rule 2).
+        shapes: of the tensors that it was given.
+    """
+
+    func: Any
+    mark: int
+    shapes: tuple[torch.Size, ...]
+
+
+class _Made(NamedTuple):
+    """What a chosen operator made.
+
+    Args:
+        result: what it returned, with a `_Output` in the place of each tensor.
+        states: where it left the generators, if it drew (See Rule 3).
+    """
+
+    result: Any
+    states: States | None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether any of it was changed in place since (See Rule 4)."""
+        return any(output.is_changed for output in _outputs(self.result))
+
+
+class _Outputs:
+    """What the chosen operators of one call made.
+
+    Args:
+        name: what errors call the call.
+        keeps: which operators are chosen.
+        pair: the pair of hooks beneath.
+    """
+
+    __slots__ = ("_keeps", "_made", "_name", "_operators", "_pair", "_place", "is_noted")
+
+    def __init__(self, name: str, keeps: Keeps, pair: Pair | None) -> None:
+        self.is_noted = False
+        self._name = name
+        self._keeps = keeps
+        self._pair = pair
+        self._operators: list[_Operator] = []
+        self._made: dict[int, _Made] = {}
+        self._place = 0
+
+    # -- the first run ---------------------------------------------------------------------
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
+        """Run an operator, and remember what it made if it is chosen."""
+        place, keeps = len(self._operators), self._keeps
+        given = tuple(_tensors((args, tuple(kwargs.values()))))
+        self._operators.append(_Operator(func, mark, tuple(tensor.shape for tensor in given)))
+        if not (place in keeps if isinstance(keeps, frozenset) else keeps(func, place)):
+            return func(*args, **kwargs)
+        before = generator_states() if _may_draw(func) else None
+        result = func(*args, **kwargs)
+        after = None if before is None else generator_states()
+        drew = before is not None and after is not None and not same_states(before, after)
+        if _can_be_kept(result, given):
+            self._made[place] = _Made(_mapped(_Output, result), after if drew else None)
+        return result
+
+    def first_run_ended(self) -> None:
+        """Keep what the chosen operators made (See Rule 6)."""
+        pair, self._pair = self._pair, None
+        self.is_noted = True
+        for place, made in list(self._made.items()):
+            if made.is_changed:
+                del self._made[place]
+                continue
+            for output in _outputs(made.result):
+                output.keep(f"What {self._operators[place].func} made in {self._name}", pair)
+
+    # -- later runs ------------------------------------------------------------------------
+
+    def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
+        """Return what an operator made in the first run, or run it again."""
+        place = self._place
+        self._place = place + 1
+        made = self._made.pop(place, None)
+        is_same = place < len(self._operators) and self._operators[place].mark == mark
+        if is_same:
+            self._check(self._operators[place], func, args, kwargs)
+        if made is None or not is_same or made.is_changed:
+            return func(*args, **kwargs)
+        if made.states is not None:
+            set_generator_states(made.states)
+        return _mapped(_Output.get, made.result)
+
+    def forget(self) -> None:
+        """Let go of what was not handed out, and begin anew (See Rule 6)."""
+        self._made.clear()
+        self._place = 0
+
+    def _check(self, first: _Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        shapes = tuple(tensor.shape for tensor in _tensors((args, tuple(kwargs.values()))))
+        if first.func is not func or first.shapes != shapes:
+            raise ReplayError(
+                f"Running {self._name} again called {func} on shapes {[*map(tuple, shapes)]} where "
+                f"the first run called {first.func} on {[*map(tuple, first.shapes)]}. A region "
+                "must do the same when it runs again: look for outside state that it reads."
+            )
+
+
+class _Output:
+    """A tensor that a chosen operator made."""
+
+    __slots__ = ("_geometry", "_kept", "_version", "_witness")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._witness = _alias(tensor)
+        self._version = version_of(self._witness)
+        self._kept: Kept | None = None
+        self._geometry: Geometry = ((), (), 0)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since it was made (See Rule 4)."""
+        return version_of(self._witness) != self._version
+
+    def keep(self, name: str, pair: Pair | None) -> None:
+        """Give it to the pair beneath (See Rule 6)."""
+        tensor = self._witness
+        self._geometry = geometry_of(tensor)
+        self._kept = Kept(tensor, name, pair)
+        self._witness = tensor.detach()
+        self._witness.data = tensor.new_empty(0)
+
+    def get(self) -> Tensor:
+        """Return it, where its numbers lay the first time: kernels may depend on that."""
+        return _alias(laid_out(cast("Kept", self._kept).get(), self._geometry))
+
+
+def _may_draw(func: Any) -> bool:
+    name = str(func)
+    return not name.startswith("aten.") or "attention" in name or "rnn" in name
+
+
+def _can_be_kept(result: Any, given: tuple[Tensor, ...]) -> bool:
+    """See Rule 5."""
+    taken = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
+    return all(
+        type(t) is Tensor
+        and t.layout is torch.strided
+        and not t.is_inference()
+        and t.untyped_storage()._cdata not in taken
+        for t in _tensors(result)
+    )
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory and version, without a history.
+
+    What an operator returns gets its history later, and would hold the graph that holds the region.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in cast("tuple[Any, ...]", value):
+            yield from _tensors(each)
+
+
+def _outputs(result: Any) -> Iterator[_Output]:
+    if isinstance(result, _Output):
+        yield result
+    elif isinstance(result, tuple):
+        for each in cast("tuple[Any, ...]", result):
+            yield from _outputs(each)
+
+
+def _mapped(change: Callable[[Any], Any], result: Any) -> Any:
+    """Return a result with `change` applied to what is a tensor in it, or stands for one."""
+    if isinstance(result, (Tensor, _Output)):
+        return change(result)
+    if isinstance(result, (tuple, list)):
+        return tuple(_mapped(change, each) for each in cast("tuple[Any, ...]", result))
+    return result
