@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -195,7 +196,7 @@ def _unet() -> Case:
 def _moe() -> Case:
     torch.manual_seed(0)
     return Case(
-        MoE(), (torch.randint(50, (4, 16)),), {}, lambda y: y[0].logsumexp(-1).mean() + y[1], 4
+        MoE(), (torch.randint(50, (16, 48)),), {}, lambda y: y[0].logsumexp(-1).mean() + y[1], 4
     )
 
 

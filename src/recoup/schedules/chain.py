@@ -156,7 +156,7 @@ class Chain:
             needs = max(
                 state + thin.tape_run_bytes + passed,
                 thin.tape_bytes + output + passed,
-                thin.tape_bytes + thin.reverse_bytes + behind,
+                thin.tape_bytes + thin.reverse_bytes + cost.lent_bytes + behind,
                 reversed_,
             )
             seconds = cost.seconds + thin.seconds
@@ -166,7 +166,7 @@ class Chain:
         if cost.is_invertible and self._links(start + 1):
             needs = max(
                 max(state + cost.run_bytes, output) + passed,
-                max(output + cost.tape_run_bytes, cost.tape_bytes + cost.reverse_bytes) + behind,
+                max(output + cost.tape_run_bytes, _reversing(cost)) + behind,
                 state + reversed_,
                 self.handed_over(start + 1),
             )
@@ -222,7 +222,7 @@ class Chain:
             most = max(self.states[index] + cost.tape_run_bytes, cost.tape_bytes + output)
             running = max(running, held + most)
             most = max(
-                cost.tape_bytes + cost.reverse_bytes + self._behind[index + 1],
+                _reversing(cost) + self._behind[index + 1],
                 self._behind[index],
             )
             reversing = max(reversing, held + most)
@@ -249,3 +249,8 @@ class Chain:
                 most[at] = max(most[at], now)
                 passes[at].append(most[at])
         return passes
+
+
+def _reversing(cost: Cost) -> int:
+    """What backward from the whole tape needs, whatever the stage before does."""
+    return cost.tape_bytes + cost.reverse_bytes + cost.lent_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import ceil, gcd
+from math import ceil, gcd, inf
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -54,9 +54,9 @@ class Point:
 def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     """Find, for every number of bytes, the schedule with the least time.
 
-    Searched are the schedules of `optimal`. A point that would run more forwards than one with
-    fewer bytes is left out, so that a larger budget never runs more; `optimal` finds it. Of
-    more than 100 points every second, third, ... is left out as well.
+    Searched are the schedules of `optimal`. Points are left out, as few and as slow as can be, so
+    that more bytes never run more forwards; `optimal` finds them. Of more than 100 points every
+    second, third, ... is left out as well.
 
     If all sizes are small multiples of one size (at most 256 of them hold everything; more in
     short chains), every point is exact. Otherwise sizes are rounded, to a 160th of what `linear`
@@ -103,10 +103,32 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     # `linear` ends it: another one may be as fast with fewer bytes where a stage takes no time.
     for schedule in (*schedules, linear(len(costs))):
         simulation = simulate(schedule, costs=costs)
-        seconds, num_forwards = simulation.seconds, simulation.num_forwards
-        if not points or (seconds < points[-1].seconds and num_forwards <= points[-1].num_forwards):
-            points.append(Point(simulation.peak_bytes, seconds, num_forwards, schedule))
-    return tuple(points)
+        if not points or simulation.seconds <= points[-1].seconds:
+            points.append(
+                Point(simulation.peak_bytes, simulation.seconds, simulation.num_forwards, schedule)
+            )
+    return tuple(_never_more_forwards(points))
+
+
+def _never_more_forwards(points: Sequence[Point]) -> list[Point]:
+    """Choose the first point, one of the fastest, and between them those with the least time over
+    all budgets that do not run more forwards than one before."""
+    least, before = [0.0], [0]
+    for stop in range(1, len(points)):
+        peak_bytes, num_forwards = points[stop].peak_bytes, points[stop].num_forwards
+        options = [
+            (least[start] + point.seconds * (peak_bytes - point.peak_bytes), start)
+            for start, point in enumerate(points[:stop])
+            if point.num_forwards >= num_forwards and point.seconds > points[stop].seconds
+        ]
+        best, start = min(options, default=(inf, 0))
+        least.append(best)
+        before.append(start)
+    fastest = [at for at, point in enumerate(points) if point.seconds == points[-1].seconds]
+    chosen = [next((at for at in fastest if least[at] < inf), 0)]
+    while chosen[-1]:
+        chosen.append(before[chosen[-1]])
+    return [points[place] for place in reversed(chosen)]
 
 
 class Candidate(NamedTuple):

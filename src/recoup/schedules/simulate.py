@@ -19,7 +19,7 @@ class Simulation:
     """What `simulate` found.
 
     Args:
-        num_forwards: runs of a stage's forward, with or without a tape.
+        num_forwards: runs of a stage's forward, with or without a tape; in part, for a variant.
         num_inverses: runs of a stage's inverse.
         peak_bytes: the most that is held at any time; `simulate` says what is counted.
         peak_states: the most states that are kept at any time, the working state left out.

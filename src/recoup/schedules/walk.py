@@ -245,6 +245,7 @@ class Walk:
     def _tape(self, index: int, variant: int, working: int | None) -> None:
         tape = self._thin(index, variant)
         self.seconds += tape.seconds
+        self.forwards[index] += variant > 0  # backward runs it once more, in part
         self.tapes[index] = variant
         self.held += tape.tape_bytes
         # The input goes into the tape before the output is counted, or it would be counted twice.
@@ -263,7 +264,8 @@ class Walk:
         if self.working is not None and self.working > index:
             self._work(None)
         tape = self._thin(index, self.tapes.pop(index))
-        self.peak = max(self.peak, self.held + tape.reverse_bytes)
+        lent = cost.lent_bytes if index - 1 in self.tapes else 0
+        self.peak = max(self.peak, self.held + tape.reverse_bytes + lent)
         self.held += cost.left_bytes - cost.beside_bytes - tape.tape_bytes
         self.remaining -= 1
         self._recount(index)

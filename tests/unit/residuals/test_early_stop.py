@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -312,15 +313,30 @@ def test_networks_of_an_inverted_stage_are_filled_when_asked_again():
 
     def twice(chain):
         torch.manual_seed(1)
-        y = chain(x)
-        loss = y.sin().sum()
-        grads = torch.autograd.grad(loss, x, retain_graph=True)
-        return *grads, *torch.autograd.grad(loss, [x, *chain.parameters()])
+        loss = chain(x).sin().sum()
+        last = [*chain[-1].parameters()]
+        grads = torch.autograd.grad(loss, last, retain_graph=True)
+        again = torch.autograd.grad(loss, last, retain_graph=True)
+        return *grads, *again, *torch.autograd.grad(loss, [x, *chain.parameters()])
 
     linear = recoup.Sequential(*copy.deepcopy(modules), memory="linear")
     constant = recoup.Sequential(*copy.deepcopy(modules), memory="constant")
     for a, b in zip(twice(constant), twice(linear), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_what_stops_another_region_passes():
+    other = region.Region("another", lambda: None, threading.RLock())
+    runs = []
+
+    def fn(x):
+        runs.append(1)
+        if len(runs) > 1:
+            raise region.Filled(other)
+        return x.sin()
+
+    with pytest.raises(region.Filled, match=r"another"):
+        recoup.checkpoint(fn, leaf(4)).sum().backward()
 
 
 def test_a_value_that_is_asked_for_beside_the_residuals():

@@ -8,7 +8,7 @@ Rule 2. The costs are such that `simulate` gives back the bytes that were measur
         for the step in which each block is run again. So what they leave out cancels.
 Rule 3. What a block saves of its own output it holds longer than the block after it is reversed;
         when that one was measured its input went on the way. So that much is added to the worst
-        moment of its backward, whatever the block before does.
+        moment of its backward, if the block before keeps its residuals.
 Rule 4. Another tape of a block keeps what its costly operators made, those with the most work a
         byte first, and not those after the last residual, which no second run gets to.
 """
@@ -100,19 +100,16 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int) -> Cost:
         tape_bytes=tape_bytes,
         run_bytes=run_bytes,
         tape_run_bytes=max(call.again.peak_bytes - begin, 0),
-        reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + lent_bytes,
+        reverse_bytes=max(call.after.peak_bytes - begin - own, 0),
+        lent_bytes=lent_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + beside_bytes,
         beside_bytes=beside_bytes,
         is_linked=call.is_linked,
-        variants=tuple(
-            _thin(call, own, run_bytes, lent_bytes, chosen) for chosen in chosen_products(call)
-        ),
+        variants=tuple(_thin(call, own, run_bytes, chosen) for chosen in chosen_products(call)),
     )
 
 
-def _thin(
-    call: MeasuredCall, own: int, run_bytes: int, lent_bytes: int, chosen: Sequence[int]
-) -> Thin:
+def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -> Thin:
     """The tape that keeps what these operators made."""
     kept = sum(call.products[i].num_bytes for i in chosen)
     in_tape = sum(call.products[i].num_bytes for i in chosen if call.saved[i])
@@ -125,7 +122,7 @@ def _thin(
         tape_bytes=call.state_bytes + kept,
         seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
         tape_run_bytes=run_bytes + kept,
-        reverse_bytes=max(missing + reverse - extra, again, 0) + lent_bytes,
+        reverse_bytes=max(missing + reverse - extra, again, 0),
     )
 
 
