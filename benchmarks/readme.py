@@ -29,12 +29,12 @@ def write() -> None:
     """Put the table between the marks; leave the README alone where a result is missing."""
     results = ROOT / "benchmarks" / "results"
     names = ("couplings", "chains", "regions", "weights", "gradients", "language_model")
-    names = (*names, "language_model_curve")
+    names = (*names, "language_model_curve", "plans")
     paths = [results / f"{name}_cpu.json" for name in names]
     if not all(path.exists() for path in paths):
         return
     found = (json.loads(path.read_text()) for path in paths)
-    couplings, chains, regions, weights, gradients, language_model, curve = found
+    couplings, chains, regions, weights, gradients, language_model, curve, plans = found
     readme = ROOT / "README.md"
     text = readme.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
@@ -43,6 +43,7 @@ def write() -> None:
         _weights_table(weights),
         _gradients(gradients),
         _language_model(language_model, curve),
+        _plans(plans),
     )
     table = "\n\n".join(parts)
     readme.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
@@ -170,6 +171,40 @@ def _language_model(found: dict, curve: dict) -> str:
         f"allocator's events. {found['date']}, torch {found['versions']['torch']}.</sub>"
     )
     return "\n".join([*lines, "", sentence, "", conditions])
+
+
+def _plans(found: dict) -> str:
+    """Each rival, and beside it our fastest plan that takes no more bytes."""
+    lines = [
+        "| a training step | peak MiB | time over plain | `recoup.plan` in as many bytes |",
+        "|---|---|---|---|",
+    ]
+    rows = {(row["model"], row["name"]): row for row in found["plans"]}
+    least = []
+    for gain in found["gains"]:
+        over = gain["ours_over_rival"]
+        if gain["name"].startswith("least peak"):
+            ours = _whole(gain["ours_bytes"]) if gain["ours_bytes"] else "none"
+            least.append(f"{gain['model']} {ours} MiB (others {_whole(gain['peak_bytes'])})")
+            continue
+        rival = rows[gain["model"], gain["name"]]
+        cells = [
+            f"{gain['model']}: {gain['name']}",
+            _whole(gain["peak_bytes"]),
+            f"{rival['ratio']:.2f}",
+            "does not fit" if over is None else f"{over * rival['ratio']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = found["versions"]
+    conditions = (
+        "<sub>Forward, loss and backward; peaks by the allocator's events, beyond what is alive "
+        f"before; wall time on {found['num_threads']} threads, the fastest of 7 rounds in turn. "
+        f"{found['device_name']}, {found['date']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, torch_remat {versions['torch_remat']}.</sub>"
+    )
+    picture = "![Time of a step against its peak](docs/images/plans.png)"
+    sentence = f"Least peak of a plan: {', '.join(least)}."
+    return "\n".join([picture, "", *lines, "", sentence, "", conditions])
 
 
 def _whole(num_bytes: int) -> str:

@@ -1,11 +1,11 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
-    python benchmarks/run.py [couplings chains regions weights gradients language_model]
+    python benchmarks/run.py [couplings chains regions weights gradients language_model plans]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
-turn; that of weights and of the language model is wall time of all cores. Numbers are valid for the
-machine and the versions in the file.
+turn; that of weights, of the language model and of plans is wall time of all cores. Numbers are
+valid for the machine and the versions in the file.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import chains
 import couplings
 import gradients
 import language_model
+import plans
 import readme
 import regions
 import torch
@@ -45,17 +46,19 @@ SUITES = {
         "speeds": language_model.speeds(device),
         "long_windows": language_model.long_windows(device),
     },
+    "plans": plans.suite,
 }
 # Only when they are named.
 LONG_SUITES = {
     "language_model_curve": lambda device: {"curve": language_model.curve(device)},
 }
-ON_ALL_CORES = {"weights", "language_model", "language_model_curve"}
+ON_ALL_CORES = {"weights", "language_model", "language_model_curve", "plans"}
 
 
 def conditions(device: str) -> dict:
     versions = {"python": platform.python_version()}
-    for package in ("torch", "memcnn", "revtorch", "revlib", "returnn", "pytorch-nlp"):
+    rivals = ("memcnn", "revtorch", "revlib", "returnn", "pytorch-nlp", "torch_remat")
+    for package in ("torch", *rivals, "transformers"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

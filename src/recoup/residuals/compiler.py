@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["is_loaded", "never_compiled", "uncompiled"]
+__all__ = ["is_compiled", "is_loaded", "never_compiled", "not_compiled_itself", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _uncompiled: dict[Any, Any] = {}
@@ -22,6 +22,11 @@ _uncompiled: dict[Any, Any] = {}
 def is_loaded() -> bool:
     """Whether the compiler is in this process; importing it takes longer than importing torch."""
     return "torch._dynamo" in sys.modules
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a call of `module` runs compiled code."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def never_compiled(fn: F) -> F:

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup.errors import ReplayError
+from recoup.invertible import InvertibleModule
 from recoup.residuals import region
 from recoup.residuals.tracking import StorageTracker
 from tests.oracle import assert_same_step, hooks_in_force, run_step
-from tests.zoo import conv_norm, couplings, dense, leaf, transformer
+from tests.zoo import conv_norm, dense, leaf, net, transformer
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +61,8 @@ class Plain(Checkpointed):
 
 
 def test_what_comes_after_the_last_save_is_not_run():
-    net, x = dense(), leaf(4, 6)
-    net.double()
+    layers, x = dense(), leaf(4, 6)
+    layers.double()
     y = recoup.checkpoint(net, x)
     with Counted() as counted:
         y.sum().backward()
@@ -285,7 +286,7 @@ def test_casts_that_the_first_run_found_made():
 
 
 def test_twice_over_one_graph():
-    net, x = dense().double(), leaf(4, 6)
+    layers, x = dense().double(), leaf(4, 6)
     loss = recoup.checkpoint(net, x).sin().sum()
     with Counted() as counted:
         first = torch.autograd.grad(loss, x, retain_graph=True)[0]
@@ -296,7 +297,7 @@ def test_twice_over_one_graph():
 
 
 def test_double_backward():
-    net, x = dense().double(), leaf(4, 6)
+    layers, x = dense().double(), leaf(4, 6)
 
     def twice(call):
         first = torch.autograd.grad(call(net, x).sin().sum(), x, create_graph=True)[0]
@@ -307,8 +308,28 @@ def test_double_backward():
         assert torch.allclose(a, b, rtol=1e-12)
 
 
+class Both(InvertibleModule):
+    """Saves something of its own before it evaluates its last network, and nothing after."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.g = net(3, 3, 0.5), net(3, 3, 0.5)
+
+    def forward(self, x):
+        a, b = x.chunk(2, dim=1)
+        scale = self.evaluate(self.f, a).tanh()
+        b = b * scale.exp()
+        return torch.cat([a + self.evaluate(self.g, b), b], dim=1), scale.sum(1)
+
+    def inverse(self, y):
+        a, b = y.chunk(2, dim=1)
+        a = a - self.evaluate(self.g, b)
+        scale = self.evaluate(self.f, a).tanh()
+        return torch.cat([a, b * (-scale).exp()], dim=1), -scale.sum(1)
+
+
 def test_networks_of_an_inverted_stage_are_filled_when_asked_again():
-    modules = nn.ModuleList(module.double() for module in couplings(0.5))
+    modules = [Both().double() for _ in range(3)]
     x = leaf(4, 6)
 
     def twice(chain):

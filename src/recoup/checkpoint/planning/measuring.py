@@ -26,6 +26,7 @@ from recoup.checkpoint.planning.forwards import Following
 from recoup.checkpoint.planning.linking import Returned
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.residuals.calls import Call
+from recoup.residuals.compiler import is_compiled
 from recoup.residuals.hooks import storage_of
 from recoup.residuals.rehearsal import rehearsal
 from recoup.residuals.stage import State
@@ -200,7 +201,9 @@ class _Meter:
             output = run_again(call, stops=False)
         found.seconds = time.perf_counter() - begin
         found.forward = self._line.mark()
-        found.work, found.products = counter.work, counter.products
+        found.work = counter.work
+        if not is_compiled(module):  # one operator as far as anybody outside can see
+            found.products = counter.products
         outputs = call.take_outputs()
         found.output_bytes = self._bytes_of(outputs, taken)
         found.alive_bytes = counter.alive_bytes(taken | self._storages(outputs) | self._weights)
@@ -286,7 +289,7 @@ class _MeasuredCall(Call):
         with WorkCounter(is_costly) as counter:
             outputs = list(super().forward(state)[0])
         self._meter.second_run_ended(found, outputs, state)
-        found.saved = counter.products_alive()
+        found.saved = counter.products_alive() if found.products else []
         return (), None
 
     def take_outputs(self) -> State:
