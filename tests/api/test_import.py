@@ -22,6 +22,7 @@ PUBLIC = {
     "flows",
     "invertible",
     "measure",
+    "plan",
     "recompute",
     "recomputing",
     "residuals",
@@ -35,7 +36,7 @@ PUBLIC = {
 }
 
 # The vocabulary of schedules: the example of Schedule shows them together.
-SHOWN_ELSEWHERE = {"Advance", "Drop", "Invert", "Keep", "Load", "Reverse", "Tape"}
+SHOWN_ELSEWHERE = {"Advance", "Drop", "Invert", "Keep", "Load", "Offload", "Reverse", "Tape"}
 
 # Run by a fresh interpreter. torch is imported first, so that what torch changes is not held
 # against recoup; whatever differs afterwards is ours.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup.checkpoint.planning.budget import Budget
 from recoup.residuals.executor import Plan
 from recoup.residuals.links import Otherwise, plan_for, run_through, value_of, ways_of
 from recoup.schedules import Schedule, Way
@@ -27,6 +28,7 @@ class Sequential(nn.Sequential):
     ``"log"``       about ``log4(n)`` states and tapes          at most about log4(n) forwards
     a number        that many states, a tape before each        the fewest forwards possible
     ``"constant"``  the output                                  one inverse of each module
+    ``"2 GiB"``     what fits, by `recoup.plan`                 the least that this allows
     ==============  ==========================================  ================================
 
     A state is what goes from one module to the next, a tape is what one module keeps. Gradients,
@@ -36,8 +38,10 @@ class Sequential(nn.Sequential):
     Args:
         modules: the modules, or one ordered dictionary of them, as for ``nn.Sequential``. What
             goes from one to the next may be tensors in tuples, lists and dicts.
-        memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, or a
-            `recoup.schedules.Schedule`; may be changed at any time by assignment.
+        memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, bytes with a
+            unit for a step of this chain alone (the plan is made in the first forward, and made
+            anew for a larger input), or a `recoup.schedules.Schedule`; may be changed at any time
+            by assignment.
         otherwise: under "constant", what to do with a module that cannot be inverted (it has no
             method ``inverse``): "recompute" it from its kept input, or "keep" its residuals. An
             invertible module may return ``(y, log_det)``; ``log_det`` is left out here, and
@@ -46,6 +50,7 @@ class Sequential(nn.Sequential):
     Raises:
         ValueError: `memory` or `otherwise` is unknown.
         NotInvertibleError: under "constant", a module has no inverse and `otherwise` is not given.
+        BudgetError: in forward, no plan keeps to the bytes.
 
     Example:
         >>> import recoup, torch
@@ -67,6 +72,7 @@ class Sequential(nn.Sequential):
         ways_of({}, otherwise)  # raises if it is unknown
         self.otherwise: Otherwise = otherwise
         self._plan: tuple[object, Plan] | None = None
+        self._budget = Budget(self)
         self.memory = memory
 
     @property
@@ -76,7 +82,9 @@ class Sequential(nn.Sequential):
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        if len(self):
+        budget = memory if isinstance(memory, str) and memory[:1].isdigit() else None
+        self._budget.bound(budget)
+        if len(self) and budget is None:
             schedule_for(memory, len(self), self._ways(memory))  # raises if it is unknown
         self._memory: Memory = memory
         self._plan = None
@@ -84,10 +92,16 @@ class Sequential(nn.Sequential):
     def forward(self, input: Any) -> Any:
         """Call the modules in order."""
         if not torch.is_grad_enabled() or self._memory == "linear" or not len(self):
-            for module in self:
-                input = value_of(module, module(input))
-            return input
+            return self._forward_plainly(input)
+        if self._budget.is_bound:
+            self._budget.plan_for(self._forward_plainly, input)
+            return self._forward_plainly(input)
         return run_through(self._ready_plan(), self._links(), input)
+
+    def _forward_plainly(self, input: Any) -> Any:
+        for module in self:
+            input = value_of(module, module(input))
+        return input
 
     def _ready_plan(self) -> Plan:
         ways = self._ways(self._memory)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from recoup.errors import ChangedError
 from recoup.residuals.hooks import version_of
 
-__all__ = ["Snapshot", "is_left_alone"]
+__all__ = ["Snapshot", "copied", "is_left_alone"]
 
 _DEEPEST = 6
 _ALONE = (
@@ -77,7 +77,14 @@ class Snapshot:
         return tensor
 
 
+def copied(value: Any) -> Any:
+    """Return a copy of a value in which tensors but parameters are detached, for a run apart."""
+    return _copied(value, {}, 0, _detached)
+
+
 def _detached(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

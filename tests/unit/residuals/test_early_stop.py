@@ -63,7 +63,7 @@ class Plain(Checkpointed):
 def test_what_comes_after_the_last_save_is_not_run():
     layers, x = dense(), leaf(4, 6)
     layers.double()
-    y = recoup.checkpoint(net, x)
+    y = recoup.checkpoint(layers, x)
     with Counted() as counted:
         y.sum().backward()
     # Of the second layer nothing is needed but its input, of the tanh its output.
@@ -287,12 +287,12 @@ def test_casts_that_the_first_run_found_made():
 
 def test_twice_over_one_graph():
     layers, x = dense().double(), leaf(4, 6)
-    loss = recoup.checkpoint(net, x).sin().sum()
+    loss = recoup.checkpoint(layers, x).sin().sum()
     with Counted() as counted:
         first = torch.autograd.grad(loss, x, retain_graph=True)[0]
         second = torch.autograd.grad(loss, x)[0]
     assert torch.equal(first, second)
-    assert torch.equal(first, torch.autograd.grad(net(x).sin().sum(), x)[0])
+    assert torch.equal(first, torch.autograd.grad(layers(x).sin().sum(), x)[0])
     assert counted.of("addmm") == 2
 
 
@@ -300,8 +300,8 @@ def test_double_backward():
     layers, x = dense().double(), leaf(4, 6)
 
     def twice(call):
-        first = torch.autograd.grad(call(net, x).sin().sum(), x, create_graph=True)[0]
-        return torch.autograd.grad(first.square().sum(), [x, *net[0].parameters()])
+        first = torch.autograd.grad(call(layers, x).sin().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(first.square().sum(), [x, *layers[0].parameters()])
 
     got, want = twice(recoup.checkpoint), twice(lambda fn, x: fn(x))
     for a, b in zip(got, want, strict=True):

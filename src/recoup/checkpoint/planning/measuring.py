@@ -29,6 +29,7 @@ from recoup.residuals.calls import Call
 from recoup.residuals.compiler import is_compiled
 from recoup.residuals.hooks import storage_of
 from recoup.residuals.rehearsal import rehearsal
+from recoup.residuals.snapshots import copied
 from recoup.residuals.stage import State
 from recoup.residuals.tree import flatten
 from recoup.residuals.work import Product, WorkCounter, is_costly
@@ -41,7 +42,7 @@ _NOTHING = Span(0, 0)
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: forward, loss, backward.
+    """A training step: forward, loss, backward; on copies of the arguments, that share memory.
 
     Args:
         model: the model.
@@ -59,8 +60,9 @@ class Step:
 
     def run(self) -> None:
         """Run it; what the model returned is held until the end, as a training loop may."""
+        args, kwargs = copied((self.args, self.kwargs))
         with torch.enable_grad():
-            output = self.call(*self.args, **self.kwargs)
+            output = self.call(*args, **kwargs)
             losses = self.losses(output)
             torch.autograd.backward(losses)
         del output

@@ -121,7 +121,7 @@ def plan_call(
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in named[:3])
         raise ValueError(f"`blocks` are {names}, but forward calls none of them. Name others.")
-    costs = price(measured)
+    costs = price(measured, device)
     made = Plan(step, budget_bytes, standing, measured.calls, costs, frontier(costs))
     made.choose(step, device)
     return made

@@ -18,20 +18,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import torch
+
 from recoup.checkpoint.planning.measuring import Measured, MeasuredCall
 from recoup.schedules import Advance, Cost, Drop, Keep, Load, Reverse, Schedule, Tape, Thin
 
 __all__ = ["chosen_products", "every_input", "price"]
 
 _MOST_VARIANTS = 5
+# Work of moving a byte to host memory and back, in bytes moved on the device: the bandwidth of its
+# memory over that of the bus. From host memory there is nowhere to go.
+_MOVED = {"cuda": 2 * 60.0}
 
 
-def price(measured: Measured) -> list[Cost]:
+def price(measured: Measured, device: torch.device) -> list[Cost]:
     """Return the costs of the calls, and of what follows them."""
+    moved = _MOVED.get(device.type)
     beside = _beside(measured)
     shared = [0, *(call.shared_bytes for call in measured.calls)]
     costs = [
-        _cost(call, beside_bytes, min(before, call.state_bytes) if call.is_linked else 0)
+        _cost(call, beside_bytes, min(before, call.state_bytes) if call.is_linked else 0, moved)
         for call, beside_bytes, before in zip(measured.calls, beside, shared, strict=False)
     ]
     last = measured.calls[-1]
@@ -78,7 +84,7 @@ def _state_bytes(call: MeasuredCall) -> int:
     return 0 if call.until_again is None else call.state_bytes
 
 
-def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int) -> Cost:
+def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float | None) -> Cost:
     """The cost of a call whose input is held by the tape of the one before, in part (Rule 3)."""
     run_bytes = max(call.forward.peak_bytes - call.before.end_bytes, call.output_bytes)
     if call.until_again is None:  # no gradient goes through it
@@ -102,6 +108,7 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int) -> Cost:
         tape_run_bytes=max(call.again.peak_bytes - begin, 0),
         reverse_bytes=max(call.after.peak_bytes - begin - own, 0),
         lent_bytes=lent_bytes,
+        offload_seconds=None if moved is None else moved * call.state_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + beside_bytes,
         beside_bytes=beside_bytes,
         is_linked=call.is_linked,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from recoup.checkpoint.planning.measuring import MeasuredCall
 from recoup.memory import format_bytes
-from recoup.schedules import Advance, Cost, Invert, Keep, Schedule, Tape, simulate
+from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
 
 if TYPE_CHECKING:
     from recoup.checkpoint.planning.plan import Plan
@@ -22,7 +22,8 @@ class BlockPlan(NamedTuple):
         name: its qualified name.
         kind: its class.
         way: "keep", "keep products" (the results of products and attention, the rest is
-            recomputed), "recompute" or "invert".
+            recomputed), "recompute", "recompute, offload" (its input waits in host memory) or
+            "invert".
         num_forwards: how often its forward runs in a step, whole.
         keeps_bytes: what it holds from forward to backward.
         saves_bytes: what it holds less than if it kept every residual.
@@ -45,6 +46,7 @@ def rows_of(
     runs = simulate(schedule, costs=costs).forwards_per_stage
     taped = {a.index: a.variant for a in _sweep(schedule) if isinstance(a, Tape)}
     kept = {a.index for a in _sweep(schedule) if isinstance(a, Keep)}
+    moved = {a.index for a in schedule.actions if isinstance(a, Offload)}
     inverted = {a.index for a in schedule.actions if isinstance(a, Invert)}
     scale = _seconds_of_work(calls)
     rows: list[BlockPlan] = []
@@ -55,7 +57,8 @@ def rows_of(
             way = "keep products" if taped[index] else "keep"
             keeps, work = thin.tape_bytes, thin.seconds + (runs[index] - 1) * cost.seconds
         else:
-            way = "invert" if index in inverted else "recompute"
+            way = "recompute, offload" if index in moved else "recompute"
+            way = "invert" if index in inverted else way
             keeps = cost.state_bytes if index in kept else 0
             work = (runs[index] - 1) * cost.seconds
         saves = cost.tape_bytes - keeps
