@@ -26,6 +26,11 @@ class Moment:
         peak_bytes: most that is held within it, as `simulate` counts.
         held_bytes: what is held after it.
         is_backward: whether it belongs to backward.
+
+    Example:
+        >>> from recoup.schedules import Cost, linear, trace
+        >>> trace(linear(2), [Cost(1.0, 1, 3)] * 2)[0].action
+        Tape(index=0, variant=0)
     """
 
     action: Action
