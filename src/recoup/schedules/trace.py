@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recoup.errors import ScheduleError
-from recoup.schedules.actions import Action, Advance, Reverse, Schedule
+from recoup.schedules.actions import Action, Advance, Reverse, Schedule, Tape
 from recoup.schedules.costs import Cost
 from recoup.schedules.walk import Walk
 
@@ -60,17 +60,20 @@ def trace(schedule: Schedule, costs: Sequence[Cost]) -> tuple[Moment, ...]:
     """
     walk = Walk.of(costs)
     moments: list[Moment] = []
-    backward = 0.0
+    thin = dict.fromkeys(range(len(costs)), 0.0)  # what backward pays for the tape of a stage
+    clock = 0.0
     for action in _singly(schedule.actions):
-        walk.peak = 0
+        walk.peak, before = 0, walk.seconds
         reason = walk.step(action)
         if reason is not None:
             raise ScheduleError(f"`{schedule.name}` cannot do {action!r}: {reason}")
-        if isinstance(action, Reverse):
-            backward += _BACKWARD * costs[action.index].seconds
-        moments.append(
-            Moment(action, walk.seconds + backward, walk.peak, walk.held, walk.in_backward)
-        )
+        clock += walk.seconds - before
+        if isinstance(action, Tape):
+            thin[action.index] = costs[action.index].tape(action.variant).seconds
+            clock -= thin[action.index]
+        elif isinstance(action, Reverse):
+            clock += _BACKWARD * costs[action.index].seconds + thin[action.index]
+        moments.append(Moment(action, clock, walk.peak, walk.held, walk.in_backward))
     return tuple(moments)
 
 

@@ -34,7 +34,7 @@ from recoup.residuals.stage import State
 from recoup.residuals.tree import flatten
 from recoup.residuals.work import Product, WorkCounter, is_costly
 
-__all__ = ["Measured", "MeasuredCall", "Step", "measure_blocks", "peak_of"]
+__all__ = ["Measured", "MeasuredCall", "Step", "measure_blocks", "peak_of", "seconds_of"]
 
 Run = Callable[..., Any]
 _NOTHING = Span(0, 0)
@@ -79,7 +79,6 @@ class MeasuredCall:
         state_bytes: its arguments, as far as no call before it was given them.
         output_bytes: what it returned.
         work: of one forward, counted.
-        seconds: of that forward, by the clock.
         before: the span that ends when it begins.
         forward: the span of its forward.
         until_again: the span that ends when backward begins to run it again; None if it did not.
@@ -98,7 +97,6 @@ class MeasuredCall:
     state_bytes: int
     output_bytes: int = 0
     work: float = 0.0
-    seconds: float = 0.0
     before: Span = _NOTHING
     forward: Span = _NOTHING
     until_again: Span | None = None
@@ -121,7 +119,6 @@ class Measured:
         between: the span from the end of the last call to the first second run.
         peak_bytes: of the step.
         end_bytes: what the step leaves.
-        seconds: of the step.
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
@@ -129,7 +126,6 @@ class Measured:
     between: Span = _NOTHING
     peak_bytes: int = 0
     end_bytes: int = 0
-    seconds: float = 0.0
 
 
 def measure_blocks(
@@ -152,9 +148,7 @@ def measure_blocks(
         meter = _Meter(names, set(map(storage_of, own)), set(map(storage_of, given)), line)
         following = Following([module for _, module in blocks], meter)
         try:
-            begin = time.perf_counter()
             step.run()
-            meter.measured.seconds = time.perf_counter() - begin
         finally:
             following.end()
         meter.step_ended()
@@ -167,6 +161,16 @@ def peak_of(step: Step, device: torch.device) -> int:
     with rehearsal(step.model), timeline(device) as line:
         step.run()
     return line.peak_bytes
+
+
+def seconds_of(step: Step) -> float:
+    """Return the time of a step of a model as it is, which has run before."""
+    with rehearsal(step.model):
+        begin = time.perf_counter()
+        step.run()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
 
 
 class _Meter:
@@ -198,10 +202,8 @@ class _Meter:
         calls.append(found)
         found.before = self._line.mark()
         counter = WorkCounter(is_costly)
-        begin = time.perf_counter()
         with counter:
             output = run_again(call, stops=False)
-        found.seconds = time.perf_counter() - begin
         found.forward = self._line.mark()
         found.work = counter.work
         if not is_compiled(module):  # one operator as far as anybody outside can see

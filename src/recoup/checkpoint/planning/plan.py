@@ -14,7 +14,13 @@ from recoup.checkpoint.planning.blocks import name_blocks
 from recoup.checkpoint.planning.drafting import follow_schedule
 from recoup.checkpoint.planning.forwards import Following
 from recoup.checkpoint.planning.losses import losses_from
-from recoup.checkpoint.planning.measuring import MeasuredCall, Step, measure_blocks, peak_of
+from recoup.checkpoint.planning.measuring import (
+    MeasuredCall,
+    Step,
+    measure_blocks,
+    peak_of,
+    seconds_of,
+)
 from recoup.checkpoint.planning.pricing import price
 from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
 from recoup.checkpoint.planning.total import standing_bytes
@@ -38,7 +44,7 @@ def plan(
 ) -> Plan:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
 
-    Two or three steps are run that leave no trace: parameters, buffers, gradients and the random
+    A few steps are run that leave no trace: parameters, buffers, gradients and the random
     stream are as before. The first runs every block again in backward and measures them; the
     fastest schedule within the budget is found; and a step that follows it is run, so that the
     peak that is promised is one that was measured. Nothing changes before `Plan.apply`.
@@ -172,6 +178,7 @@ class Plan:
         self._point = points[0]
         self._following: Following | None = None
         self._rehearsed_bytes = 0
+        self._step_seconds = 0.0
 
     # -- what it is ------------------------------------------------------------------------
 
@@ -208,7 +215,9 @@ class Plan:
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
         """What is done with each block, in the order of forward."""
-        return rows_of(self._calls, self.costs, self.schedule)
+        work = self._point.seconds + 2 * self.frontier[-1].seconds  # backward is twice a forward
+        scale = self._step_seconds / work if work else 0.0
+        return rows_of(self._calls, self.costs, self.schedule, scale)
 
     def __str__(self) -> str:
         return described(self)
@@ -279,11 +288,11 @@ class Plan:
             following = self._follow(point)
             try:
                 self._rehearsed_bytes = peak_of(step, device)
+                if self._rehearsed_bytes <= step_bytes:
+                    self._point, self._step_seconds = point, seconds_of(step)
+                    return
             finally:
                 following.end()
-            if self._rehearsed_bytes <= step_bytes:
-                self._point = point
-                return
         of_which = (
             f", {format_bytes(self.standing_bytes)} of which are alive before a step"
             if self.standing_bytes

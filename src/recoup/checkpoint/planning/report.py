@@ -40,7 +40,10 @@ class BlockPlan(NamedTuple):
 
 
 def rows_of(
-    calls: Sequence[MeasuredCall], costs: Sequence[Cost], schedule: Schedule
+    calls: Sequence[MeasuredCall],
+    costs: Sequence[Cost],
+    schedule: Schedule,
+    seconds_of_work: float,
 ) -> tuple[BlockPlan, ...]:
     """Return a row for each call."""
     runs = simulate(schedule, costs=costs).forwards_per_stage
@@ -48,22 +51,24 @@ def rows_of(
     kept = {a.index for a in _sweep(schedule) if isinstance(a, Keep)}
     moved = {a.index for a in schedule.actions if isinstance(a, Offload)}
     inverted = {a.index for a in schedule.actions if isinstance(a, Invert)}
-    scale = _seconds_of_work(calls)
     rows: list[BlockPlan] = []
     for index, call in enumerate(calls):
         cost = costs[index]
+        again = runs[index] - 1
         if index in taped:
             thin = cost.tape(taped[index])
             way = "keep products" if taped[index] else "keep"
-            keeps, work = thin.tape_bytes, thin.seconds + (runs[index] - 1) * cost.seconds
+            keeps, work = thin.tape_bytes, thin.seconds
         else:
             way = "recompute, offload" if index in moved else "recompute"
             way = "invert" if index in inverted else way
             keeps = cost.state_bytes if index in kept else 0
-            work = (runs[index] - 1) * cost.seconds
+            work = again * cost.seconds
         saves = cost.tape_bytes - keeps
         kind = type(call.module).__name__
-        rows.append(BlockPlan(call.name, kind, way, runs[index], keeps, saves, work * scale))
+        rows.append(
+            BlockPlan(call.name, kind, way, runs[index], keeps, saves, work * seconds_of_work)
+        )
     return tuple(rows)
 
 
@@ -76,11 +81,6 @@ def _sweep(schedule: Schedule) -> list[Keep | Tape | Advance]:
         if isinstance(action, Tape) and action.index == schedule.num_stages - 1:
             break
     return found
-
-
-def _seconds_of_work(calls: Sequence[MeasuredCall]) -> float:
-    work = sum(call.work for call in calls)
-    return sum(call.seconds for call in calls) / work if work else 0.0
 
 
 def described(plan: Plan) -> str:

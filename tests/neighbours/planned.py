@@ -1,0 +1,79 @@
+"""A small model for plans, and what a step of it makes: shared by the tests of plans beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recoup
+
+__all__ = ["Block", "Net", "assert_same", "loss_of", "plan_for", "result_of"]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Five blocks with draws, a norm that counts before them, and a head after them."""
+
+    def __init__(self, width: int = 32, num_blocks: int = 5, block: Any = Block) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+        self.blocks = nn.ModuleList(block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def plan_for(model: nn.Module, *args: Any, share: float = 0.5, **options: Any) -> recoup.Plan:
+    """The plan for a budget between the least (0) and what a plain step takes (1)."""
+    options.setdefault("loss", loss_of)
+    whole = recoup.plan(model, *args, budget="1 GiB", **options)
+    budget = whole.least_bytes + int((whole.most_bytes - whole.least_bytes) * share)
+    made = recoup.plan(model, *args, budget=budget, **options)
+    assert {row.way for row in made.blocks} != {"keep"}, "the plan has nothing to do"
+    return made
+
+
+def result_of(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
+    """Gradients, buffers, the random stream, and what `step` returns; the model is as before."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.zero_grad()
+    torch.manual_seed(1)
+    returned = step()
+    found = {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found |= {"stream": torch.get_rng_state()}
+    found |= {f"returned {i}": value for i, value in enumerate(returned or ())}
+    model.zero_grad()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return found
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        same = torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+        assert same, name
