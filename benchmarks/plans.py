@@ -131,7 +131,8 @@ def _case_of(name: str, model: str, device: str) -> Case:
 
 
 def _plan(case: Case, budget):
-    return recoup.plan(case.model, budget=budget, loss=case.loss, **case.kwargs)
+    kwargs = {"loss": case.loss, "holds_output": False, **case.kwargs}
+    return recoup.plan(case.model, budget=budget, **kwargs)
 
 
 def _as_they_are(blocks: list[nn.Module]) -> None:

@@ -75,5 +75,7 @@ def result_of(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        same = torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+        same = (
+            torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+        )
         assert same, name

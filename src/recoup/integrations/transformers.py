@@ -82,6 +82,7 @@ class MemoryBudget(TrainerCallback):
                 blocks=self.blocks,
                 budget_of=self.budget_of,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
+                holds_output=False,  # the trainer has the loss alone by then
                 **named,
             )
             self.plan = made.apply()

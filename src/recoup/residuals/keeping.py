@@ -12,7 +12,9 @@ Rule 3. An operator that drew leaves the generators where it left them in the fi
 Rule 4. What was changed in place since it was made, in the call or after it, is not handed out:
         the operator runs again. A tensor without memory, which shares its version, is the witness.
 Rule 5. Kept are plain tensors that share no memory with what the operator was given.
-Rule 6. Outputs are kept as inputs are, in the hands of the pair of hooks beneath, and once the
+Rule 6. Of an operator that fills a tensor with draws of 0 and 1 (the mask of a dropout) the bits
+        are kept, one for each draw; what happens to the tensor later is nothing to them.
+Rule 7. Outputs are kept as inputs are, in the hands of the pair of hooks beneath, and once the
         first run is over, since only then is it known what Rule 4 leaves. They are handed out
         once and forgotten with the second run, so that memory falls as backward proceeds. Asked
         again (retain_graph), the call runs all of its operators.
@@ -29,13 +31,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.errors import ReplayError
+from recoup.residuals.bits import Bits
 from recoup.residuals.calls import Call
 from recoup.residuals.casts import Geometry, geometry_of, laid_out
 from recoup.residuals.executor import Plan
 from recoup.residuals.hooks import Kept, Pair, pair_in_force, version_of
 from recoup.residuals.region import num_nodes
 from recoup.residuals.seeds import States, generator_states, same_states, set_generator_states
-from recoup.residuals.work import is_costly
+from recoup.residuals.work import is_costly, is_mask
 from recoup.schedules import constant
 
 __all__ = ["KeepingCall", "Keeps", "run_keeping"]
@@ -186,6 +189,7 @@ class _Made(NamedTuple):
 
     result: Any
     states: States | None
+    bits: Bits | None = None  # See Rule 6
 
     @property
     def is_changed(self) -> bool:
@@ -224,6 +228,10 @@ class _Outputs:
             return func(*args, **kwargs)
         before = generator_states() if _may_draw(func) else None
         result = func(*args, **kwargs)
+        if is_mask(func):
+            if before is not None and type(result) is Tensor and not result.is_sparse:
+                self._made[place] = _Made(None, generator_states(), Bits(result))
+            return result
         after = None if before is None else generator_states()
         drew = before is not None and after is not None and not same_states(before, after)
         if _can_be_kept(result, given):
@@ -231,7 +239,7 @@ class _Outputs:
         return result
 
     def first_run_ended(self) -> None:
-        """Keep what the chosen operators made (See Rule 6)."""
+        """Keep what the chosen operators made (See Rule 7)."""
         pair, self._pair = self._pair, None
         self.is_noted = True
         for place, made in list(self._made.items()):
@@ -255,10 +263,12 @@ class _Outputs:
             return func(*args, **kwargs)
         if made.states is not None:
             set_generator_states(made.states)
+        if made.bits is not None:
+            return args[0].copy_(made.bits.unpacked())
         return _mapped(_Output.get, made.result)
 
     def forget(self) -> None:
-        """Let go of what was not handed out, and begin anew (See Rule 6)."""
+        """Let go of what was not handed out, and begin anew (See Rule 7)."""
         self._made.clear()
         self._place = 0
 
@@ -289,7 +299,7 @@ class _Output:
         return version_of(self._witness) != self._version
 
     def keep(self, name: str, pair: Pair | None) -> None:
-        """Give it to the pair beneath (See Rule 6)."""
+        """Give it to the pair beneath (See Rule 7)."""
         tensor = self._witness
         self._kept = Kept(tensor, name, pair)
         if pair is not None:
@@ -306,7 +316,8 @@ class _Output:
 @functools.cache
 def _may_draw(func: Any) -> bool:
     name = str(func)
-    return not name.startswith("aten.") or "attention" in name or "rnn" in name
+    is_known = name.startswith("aten.") and "attention" not in name and "rnn" not in name
+    return not is_known or is_mask(func)
 
 
 def _can_be_kept(result: Any, given: tuple[Tensor, ...]) -> bool:

@@ -14,13 +14,15 @@ from torch.utils.flop_counter import flop_registry
 from recoup.residuals.hooks import storage_of
 from recoup.residuals.listening import Way, here
 
-__all__ = ["Product", "WorkCounter", "is_costly"]
+__all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
 
 # Floating-point operations in the time in which one byte is moved, about: what decides between a
 # product and an elementwise operator. Choices depend little on it, and shall not depend on the day.
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
 
 
+# Drawing a byte of random numbers takes as long as moving so many.
+_BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
 _COSTLY = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "linear",
     "convolution", "mkldnn_convolution", "_mkldnn_linear", "mkldnn_rnn_layer", "_cudnn_rnn",
@@ -28,9 +30,18 @@ _COSTLY = frozenset((
 
 
 def is_costly(func: Any) -> bool:
-    """Whether an operator is a product, a convolution, attention or a recurrent layer."""
+    """Whether what an operator makes is worth to be kept.
+
+    Products, convolutions, attention, recurrent layers, and the masks of dropouts, of which bits
+    are kept.
+    """
     name = getattr(getattr(func, "_overloadpacket", func), "__name__", "")
-    return name in _COSTLY or "_attention" in name
+    return name in _COSTLY or "_attention" in name or is_mask(func)
+
+
+def is_mask(func: Any) -> bool:
+    """Whether an operator fills a tensor with draws of 0 and 1."""
+    return func is torch.ops.aten.bernoulli_.float or func is torch.ops.aten.bernoulli_.Tensor
 
 
 class Product(NamedTuple):
@@ -122,6 +133,10 @@ class WorkCounter(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, work: float, made: Sequence[Tensor]) -> None:
+        if is_mask(func):
+            self._products.append((str(func), work, -(-made[0].numel() // 8)))
+            self._made.append([])  # the bits are nobody's residual
+            return
         storages = {storage_of(t): t.untyped_storage() for t in made if storage_of(t)}
         num_bytes = sum(storage.nbytes() for storage in storages.values())
         self._products.append((str(func), work, num_bytes))
@@ -136,6 +151,9 @@ def _work(
     for tensor in (*made, *taken):
         num_bytes += tensor.numel() * tensor.element_size()
         device = tensor.device.type
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and made:
+        drawn = made[0].numel() * made[0].element_size()
+        num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn)
     count = flop_registry.get(getattr(func, "_overloadpacket", func))
     flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
     return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE["cuda"])

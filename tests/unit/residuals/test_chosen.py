@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recoup
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.residuals import keeping as room
+from recoup.residuals.bits import Bits
 from recoup.residuals.keeping import run_keeping
 from recoup.residuals.tracking import StorageTracker
 from recoup.residuals.work import is_costly
@@ -139,13 +140,43 @@ def test_a_recurrent_layer():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("keeps", "num_run"), [(EVERY, 0), (frozenset([1]), 1), (NONE, 2)])
+@pytest.mark.parametrize(("keeps", "num_run"), [(EVERY, 0), (frozenset([2]), 1), (NONE, 2)])
 def test_kept_operators_do_not_run_again(keeps, num_run):
     net, x = nn.Sequential(*mlp(), nn.Linear(6, 6)).double(), leaf(4, 6)
     y = keeping(net, x, keeps=keeps)
     with Ran() as ran:
         y.sum().backward()
     assert ran.of("addmm") in (num_run, num_run + 1)  # the last one is not needed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_masks_are_kept_as_bits_and_not_drawn_again(dtype):
+    x = torch.randn(33, 65, dtype=dtype, requires_grad=True)  # no multiple of eight
+
+    def fn(x):
+        kept = torch.nn.functional.dropout(x.sin(), 0.3)
+        return kept * torch.rand_like(x)  # drawn again, after a mask that is not
+
+    results = []
+    for call in (keeping, lambda fn, x: fn(x)):
+        torch.manual_seed(1)
+        y = call(fn, x)
+        with Ran() as ran:
+            results.append((y, *torch.autograd.grad(y.square().sum(), x), torch.rand(2)))
+        assert ran.of("bernoulli_") == 0
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    held = held_after(lambda: keeping(fn, x).sum())
+    states = 2 * torch.get_rng_state().numel()
+    assert held.num_bytes <= 33 * 65 // 8 + 1 + states + 64
+
+
+@pytest.mark.parametrize("num_values", [0, 1, 7, 8, 9, 1000])
+def test_bits(num_values):
+    tensor = (torch.rand(num_values) < 0.5).float()
+    bits = Bits(tensor)
+    assert torch.equal(bits.unpacked(), tensor.bool())
+    assert bits.packed.numel() == -(-num_values // 8)
 
 
 def test_what_is_kept_is_inputs_and_outputs():

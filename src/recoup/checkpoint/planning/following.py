@@ -25,8 +25,8 @@ from torch import nn
 
 from recoup.checkpoint.planning.linking import Returned
 from recoup.residuals.calls import Call
-from recoup.residuals.chosen import ChoosingCall
 from recoup.residuals.executor import Chain, Plan
+from recoup.residuals.keeping import KeepingCall
 from recoup.schedules import constant
 
 __all__ = ["Follow", "Part", "PlannedStage", "run_again"]
@@ -191,7 +191,7 @@ def _kept(stage: PlannedStage, run: Run, *args: Any, **kwargs: Any) -> Any:
     if stage.chosen is None:
         return run(*args, **kwargs)
     name = f"block `{stage.name}`"
-    return run_again(ChoosingCall(name, run, args, kwargs, stage.module, stage.chosen))
+    return run_again(KeepingCall(name, run, args, kwargs, stage.module, stage.chosen))
 
 
 def _alone(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

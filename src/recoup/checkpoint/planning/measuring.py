@@ -50,6 +50,7 @@ class Step:
         args: its arguments.
         kwargs: its keyword arguments.
         losses: from what it returns to one scalar or several.
+        holds_output: whether what it returns is alive until backward has ended.
     """
 
     model: nn.Module
@@ -57,13 +58,16 @@ class Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     losses: Callable[[Any], Sequence[Tensor]]
+    holds_output: bool = True
 
     def run(self) -> None:
-        """Run it; what the model returned is held until the end, as a training loop may."""
+        """Run it."""
         args, kwargs = copied((self.args, self.kwargs))
         with torch.enable_grad():
             output = self.call(*args, **kwargs)
             losses = self.losses(output)
+            if not self.holds_output:
+                output = None
             torch.autograd.backward(losses)
         del output
 

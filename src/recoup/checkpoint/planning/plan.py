@@ -40,6 +40,7 @@ def plan(
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
     optimizer: torch.optim.Optimizer | None = None,
+    holds_output: bool = True,
     **example_kwargs: Any,
 ) -> Plan:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
@@ -65,6 +66,9 @@ def plan(
             before them, gradients included; "total" bounds that with parameters, buffers and the
             state of `optimizer`.
         optimizer: for "total"; its state is counted as it will be after its first step.
+        holds_output: whether the training loop still has what the model returned while backward
+            runs (``output = model(batch)``). If not (``loss_fn(model(batch)).backward()``), less
+            is needed.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -92,7 +96,7 @@ def plan(
     """
     return plan_call(
         model, model, example_args, example_kwargs, budget=budget, loss=loss, blocks=blocks,
-        budget_of=budget_of, optimizer=optimizer,
+        budget_of=budget_of, optimizer=optimizer, holds_output=holds_output,
     )  # fmt: skip
 
 
@@ -107,6 +111,7 @@ def plan_call(
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
     optimizer: torch.optim.Optimizer | None = None,
+    holds_output: bool = True,
 ) -> Plan:
     """Plan for steps that do not call the model itself, but something that calls it."""
     budget_bytes = _budget("budget", budget)
@@ -117,7 +122,7 @@ def plan_call(
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     device = _device_of(model)
-    step = Step(model, call, args, kwargs, losses_from(loss))
+    step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
     named = name_blocks(model, blocks)
     if not named:
         raise ValueError(

@@ -1,0 +1,153 @@
+"""One of two processes with a plan under DistributedDataParallel and FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import recoup
+from tests.neighbours.planned import Net, loss_of
+from tests.neighbours.workers import report, said
+
+SHARES = {"least": 0.0, "middle": 0.5}
+
+
+class Counting(Net):
+    """Has no norm over the batch, whose halves two processes see, and no draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+        for block in self.blocks:
+            block.drop = nn.Identity()
+
+
+def build() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Counting(), torch.randn(64, 32)
+
+
+def half(x: Tensor, rank: int) -> Tensor:
+    return x[32 * rank : 32 * rank + 32]
+
+
+def plan_of(model: nn.Module, x: Tensor, share: float) -> recoup.Plan:
+    whole = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
+    budget = whole.least_bytes + int((whole.most_bytes - whole.least_bytes) * share)
+    made = recoup.plan(model, x, budget=budget, loss=loss_of)
+    assert {row.way for row in made.blocks} != {"keep"}
+    return made
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    found: Any = parameter.grad
+    return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+
+def furthest(model: nn.Module, whole: nn.Module) -> float:
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return max(float((gradient(p) - q.grad).abs().max()) for p, q in pairs)
+
+
+def steps(call: nn.Module, model: nn.Module, whole: nn.Module, x: Tensor, rank: int) -> float:
+    worst = 0.0
+    for step in range(2):
+        model.zero_grad()
+        whole.zero_grad()
+        loss_of(whole((1 + step) * x)).backward()
+        loss_of(call((1 + step) * half(x, rank))).backward()
+        worst = max(worst, furthest(model, whole))
+    return worst
+
+
+def ddp_after(rank: int, share: float) -> float:
+    model, x = build()
+    whole = copy.deepcopy(model)
+    plan_of(model, half(x, rank), share).apply()
+    return steps(DistributedDataParallel(model), model, whole, x, rank)
+
+
+def ddp_before(rank: int, share: float) -> float:
+    model, x = build()
+    whole = copy.deepcopy(model)
+    call = DistributedDataParallel(model)
+    plan_of(model, half(x, rank), share).apply()
+    return steps(call, model, whole, x, rank)
+
+
+def ddp_itself(rank: int, share: float) -> float:
+    model, x = build()
+    whole = copy.deepcopy(model)
+    call = DistributedDataParallel(model)
+    plan_of(call, half(x, rank), share).apply()
+    return steps(call, model, whole, x, rank)
+
+
+def ddp_accumulated(rank: int, share: float) -> float:
+    model, x = build()
+    whole = copy.deepcopy(model)
+    call = DistributedDataParallel(model)
+    plan_of(model, half(x, rank), share).apply()
+    loss_of(whole(x)).backward()
+    loss_of(whole(2 * x)).backward()
+    with call.no_sync():
+        loss_of(call(half(x, rank))).backward()
+    loss_of(call(2 * half(x, rank))).backward()
+    return furthest(model, whole)
+
+
+def ddp_peak(rank: int, share: float) -> float:
+    """The part of the budget that a step takes, without the buckets of gradients."""
+    model, x = build()
+    call = DistributedDataParallel(model)
+    made = plan_of(call, half(x, rank), share).apply()
+
+    def step() -> None:
+        loss_of(call(half(x, rank))).backward()
+
+    for _ in range(3):  # in which the buckets come about
+        step()
+        model.zero_grad()
+    return recoup.measure(step, device="cpu", repeats=0).peak_bytes / made.budget_bytes
+
+
+def fsdp(rank: int, share: float) -> float:
+    model, x = build()
+    whole = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    plan_of(model, half(x, rank), share).apply()
+    return steps(model, model, whole, x, rank)
+
+
+def fsdp_root(rank: int, share: float) -> float:
+    model, x = build()
+    whole = copy.deepcopy(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    plan_of(model, half(x, rank), share).apply()
+    return steps(model, model, whole, x, rank)
+
+
+CASES = (ddp_after, ddp_before, ddp_itself, ddp_accumulated, ddp_peak, fsdp, fsdp_root)
+
+
+def cases(rank: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    return {
+        f"{case.__name__} {name}": said(case, rank, share)
+        for case in CASES
+        for name, share in SHARES.items()
+    }
+
+
+if __name__ == "__main__":
+    report(cases)

@@ -1,0 +1,212 @@
+"""Byte budgets in the trainers of others: the same training, in the bytes that were promised."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import recoup
+from recoup.errors import BudgetError
+from recoup.integrations.lightning import MemoryBudget as OfLightning
+from tests.neighbours.planned import Net
+from tests.planned_zoo import MODELS, transformers_or_skip
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(dataloader|num_workers|logging interval|torch.jit|isinstance|srun|val_loader).*"
+)
+
+
+class Module(LightningModule):
+    """Logs, counts, draws, and trains a net with batch norm."""
+
+    def __init__(self, *, is_manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net()
+        self.automatic_optimization = not is_manual
+        self.losses: list[float] = []
+        self.peaks: list[int] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        (x,) = batch
+        loss = (self.net(x) - x).square().mean()
+        self.log("train", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def data() -> DataLoader[Any]:
+    torch.manual_seed(7)
+    return DataLoader(TensorDataset(torch.randn(256, 32)), batch_size=64)
+
+
+def fit(tmp_path: Any, module: Module, *callbacks: Any, **options: Any) -> Module:
+    torch.manual_seed(3)
+    options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | options
+    trainer = Trainer(
+        accelerator="cpu", devices=1, default_root_dir=tmp_path, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks), **options,
+    )  # fmt: skip
+    trainer.fit(module, data(), data())
+    return module
+
+
+class Peaks(lightning.pytorch.Callback):
+    """The peak of each backward with its forward."""
+
+    def __init__(self) -> None:
+        from recoup.residuals.tracking import StorageTracker
+
+        self.kind = StorageTracker
+        self.peaks: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.tracker = self.kind("cpu")
+        self.tracker.__enter__()
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.tracker.__exit__(None, None, None)
+        self.peaks.append(self.tracker.peak_bytes)
+
+
+def same(found: Module, wanted: Module) -> None:
+    assert found.losses == wanted.losses
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+
+
+def no_trace(module: torch.nn.Module, kept: Any = ()) -> None:
+    for each in module.modules():
+        assert {"forward", "log", "log_dict"}.isdisjoint(vars(each)), type(each).__name__
+
+
+def step_bytes(module: Module) -> tuple[int, int]:
+    """The least and the most that a training step takes."""
+    x = torch.randn(64, 32)
+    whole = recoup.plan(module.net, x, budget="1 GiB", loss=lambda y: (y - x).square().mean())
+    return whole.least_bytes, whole.most_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],
+    ids=["plain", "accumulated", "bf16"],
+)
+def test_lightning(tmp_path, options):
+    least, most = step_bytes(Module())
+    budget = least + (most - least) // 4
+    wanted = fit(tmp_path, Module(), **options)
+    plans: list[recoup.Plan] = []
+    peaks = Peaks()
+    callback = OfLightning(budget, show=plans.append)
+    found = fit(tmp_path, Module(), callback, peaks, **options)
+    same(found, wanted)
+    assert len(plans) == 1
+    assert max(peaks.peaks) <= budget
+    assert callback.plan is None
+    no_trace(found)
+
+
+def test_lightning_twice(tmp_path):
+    wanted, found = Module(), Module()
+    callback = OfLightning(step_bytes(Module())[0] * 5 // 4)
+    for _ in range(2):
+        fit(tmp_path, wanted)
+        fit(tmp_path, found, callback)
+    same(found, wanted)
+    no_trace(found)
+
+
+def test_lightning_refuses_what_it_cannot_plan(tmp_path):
+    module = Module(is_manual=True)
+    with pytest.raises(ValueError, match="automatic_optimization"):
+        fit(tmp_path, module, OfLightning("1 GiB"))
+    no_trace(module)
+    module = Module()
+    with pytest.raises(BudgetError):
+        fit(tmp_path, module, OfLightning(1000))
+    no_trace(module)
+
+
+class Tokens(Dataset[Any]):
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        self.tokens = torch.randint(100, (32, 24))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def train(tmp_path: Any, *callbacks: Any, **options: Any) -> tuple[Any, list[float]]:
+    transformers = transformers_or_skip()
+    pytest.importorskip("accelerate")
+    model = MODELS["gpt2"]().model
+    options = {"gradient_accumulation_steps": 2} | options
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], num_train_epochs=1, logging_steps=1,
+        per_device_train_batch_size=4, per_device_eval_batch_size=4, eval_strategy="steps",
+        eval_steps=1, disable_tqdm=True, save_strategy="no", seed=1, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=Tokens(), eval_dataset=Tokens(),
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.train()
+    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def of_transformers() -> Any:
+    transformers_or_skip()
+    from recoup.integrations.transformers import MemoryBudget
+
+    return MemoryBudget
+
+
+def gpt2_bytes() -> tuple[int, int]:
+    model = MODELS["gpt2"]().model
+    tokens = Tokens().tokens[:4]
+    whole = recoup.plan(model, input_ids=tokens, labels=tokens, budget="1 GiB")
+    return whole.least_bytes, whole.most_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["plain", "bf16"])
+def test_transformers(tmp_path, options):
+    least, most = gpt2_bytes()
+    budget = least + (most - least) // 2
+    wanted, losses = train(tmp_path, **options)
+    plans: list[recoup.Plan] = []
+    callback = of_transformers()(budget, show=plans.append)
+    found, found_losses = train(tmp_path, callback, **options)
+    assert found_losses == losses
+    assert len(losses) == 4
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+    assert len(plans) == 1
+    assert callback.plan is None
+    for each in (*found.modules(),):
+        assert type(vars(each).get("forward")).__module__.partition(".")[0] != "recoup"
+        assert not each._forward_pre_hooks
+
+
+def test_transformers_refuses_what_it_cannot_plan(tmp_path):
+    with pytest.raises(ValueError, match="gradient_checkpointing"):
+        train(tmp_path, of_transformers()("1 GiB"), gradient_checkpointing=True)
+    with pytest.raises(BudgetError):
+        train(tmp_path, of_transformers()(1000))
