@@ -184,7 +184,7 @@ class _Draws:
         self.random.set_rng_state(state)
 
 
-BUDGETS = (1.0, 0.5, 0.1, 0.0)
+BUDGETS = (1.0, 0.5, 0.0)
 RIVALS: dict[str, Callable[[Case], Forward]] = {
     "no checkpointing": plain,
     "torch checkpoint, each block": torch_checkpoint,

@@ -16,7 +16,7 @@ import recoup
 from recoup.errors import BudgetError
 
 # Equally spaced; as they are, one at each rival's peak besides.
-NUM_BUDGETS = {"recoup": 6, "recoup, blocks compiled": 5}
+NUM_BUDGETS = {"recoup": 4, "recoup, blocks compiled": 3}
 SEED = 1
 # Relative to the norm of plain's gradients. The compiler rounds otherwise.
 TOLERANCE, COMPILER_TOLERANCE = 1e-5, 1e-3
@@ -165,7 +165,7 @@ OURS: dict[str, Callable[[list[nn.Module]], None]] = {
 # -- all of it -------------------------------------------------------------------------------------
 
 
-def rows(device: str, rounds: int = 5, models=tuple(MODELS), series=tuple(OURS)) -> list[dict]:
+def rows(device: str, rounds: int = 4, models=tuple(MODELS), series=tuple(OURS)) -> list[dict]:
     return [row for model in models for row in _rows_of(model, device, rounds, series)]
 
 

@@ -187,9 +187,9 @@ def _plans(found: dict) -> str:
     ]
     num_won = sum(gain["is_won"] for gain in gains)
     sentence = (
-        f"`recoup.plan` beside {len(gains)} ways to train GPT-2 and a ResNet-50 in fewer bytes: in as "
-        f"many bytes it is as fast or faster than {num_won} of them (within 2 percent). Least peak: "
-        f"{', '.join(least)}. [All of them](docs/plans.md#measured)."
+        f"`recoup.plan` beside {len(gains)} ways to train GPT-2 and a ResNet-50 in fewer bytes: in "
+        f"as many bytes it is as fast as or faster than {num_won} of them (within 2 percent). "
+        f"Least peak: {', '.join(least)}. [All of them](docs/plans.md#measured)."
     )
     return "\n".join(["![Time of a step against its peak](docs/images/plans.png)", "", sentence])
 
@@ -218,7 +218,7 @@ def _plans_table(found: dict) -> str:
     versions = found["versions"]
     conditions = (
         "<sub>Forward, loss and backward; peaks by the allocator's events, beyond what is alive "
-        f"before; wall time on {found['num_threads']} threads, the fastest of 5 rounds in turn. "
+        f"before; wall time on {found['num_threads']} threads, the fastest of 4 rounds in turn. "
         f"{found['device_name']}, {found['date']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}, torch_remat {versions['torch_remat']}.</sub>"
     )

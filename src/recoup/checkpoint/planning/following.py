@@ -149,7 +149,7 @@ class Follow:
             now.chain = part.plan.begin()
             state = call.state
         else:
-            at, picks = now.returned.places_in(call.state)
+            at, picks = now.returned.places_in(call.state, stage.module)
             if now.chain is None or not follows or not at:
                 _end(now)
                 self._warn(stage.module)
@@ -173,9 +173,9 @@ class Follow:
             self._has_warned = True
             warnings.warn(
                 f"A {type(module).__name__} of the planned model was called otherwise than when "
-                "the plan was made (after other blocks, or more often). "
-                "Its gradients are right, but it may take more memory than was planned. Make the "
-                "plan with arguments as those in training.",
+                "the plan was made (after other blocks, or more often). Its gradients are right, "
+                "but it may take more memory than was planned. Make the plan with arguments as "
+                "those in training.",
                 stacklevel=4,
             )
 

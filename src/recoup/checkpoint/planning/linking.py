@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup.residuals.hooks import version_of
 
@@ -23,11 +23,20 @@ class Returned:
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self._outputs = [(weakref.ref(output), version_of(output)) for output in outputs]
 
-    def places_in(self, arguments: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def places_in(
+        self, arguments: Sequence[Tensor], module: nn.Module
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the places of `arguments` at which there is an output, and which one it is.
 
-        One that was changed in place since is another value, and is not told.
+        One that was changed in place since is another value, and is not told. Nor is any if
+        `module` is sharded (FSDP2): nobody gathers its parameters when another block needs it run.
+
+        Args:
+            arguments: the tensors among the arguments of a call.
+            module: which is called.
         """
+        if hasattr(type(module), "unshard"):
+            return (), ()
         found = {
             id(output): place
             for place, (ref, version) in enumerate(self._outputs)

@@ -200,7 +200,7 @@ class _Meter:
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
         given = call.state
         taken = self._storages(given)
-        at, _ = self._returned.places_in(given)
+        at, _ = self._returned.places_in(given, module)
         linked = tuple(given[place] for place in at)
         found = MeasuredCall(name, module, bool(at), self._fresh_bytes(linked or given))
         calls.append(found)

@@ -119,6 +119,11 @@ def plan_call(
         raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
     if optimizer is not None and budget_of == "step":
         raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(
+            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for others. "
+            "Plan for `model.module`, on every rank."
+        )
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     device = _device_of(model)

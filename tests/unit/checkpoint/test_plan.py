@@ -1,0 +1,330 @@
+"""What a plan finds, says, draws and refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import BudgetError
+from recoup.recipes.cli import main
+from tests.planned_zoo import MODELS
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def stack(num_blocks: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual() for _ in range(num_blocks)))
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(64, 32)
+
+
+def step(model, x):
+    model(x).square().sum().backward()
+
+
+def peak_of(model, x) -> int:
+    model.zero_grad()
+    return recoup.measure(lambda: step(model, x), device="cpu", repeats=0).peak_bytes
+
+
+def square(y):
+    return y.square().sum()
+
+
+def plan(model, x, budget, **options):
+    return recoup.plan(model, x, budget=budget, loss=square, **options)
+
+
+def middle(model, x):
+    whole = plan(model, x, "1 GiB")
+    return (whole.least_bytes + whole.most_bytes) // 2
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+class Staged(nn.Module):
+    """Lists of blocks in a list, and blocks of other classes beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(Residual(), Residual()) for _ in range(2))
+        self.neck = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return self.neck(x)
+
+
+def test_blocks_are_those_of_inner_lists():
+    names = [row.name for row in plan(Staged(), batch(), "1 GiB").blocks]
+    assert names == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+
+
+def test_experts_are_no_blocks():
+    case = MODELS["moe"]()
+    names = [row.name for row in recoup.plan(case.model, *case.args, budget="1 GiB").blocks]
+    assert names == [f"layers.{i}" for i in range(4)]
+
+
+def test_links_of_a_sequence():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    assert [row.name for row in plan(model, torch.ones(2, 8), "1 MiB").blocks] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("blocks", [r"[02]", ["0", "2"], (0, 2)])
+def test_blocks_that_are_named(blocks):
+    model = stack()
+    given = [model[i] for i in blocks] if isinstance(blocks[0], int) else blocks
+    rows = plan(model, batch(), "1 GiB", blocks=given).blocks
+    assert [row.name for row in rows] == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ("h\\.[0-9]", r"`blocks` is 'h\\\\\.\[0-9\]', which matches the name of no module"),
+        (["7"], "`blocks` has '7', which is no module of Sequential"),
+        ([nn.Linear(2, 2)], "`blocks` has Linear, which is no module"),
+        ([], "`blocks` is empty"),
+        (["0", "0.up"], "`blocks` has `0` and `0.up`, which is within it"),
+    ],
+)
+def test_blocks_that_are_none(blocks, message):
+    with pytest.raises(ValueError, match=message):
+        plan(stack(), batch(), "1 GiB", blocks=blocks)
+
+
+def test_a_model_without_repeats():
+    with pytest.raises(ValueError, match="`model` is a Linear in which no modules repeat"):
+        plan(nn.Linear(32, 32), batch(), "1 GiB")
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["2 GiBBB", -1, "much"])
+def test_a_budget_that_is_none(budget):
+    with pytest.raises(ValueError, match="`budget` is "):
+        plan(stack(), batch(), budget)
+
+
+def test_a_loss_that_is_none():
+    with pytest.raises(ValueError, match=r"`loss` returned a tensor of shape \(64, 32\)"):
+        recoup.plan(stack(), batch(), budget="1 GiB", loss=lambda y: y)
+
+
+def test_nothing_to_differentiate():
+    with pytest.raises(ValueError, match="returned nothing that requires a gradient"):
+        plan(stack().requires_grad_(False), batch(), "1 GiB")
+
+
+def test_budgets_of_other_things():
+    model = stack()
+    with pytest.raises(ValueError, match="`budget_of` is 'steps'"):
+        plan(model, batch(), "1 GiB", budget_of="steps")
+    with pytest.raises(ValueError, match='counts for budget_of="total" only'):
+        plan(model, batch(), "1 GiB", optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match=r"Plan for `model.module`"):
+        plan(nn.DataParallel(model), batch(), "1 GiB")
+
+
+@pytest.mark.parametrize(
+    ("make", "num_copies"),
+    [(torch.optim.SGD, 0), (lambda p: torch.optim.SGD(p, momentum=0.9), 1), (torch.optim.Adam, 2)],
+)
+def test_a_total_counts_what_is_alive_before(make, num_copies):
+    model, x = stack(), batch()
+    optimizer = make(model.parameters())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    total = plan(model, x, "1 GiB", budget_of="total", optimizer=optimizer)
+    steps = 4 * len(list(model.parameters())) if num_copies == 2 else 0
+    assert total.standing_bytes == (1 + num_copies) * size + steps
+    assert total.least_bytes == plan(model, x, "1 GiB").least_bytes + total.standing_bytes
+    with pytest.raises(BudgetError, match="of which are alive before a step"):
+        plan(model, x, total.least_bytes - 1, budget_of="total", optimizer=optimizer)
+    step(model, x)
+    optimizer.step()
+    again = plan(model, x, "1 GiB", budget_of="total", optimizer=optimizer)
+    assert again.standing_bytes == total.standing_bytes
+
+
+# -- what it does ----------------------------------------------------------------------------------
+
+
+def test_apply_and_remove_leave_the_model_as_it_was():
+    model, x = stack(), batch()
+    before = [dict(vars(module)) for module in model.modules()]
+    made = plan(model, x, middle(model, x))
+    assert [dict(vars(module)) for module in model.modules()] == before
+    plain = peak_of(model, x)
+    assert made.apply() is made
+    assert made.is_applied
+    assert peak_of(model, x) <= made.budget_bytes < plain
+    with pytest.raises(ValueError, match="to which a plan is applied already"):
+        plan(model, x, "1 GiB")
+    made.remove()
+    made.remove()
+    assert peak_of(model, x) == plain
+    model.zero_grad()
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_copies_have_no_plan():
+    model, x = stack(), batch()
+    plain = peak_of(model, x)
+    with plan(model, x, middle(model, x)).applied():
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert peak_of(other, x) == plain
+            assert list(other.state_dict()) == list(model.state_dict())
+    assert peak_of(model, x) == plain
+
+
+def test_a_plan_is_the_same_every_time():
+    model, x = stack(), batch()
+    budget = middle(model, x)
+    schedules = [plan(model, x, budget).schedule for _ in range(3)]
+    assert schedules[0] == schedules[1] == schedules[2]
+
+
+def test_what_the_model_returned_counts_unless_it_is_let_go():
+    model, x = stack(), batch()
+    model.append(nn.Linear(32, 4096))
+    options = {"budget": "1 GiB", "loss": lambda y: y.exp().sum(), "blocks": r"[0-5]"}
+    held = recoup.plan(model, x, **options).least_bytes
+    let_go = recoup.plan(model, x, holds_output=False, **options).least_bytes
+    assert held - let_go == 64 * 4096 * 4
+
+
+def test_nothing_outlives_a_forward_without_backward():
+    model, x = stack(), batch()
+
+    def forward() -> None:
+        model(x)
+
+    gc.disable()
+    try:
+        with plan(model, x, middle(model, x)).applied():
+            for _ in range(2):
+                assert recoup.measure(forward, device="cpu", repeats=0).held_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_schedule_says_what_is_run():
+    model, x = stack(), batch()
+    made = plan(model, x, plan(model, x, "1 GiB").least_bytes)
+    simulation = recoup.schedules.simulate(made.schedule, costs=made.costs)
+    assert simulation.peak_bytes == made.predicted_peak_bytes
+    runs = []
+    for module in model:
+        forward = type(module).forward
+        vars(module)["forward"] = lambda x, m=module, f=forward: (runs.append(1), f(m, x))[1]
+    with plan(model, x, made.budget_bytes).applied():
+        runs.clear()
+        step(model, x)
+    assert len(runs) == sum(row.num_forwards for row in made.blocks)
+
+
+# -- chains of ours --------------------------------------------------------------------------------
+
+
+def test_bytes_as_a_memory_mode():
+    x = batch()
+    plain = stack()
+    budget = middle(plain, x)
+    chain = recoup.Sequential(*copy.deepcopy(plain), memory=f"{budget} B")
+    for model in (plain, chain):
+        model.zero_grad()
+        step(model, x)
+    for a, b in zip(plain.parameters(), chain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert peak_of(chain, x) <= budget < peak_of(plain, x)
+    other = copy.deepcopy(chain)
+    assert other.memory == chain.memory
+    assert peak_of(other, x) > 0
+    chain.memory = "linear"
+    assert peak_of(chain, x) == peak_of(plain, x)
+    with pytest.raises(ValueError, match="`memory` is '3 GiBs'"):
+        chain.memory = "3 GiBs"
+    chain.memory = "1 KiB"
+    with pytest.raises(BudgetError, match="the least that a step"):
+        chain(x)
+
+
+# -- what it shows ---------------------------------------------------------------------------------
+
+
+def test_the_report_names_blocks_ways_and_bytes():
+    model, x = stack(), batch()
+    made = plan(model, x, middle(model, x))
+    text = str(made)
+    assert f"least feasible {recoup.memory.format_bytes(made.least_bytes)}" in text
+    for row in made.blocks:
+        assert row.way in text
+        assert row.keeps_bytes + row.saves_bytes == made.costs[int(row.name)].tape_bytes
+    assert sum(row.seconds > 0 for row in made.blocks) == sum(
+        row.num_forwards > 1 for row in made.blocks
+    )
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_figure(tmp_path, suffix):
+    model, x = stack(), batch()
+    path = plan(model, x, middle(model, x)).figure(tmp_path / f"plan{suffix}")
+    assert path.stat().st_size > 5000
+    with pytest.raises(ValueError, match="must end in one of"):
+        plan(model, x, "1 GiB").figure(tmp_path / "plan.txt")
+
+
+BUILDER = """
+import torch
+from torch import nn
+
+def build():
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*blocks), torch.ones(64, 8)
+
+def loss(y):
+    return y.square().mean()
+
+def wrong():
+    return 3
+"""
+
+
+def test_explain(tmp_path: Path, capsys):
+    path = tmp_path / "models.py"
+    path.write_text(BUILDER)
+    figure = tmp_path / "figures" / "plan.svg"
+    built = f"{path}:build"
+    args = ["explain", built, "--budget", "1MiB", "--loss", f"{path}:loss", "--figure", str(figure)]
+    assert main(args) == 0
+    assert "Plan for Sequential: 4 blocks in 1 MiB" in capsys.readouterr().out
+    assert figure.exists()
+    for wrong, message in (
+        ([built, "--budget", "1KiB"], "the least that a step of this model can take"),
+        ([built, "--budget", "much"], "`budget` is 'much'"),
+        ([f"{path}:wrong", "--budget", "1MiB"], "returned a int, but must return a model"),
+        ([f"{path}:nothing", "--budget", "1MiB"], "there is no function nothing"),
+    ):
+        assert main(["explain", *wrong]) == 2
+        assert message in capsys.readouterr().err
