@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -172,7 +173,7 @@ def _sequential() -> Case:
     torch.manual_seed(0)
     widths = [48, 64, 16, 80, 32, 48, 48, 48]
     links = []
-    for given, made in zip(widths, widths[1:], strict=False):
+    for given, made in pairwise(widths):
         links += [
             nn.Sequential(nn.Linear(given, made), nn.Tanh(), nn.Linear(made, made), nn.GELU())
         ]

@@ -1,4 +1,4 @@
-"""A small model for plans, and what a step of it makes: shared by the tests of plans beside others."""
+"""A small model for plans, and what a step of it makes, for the tests of plans in company."""
 
 from __future__ import annotations
 

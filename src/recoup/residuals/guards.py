@@ -40,13 +40,14 @@ _lock = threading.RLock()  # threads may share a module that is put back as it w
 class Guard:
     """The parameters, buffers, modes and numbers of modules, as a first run leaves them."""
 
-    __slots__ = ("_buffers", "_modes", "_norms", "_numbers", "_roots", "_tensors")
+    __slots__ = ("_buffers", "_children", "_modes", "_norms", "_numbers", "_roots", "_tensors")
 
     def __init__(self, roots: tuple[nn.Module, ...]) -> None:
         self._roots = roots
         self._tensors: list[_Entry] = []
         self._buffers: list[_Entry] = []
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         self._norms: list[Any] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
         for root in roots:
@@ -66,8 +67,10 @@ class Guard:
             _note(module._buffers, self._buffers)
         if type(module) not in QUIET:  # nobody changes what those of torch are made with
             self._note_attributes(module.__dict__)
-        for child in module._modules.values():
+        own = module._modules
+        for key, child in own.items():
             if child is not None:
+                self._children.append((own, key, child))
                 self._walk(child, is_sharded=is_sharded)
 
     def _note_attributes(self, own: dict[str, Any]) -> None:
@@ -123,6 +126,13 @@ class Guard:
                     f"`{self._name_of(entries, key)}` of {name} was changed in place between "
                     "forward and backward, so running it again would compute something "
                     "else. Step the optimizer after backward has passed every use of it."
+                )
+        for own, key, child in self._children:
+            if own.get(key) is not child:
+                raise ChangedError(
+                    f"`{key}`, a {type(child).__name__} in {name}, was replaced between forward "
+                    "and backward, so running it again would compute something else. Replace it "
+                    "after backward."
                 )
         for module, training in self._modes:
             if module.training is not training:

@@ -3,60 +3,55 @@
 NOTE [ A rehearsal ]
 
 Rule 1. Backward runs as it does in training, into `.grad` that is empty, so that gradients take
-        the room that they take then. What was in `.grad` is put back.
+        the room that they take then. What was in `.grad` is put back, also of leaves that are not
+        the model's.
 Rule 2. Hooks of parameters do not run: one that steps an optimizer would train.
-Rule 3. Buffers, numbers on modules and the random stream are put back. A parameter that a forward
-        changes is an error, since a copy of all parameters may not fit.
+Rule 3. Buffers, the attributes of modules with the lists and dicts among them, and the random
+        streams of torch, Python and numpy are put back. A parameter that a forward changes is an
+        error, since a copy of all parameters may not fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import random
+import sys
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError
+from recoup.residuals.graph import ends_of
 from recoup.residuals.hooks import version_of
 from recoup.residuals.seeds import generators_restored
 
-__all__ = ["rehearsal"]
-
-_NUMBERS = (bool, int, float, complex, str)
+__all__ = ["backward_within_model", "rehearsal"]
 
 
 @contextmanager
 def rehearsal(module: nn.Module) -> Generator[None]:
     """Around steps of `module`, which leave no trace on it."""
-    parameters = {id(p): p for p in module.parameters()}
+    parameters = list({id(p): p for p in module.parameters()}.values())
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
-    gradients = [(p, p.grad) for p in parameters.values()]
-    hooks = [(hooks, dict(hooks)) for p in parameters.values() for hooks in _hooks_of(p)]
-    buffers = [(m, m._buffers.copy()) for m in module.modules()]
     contents = [(b, b.clone()) for b in {id(b): b for b in module.buffers()}.values()]
-    numbers = [(vars(m), _numbers(m)) for m in module.modules()]
-    with generators_restored():
+    buffers = [(m._buffers, m._buffers.copy()) for m in module.modules()]
+    attributes = [_Attributes(m) for m in module.modules()]
+    torch.clear_autocast_cache()  # casts that were made before would not be counted
+    with generators_restored(), _streams_restored(), _lent(parameters):
         try:
-            for parameter in parameters.values():
-                parameter.grad = None
-            for own, _ in hooks:
-                own.clear()
             yield
         finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for own, found in hooks:
-                own.update(found)
             with torch.no_grad():
                 for buffer, content in contents:
                     buffer.copy_(content)
-            for owner, found in buffers:
-                owner._buffers.clear()
-                owner._buffers.update(found)
-            for own, found in numbers:
+            for own, found in buffers:
+                own.clear()
                 own.update(found)
+            for each in attributes:
+                each.restore()
+            torch.clear_autocast_cache()
     for name, parameter, version in versions:
         if version_of(parameter) != version:
             raise ReplayError(
@@ -66,10 +61,67 @@ def rehearsal(module: nn.Module) -> Generator[None]:
             )
 
 
-def _hooks_of(parameter: Tensor) -> list[dict[int, Any]]:
-    hooks: Any = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> None:
+    """Call backward; what is no parameter of `model` has the gradients that it had before."""
+    own = set(map(id, model.parameters()))
+    with _lent([leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]):
+        torch.autograd.backward(losses)
+
+
+@contextmanager
+def _lent(leaves: Iterable[Tensor]) -> Generator[None]:
+    """Around a backward: leaves have no gradients yet, and no hooks (See Rules 1 and 2)."""
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]
+    try:
+        for leaf, _ in gradients:
+            leaf.grad = None
+        for own, _ in hooks:
+            own.clear()
+        yield
+    finally:
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        for own, found in hooks:
+            own.update(found)
+
+
+def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
+    hooks: Any = (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)
     return [found for found in hooks if found]
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if type(value) in _NUMBERS}
+@contextmanager
+def _streams_restored() -> Generator[None]:
+    numpy = sys.modules.get("numpy.random")
+    of_python = random.getstate()
+    of_numpy = None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
+
+
+class _Attributes:
+    """The attributes of a module, and what is in the lists and dicts among them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = vars(module)
+        self._found = self._own.copy()
+        self._contents = [
+            (value, value.copy())
+            for key, value in self._found.items()
+            if key != "_buffers" and type(value) in (list, dict, set)
+        ]
+
+    def restore(self) -> None:
+        self._own.clear()
+        self._own.update(self._found)
+        for value, content in self._contents:
+            value.clear()
+            if isinstance(value, list):
+                cast("list[Any]", value).extend(content)
+            else:
+                value.update(content)

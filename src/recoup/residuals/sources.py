@@ -3,8 +3,9 @@
 NOTE [ Looked at once ]
 
 Rule 1. A region repeats what torch's default generators give. What comes from a `torch.Generator`
-        of the caller's, from Python's `random` or from numpy's global generator would be another
-        number in the second run, so that is an error, in the first run.
+        of the caller's, from Python's `random`, from numpy's global generator or from one of theirs
+        that is an attribute of a module would be another number in the second run, so that is an
+        error, in the first run.
 Rule 2. Looking costs a dispatch mode and two generator states. So a piece of code is looked at in
         its first run in each mode (training or not), and taken at its word from then on.
 Rule 3. Generators of our own are made from a seed that is repeated; they are known here.
@@ -64,13 +65,34 @@ def _looking(codes: tuple[Any, ...], seen: weakref.WeakSet[Any], name: str) -> G
     numpy = sys.modules.get("numpy.random")
     python_before = random.getstate()
     numpy_before = None if numpy is None else _numpy_state(numpy)
+    own: list[Any] = list(_generators_in(codes))
+    own_before = [_own_state(generator) for generator in own]
     with _Generators(name):
         yield
+    for generator, before in zip(own, own_before, strict=True):
+        if _own_state(generator) != before:
+            kind = "random.Random" if isinstance(generator, random.Random) else "numpy Generator"
+            raise ReplayError(_message(name, f"a {kind} of its own"))
     if random.getstate() != python_before:
         raise ReplayError(_message(name, "Python's `random`"))
     if numpy is not None and _numpy_state(numpy) != numpy_before:
         raise ReplayError(_message(name, "numpy's global generator"))
     seen.update(code for code in codes if code is not None)
+
+
+def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
+    """Generators of Python and numpy that are attributes of the modules."""
+    numpy = sys.modules.get("numpy.random")
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator)
+    for code in codes:
+        for module in code.modules() if isinstance(code, nn.Module) else ():
+            yield from (value for value in vars(module).values() if isinstance(value, kinds))
+
+
+def _own_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return repr(generator.bit_generator.state)
 
 
 def _numpy_state(numpy: Any) -> tuple[bytes, int, int]:

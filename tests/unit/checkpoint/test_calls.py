@@ -1,4 +1,4 @@
-"""`recoup.checkpoint` where torch's checkpoint is silent: right, or an error that names the culprit."""
+"""`recoup.checkpoint` where torch's is silent: right, or an error that names the culprit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_tensor_of_a_closure_changed_in_place():
     x, other = leaf(), torch.randn(4, dtype=torch.float64)
     y = recoup.checkpoint(lambda x: (x * other).sin(), x)
     other.add_(1)
-    with pytest.raises(ChangedError, match="`other`.*changed in place"):
+    with pytest.raises(ChangedError, match=r"`other`.*changed in place"):
         y.sum().backward()
 
 
@@ -66,7 +66,7 @@ def test_a_number_of_a_closure_changed():
     x, scale = leaf(), 2.0
     y = recoup.checkpoint(lambda x: (x * scale).sin(), x)
     scale = 3.0
-    with pytest.raises(ChangedError, match="`scale`.*another value"):
+    with pytest.raises(ChangedError, match=r"`scale`.*another value"):
         y.sum().backward()
 
 
@@ -168,9 +168,6 @@ def test_a_layer_replaced():
     net[0] = nn.Linear(4, 8).double()
     with pytest.raises(ChangedError, match="replaced"):
         y.sum().backward()
-
-
-test_a_layer_replaced = unseen("submodules are not compared")(test_a_layer_replaced)
 
 
 def test_the_memory_of_a_weight_replaced():

@@ -31,8 +31,13 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     if blocks is None:
         return find_blocks(model)
     named = dict(cast("Iterator[Block]", model.named_modules()))
+    if isinstance(blocks, nn.Module):
+        raise ValueError(
+            f"`blocks` is a {type(blocks).__name__}, but must be several. Give its children."
+        )
     if isinstance(blocks, str):
-        found = [(name, each) for name, each in named.items() if re.fullmatch(blocks, name)]
+        pattern = _compiled(blocks)
+        found = [(name, each) for name, each in named.items() if name and pattern.fullmatch(name)]
         if not found:
             raise ValueError(
                 f"`blocks` is {blocks!r}, which matches the name of no module of "
@@ -40,16 +45,23 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
             )
     else:
         given: list[str | nn.Module] = list(blocks)
-        found = [_one(model, named, block) for block in given]
+        found = list(dict(_one(model, named, block) for block in given).items())
         if not found:
             raise ValueError("`blocks` is empty. Name at least one, or leave it out to find them.")
     _check_apart(found)
     return found
 
 
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"`blocks` is {pattern!r}, no regular expression: {error}.") from None
+
+
 def _one(model: nn.Module, named: dict[str, nn.Module], block: str | nn.Module) -> Block:
     for name, each in named.items():
-        if each is block or (isinstance(block, str) and name == block):
+        if name and (each is block or (isinstance(block, str) and name == block)):
             return name, each
     shown = repr(block) if isinstance(block, str) else type(block).__name__
     raise ValueError(

@@ -28,7 +28,7 @@ from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.residuals.calls import Call
 from recoup.residuals.compiler import is_compiled
 from recoup.residuals.hooks import storage_of
-from recoup.residuals.rehearsal import rehearsal
+from recoup.residuals.rehearsal import backward_within_model, rehearsal
 from recoup.residuals.snapshots import copied
 from recoup.residuals.stage import State
 from recoup.residuals.tree import flatten
@@ -68,7 +68,7 @@ class Step:
             losses = self.losses(output)
             if not self.holds_output:
                 output = None
-            torch.autograd.backward(losses)
+            backward_within_model(self.model, losses)
         del output
 
 

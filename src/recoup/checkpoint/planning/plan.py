@@ -119,6 +119,8 @@ def plan_call(
         raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
     if optimizer is not None and budget_of == "step":
         raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             "`model` is a DistributedDataParallel or DataParallel, whose steps wait for others. "
