@@ -107,7 +107,7 @@ def ddp_peak(rank: int, share: float) -> float:
     """The part of the budget that a step takes, without the buckets of gradients."""
     model, x = build()
     call = DistributedDataParallel(model)
-    made = plan_of(call, half(x, rank), share).apply()
+    made = plan_of(model, half(x, rank), share).apply()
 
     def step() -> None:
         loss_of(call(half(x, rank))).backward()

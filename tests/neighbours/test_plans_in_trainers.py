@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import recoup
 from recoup.errors import BudgetError
 from recoup.integrations.lightning import MemoryBudget as OfLightning
+from recoup.residuals.tracking import StorageTracker
 from tests.neighbours.planned import Net
 from tests.planned_zoo import MODELS, transformers_or_skip
 
@@ -68,13 +69,10 @@ class Peaks(lightning.pytorch.Callback):
     """The peak of each backward with its forward."""
 
     def __init__(self) -> None:
-        from recoup.residuals.tracking import StorageTracker
-
-        self.kind = StorageTracker
         self.peaks: list[int] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.tracker = self.kind("cpu")
+        self.tracker = StorageTracker("cpu")
         self.tracker.__enter__()
 
     def on_after_backward(self, *_: Any) -> None:
@@ -141,6 +139,30 @@ def test_lightning_refuses_what_it_cannot_plan(tmp_path):
     no_trace(module)
 
 
+def peaks_of_transformers() -> Any:
+    """A callback that takes the peak of each micro-batch."""
+    transformers = transformers_or_skip()
+
+    class Peaks(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.peaks: list[int] = []
+            self.tracker: Any = None
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.tracker = StorageTracker("cpu")
+            self.tracker.__enter__()
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.tracker.__exit__(None, None, None)
+            self.peaks.append(self.tracker.peak_bytes)
+
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            self.on_pre_optimizer_step()
+            self.on_step_begin()
+
+    return Peaks()
+
+
 class Tokens(Dataset[Any]):
     def __init__(self) -> None:
         torch.manual_seed(5)
@@ -192,7 +214,10 @@ def test_transformers(tmp_path, options):
     wanted, losses = train(tmp_path, **options)
     plans: list[recoup.Plan] = []
     callback = of_transformers()(budget, show=plans.append)
-    found, found_losses = train(tmp_path, callback, **options)
+    peaks = peaks_of_transformers()
+    found, found_losses = train(tmp_path, callback, peaks, **options)
+    assert len(peaks.peaks) == 8
+    assert max(peaks.peaks[1:]) <= budget  # in the first one it is planned
     assert found_losses == losses
     assert len(losses) == 4
     for name, value in wanted.state_dict().items():
@@ -205,7 +230,7 @@ def test_transformers(tmp_path, options):
 
 
 def test_transformers_refuses_what_it_cannot_plan(tmp_path):
-    with pytest.raises(ValueError, match="gradient_checkpointing"):
-        train(tmp_path, of_transformers()("1 GiB"), gradient_checkpointing=True)
+    with pytest.raises(ValueError, match="checkpointing"):
+        train(tmp_path, of_transformers()("1 GiB"), activation_checkpointing=True)
     with pytest.raises(BudgetError):
         train(tmp_path, of_transformers()(1000))

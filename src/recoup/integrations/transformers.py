@@ -62,9 +62,10 @@ class MemoryBudget(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Wait for the first forward."""
-        if args.gradient_checkpointing:
+        if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
             raise ValueError(
-                "`gradient_checkpointing` is on in the TrainingArguments, so every block is run "
+                "`gradient_checkpointing` (newer: `activation_checkpointing`) is on in the "
+                "TrainingArguments, so every block is run "
                 "again already. Turn it off: a plan decides that by the budget."
             )
         model: nn.Module = kwargs["model"]

@@ -44,6 +44,7 @@ class Call:
         "_args",
         "_fn",
         "_has_kwargs",
+        "_is_as_given",
         "_kwargs",
         "_linked",
         "_outside",
@@ -74,6 +75,7 @@ class Call:
         self._has_kwargs = bool(kwargs)
         # A call of plain tensors, the common one, is spared the walk through nested values.
         self._tensors, self._tree = flatten_containers((args, kwargs) if kwargs else args)
+        self._is_as_given = True  # whether the tensors are those among the arguments
         self.has_run = False
         self._linked: Sequence[int] | None = None
         self._outside: list[tuple[int, HasTensor, bool]] = []
@@ -105,10 +107,12 @@ class Call:
                 if place not in places
             ]
             # A parameter would be taken for one of the module's own (NOTE [ Regions and slots ]).
-            self._tensors = tuple(
-                value.view_as(value) if isinstance(value, nn.Parameter) else value
-                for value in self._tensors
-            )
+            if any(isinstance(value, nn.Parameter) for value in self._tensors):
+                self._is_as_given = False
+                self._tensors = tuple(
+                    value.view_as(value) if isinstance(value, nn.Parameter) else value
+                    for value in self._tensors
+                )
         return tuple(self._tensors[place] for place in places)
 
     def take_output(self, state: State) -> Any:
@@ -150,18 +154,21 @@ class Call:
 
     def _first(self, state: State) -> State:
         self.has_run = True
-        tensors, self._tensors = list(self._tensors), ()
-        for place, value in zip(self._linked or range(len(state)), state, strict=True):
-            tensors[place] = value
+        own, self._tensors = self._tensors, ()
+        tensors = state
+        if self._linked is not None:
+            placed = list(own)
+            for place, value in zip(self._linked, state, strict=True):
+                placed[place] = value
+            tensors = tuple(placed)
         args, kwargs = self._args, self._kwargs
         self._args, self._kwargs = (), {}
-        before, _ = flatten_containers((args, kwargs) if self._has_kwargs else args)
         if not self._tree.is_flat:
             self._tree.mapped(self._take_snapshot)
-        if all(map(operator.is_, tensors, before)):
+        if self._is_as_given and all(map(operator.is_, tensors, own)):
             given: Any = (args, kwargs) if self._has_kwargs else args  # See Rule 2
         else:
-            given = self._tree.unflatten(tuple(tensors))
+            given = self._tree.unflatten(tensors)
         output = self._called(given)
         if not self._tree.is_flat:
             self._check_arguments(given, tensors)

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup.errors import ChangedError, RecoupError
 
@@ -26,6 +27,7 @@ __all__ = [
     "Pair",
     "check_hooks_work",
     "frame_in_force",
+    "is_in_backward",
     "is_transformed",
     "pair_in_force",
     "reverse_at_once",
@@ -83,7 +85,16 @@ def check_hooks_work() -> None:
 
 def storage_of(tensor: Tensor) -> int:
     """Return the address of the memory that `tensor` looks at; 0 if it has none of its own."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    if tensor.layout is not torch.strided:
+        return 0
+    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+        return 0  # a DTensor is made of others
+    return tensor.untyped_storage().data_ptr()
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def version_of(tensor: Tensor) -> int:

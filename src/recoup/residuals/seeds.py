@@ -39,6 +39,7 @@ __all__ = [
     "generator_states",
     "generators_restored",
     "is_repeated",
+    "num_repeated",
     "remembered",
     "same_states",
     "set_generator_states",
@@ -236,6 +237,11 @@ def skip(num_seeds: int) -> None:
     """Move the stream on by as many seeds, so that a foreign draw finds it in its place."""
     for _ in range(num_seeds):
         _fresh_seed()
+
+
+def num_repeated() -> int:
+    """Return how many regions are around that will run again, or do."""
+    return len(_stack.draws)
 
 
 def is_repeated() -> bool:

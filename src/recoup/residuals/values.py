@@ -37,6 +37,7 @@ from recoup.residuals.compiler import never_compiled
 from recoup.residuals.hooks import (
     Kept,
     Pair,
+    is_in_backward,
     is_transformed,
     pair_in_force,
     saving,
@@ -99,7 +100,7 @@ class Source:
         if alive:
             self._made = made.detach()
             self._waiting = {id(slot) for slot in alive}
-            if _is_in_backward():
+            if is_in_backward():
                 _engine.queue_callback(_Forgetting(self))
 
     def _watch(self, tensor: Tensor) -> None:
@@ -131,7 +132,7 @@ class Source:
             if made is None:
                 raise ReplayError(f"{self.name} could not be made again.")
             self._waiting.discard(id(slot))
-            if not self._waiting or not _is_in_backward():
+            if not self._waiting or not is_in_backward():
                 self._forget()
             return made
 
@@ -146,10 +147,6 @@ class Source:
         with self._lock:
             self._made = None
             self._waiting = set()
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 class _Forgetting:

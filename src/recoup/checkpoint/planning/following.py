@@ -11,6 +11,8 @@ Rule 2. A call that does not come as planned (another order, other arguments) is
         otherwise. That is right and may take more memory, so it is said once.
 Rule 3. A pass holds its chain until the next one begins or the pass ends. Then only what autograd
         holds is left.
+Rule 4. Where a checkpoint of others has begun within the pass, what its blocks save is its own to
+        make again: they run plainly, then and when it runs them again in backward.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from recoup.checkpoint.planning.forwards import around
 from recoup.checkpoint.planning.linking import Returned
 from recoup.residuals.calls import Call
 from recoup.residuals.executor import Chain, Plan
+from recoup.residuals.hooks import is_in_backward
 from recoup.residuals.keeping import KeepingCall
 from recoup.schedules import constant
 
@@ -75,6 +79,7 @@ class _Pass:
         self.chain: Chain | None = None
         self.last: Call | None = None
         self.returned = Returned(())
+        self.around = around()
 
 
 class _Here(threading.local):
@@ -106,6 +111,8 @@ class Follow:
             return self._pass(run, args, kwargs)
         passes = self._here.passes
         now = passes[-1] if passes else self._here.loose
+        if now.around != around() or (not passes and is_in_backward()):
+            return run(*args, **kwargs)  # See Rule 4
         place = self._place_of(module, now)
         if place is None and not passes:
             _end(now)

@@ -22,11 +22,18 @@ import torch
 from torch import nn
 
 from recoup.residuals.compiler import is_loaded, uncompiled
+from recoup.residuals.hooks import frame_in_force
+from recoup.residuals.seeds import num_repeated
 
-__all__ = ["Follower", "Following"]
+__all__ = ["Follower", "Following", "around"]
 
 _COMPILED = "_compiled_call_impl"
 Run = Callable[..., Any]
+
+
+def around() -> tuple[int, object | None]:
+    """Return what is around that runs forwards again: how many regions of ours, and of torch."""
+    return num_repeated(), frame_in_force()
 
 
 class Follower(Protocol):

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from recoup.checkpoint.planning.blocks import Block
 from recoup.checkpoint.planning.following import run_again
-from recoup.checkpoint.planning.forwards import Following
+from recoup.checkpoint.planning.forwards import Following, around
 from recoup.checkpoint.planning.linking import Returned
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.residuals.calls import Call
 from recoup.residuals.compiler import is_compiled
-from recoup.residuals.hooks import storage_of
+from recoup.residuals.hooks import is_in_backward, storage_of
 from recoup.residuals.rehearsal import backward_within_model, rehearsal
 from recoup.residuals.snapshots import copied
 from recoup.residuals.stage import State
@@ -185,6 +185,7 @@ class _Meter:
     ) -> None:
         self.measured = Measured()
         self._names = names
+        self._around = around()
         self._line = line
         self._returned = Returned(())
         self._known = given  # and alive before the step
@@ -195,6 +196,8 @@ class _Meter:
         self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a block between two moments."""
+        if self._around != around() or is_in_backward():
+            return run(*args, **kwargs)  # a checkpoint of others runs it, and will again
         calls = self.measured.calls
         name = self._names[id(module)]
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)

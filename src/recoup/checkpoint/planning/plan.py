@@ -121,6 +121,8 @@ def plan_call(
         raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("`model` has parameters without memory (meta). Give it memory first.")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
             "`model` is a DistributedDataParallel or DataParallel, whose steps wait for others. "
@@ -138,7 +140,10 @@ def plan_call(
     measured = measure_blocks(step, named, device)
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in named[:3])
-        raise ValueError(f"`blocks` are {names}, but forward calls none of them. Name others.")
+        raise ValueError(
+            f"`blocks` are {names}, but forward calls none of them, or a checkpoint of the model "
+            "runs them. Name others, or turn that off."
+        )
     costs = price(measured, device)
     made = Plan(step, budget_bytes, standing, measured.calls, costs, frontier(costs))
     made.choose(step, device)

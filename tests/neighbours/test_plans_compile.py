@@ -1,0 +1,66 @@
+"""Plans of models that are compiled, in part or whole: the same gradients, in the same budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from tests.neighbours.planned import Net, assert_same, loss_of, plan_for, result_of
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def blocks_in_place(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def blocks_wrapped(model: nn.Module) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+    return model
+
+
+def model_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+def model_wrapped(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
+
+
+COMPILES = [blocks_in_place, blocks_wrapped, model_in_place, model_wrapped]
+
+
+@pytest.mark.parametrize("compiles", COMPILES)
+def test_compiled_before_the_plan(compiles: Callable[..., nn.Module]):
+    torch.manual_seed(0)
+    model, x = compiles(Net(num_blocks=4).eval()), torch.randn(64, 32)
+    wanted = result_of(model, lambda: loss_of(model(x)).backward())
+    with plan_for(model, x, share=0.0).applied() as plan:
+        assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
+        peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
+    assert peak.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("compiles", [blocks_in_place, model_in_place, model_wrapped])
+def test_compiled_after_the_plan(compiles: Callable[..., nn.Module]):
+    torch.manual_seed(0)
+    model, x = Net(num_blocks=4).eval(), torch.randn(64, 32)
+    wanted = result_of(model, lambda: loss_of(model(x)).backward())
+    plan = plan_for(model, x, share=0.0).apply()
+    call = compiles(model)
+    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)
+    plan.remove()
+    assert_same(result_of(model, lambda: loss_of(call(x)).backward()), wanted)

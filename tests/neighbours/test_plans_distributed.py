@@ -1,0 +1,37 @@
+"""Plans under DistributedDataParallel and FSDP2, two processes: gradients of the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.neighbours.workers import both, found_by, furthest
+
+SHARES = ["least", "middle"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return found_by("plans_ddp_worker", tmp_path_factory.mktemp("plans"))
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "ddp_after", "ddp_before", "ddp_accumulated",
+        "fsdp", "fsdp_root",
+    ],
+)  # fmt: skip
+def test_the_gradients_are_those_of_the_whole_batch(found, case, share):
+    assert furthest(found, f"{case} {share}") < 1e-6
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_step_keeps_to_its_budget(found, share):
+    assert all(part <= 1.0 for part in both(found, f"ddp_peak {share}"))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_wrapped_model_is_refused(found, share):
+    for said in both(found, f"ddp_itself {share}"):
+        assert said.startswith("ValueError: `model` is a DistributedDataParallel")
