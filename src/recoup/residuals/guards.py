@@ -22,18 +22,19 @@ from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from recoup.errors import ChangedError, ReplayError
-from recoup.residuals.hooks import version_of
 from recoup.residuals.quiet import QUIET
 
 __all__ = ["Guard", "is_in_place"]
 
 _NOTHING = nullcontext()
 _NUMBERS = frozenset((bool, int, float, complex, str))
-_Entry = tuple[dict[str, Any], str, Tensor, int]
+_Mark = tuple[int, int]
+_Entry = tuple[dict[str, Any], str, Tensor, _Mark]
 _lock = threading.RLock()  # threads may share a module that is put back as it was
 
 
@@ -80,7 +81,7 @@ class Guard:
                 if key != "training":
                     self._numbers.append((own, key, value))
             elif kind is Tensor and value.grad_fn is None:
-                self._tensors.append((own, key, value, version_of(value)))
+                self._tensors.append((own, key, value, _mark_of(value)))
 
     @property
     def is_training(self) -> bool:
@@ -89,8 +90,8 @@ class Guard:
 
     def first_run_ended(self, name: str) -> None:
         """Take the versions that the first run left; raise if it changed a buffer."""
-        for entries, key, value, version in self._buffers:
-            if entries.get(key) is not value or version_of(value) != version:
+        for entries, key, value, mark in self._buffers:
+            if entries.get(key) is not value or _mark_of(value) != mark:
                 raise ReplayError(
                     f"{name} changes its buffer `{self._name_of(entries, key)}` in forward, so "
                     "running it again would not compute the same. Keep its residuals: "
@@ -103,10 +104,10 @@ class Guard:
                 for own, key, value in self._numbers
             ]
         # What the first run has replaced (a cache), a second run replaces too.
-        for entries, key, value, version in self._tensors:
-            if entries.get(key) is not value or version_of(value) != version:
+        for entries, key, value, mark in self._tensors:
+            if entries.get(key) is not value or _mark_of(value) != mark:
                 self._tensors = [
-                    (entries, key, value, version_of(value))
+                    (entries, key, value, _mark_of(value))
                     for entries, key, value, _ in self._tensors
                     if entries.get(key) is value
                 ]
@@ -114,14 +115,14 @@ class Guard:
 
     def check(self, name: str) -> None:
         """Raise if anything is not as the first run left it."""
-        for entries, key, value, version in (*self._tensors, *self._buffers):
+        for entries, key, value, mark in (*self._tensors, *self._buffers):
             if entries.get(key) is not value:
                 raise ChangedError(
                     f"`{self._name_of(entries, key)}` of {name} was replaced between forward "
                     "and backward, so running it again would compute something else. Run "
                     "backward before replacing it (inside `functional_call`, for instance)."
                 )
-            if version_of(value) != version:
+            if _mark_of(value) != mark:
                 raise ChangedError(
                     f"`{self._name_of(entries, key)}` of {name} was changed in place between "
                     "forward and backward, so running it again would compute something "
@@ -171,8 +172,15 @@ def is_in_place(module: nn.Module) -> bool:
 def _note(entries: dict[str, Any], found: list[_Entry]) -> None:
     for key, value in entries.items():
         if value is not None:
-            version = 0 if value.is_inference() else value._version
-            found.append((entries, key, value, version))
+            found.append((entries, key, value, _mark_of(value)))
+
+
+def _mark_of(tensor: Tensor) -> _Mark:
+    """What changes when a tensor is changed in place, or given other memory (``.data``)."""
+    version = 0 if tensor.is_inference() else tensor._version
+    kind = type(tensor)
+    is_plain = (kind is nn.Parameter or kind is Tensor) and tensor.layout is torch.strided
+    return version, tensor.data_ptr() if is_plain else 0
 
 
 @contextmanager

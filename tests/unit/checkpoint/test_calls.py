@@ -178,11 +178,6 @@ def test_the_memory_of_a_weight_replaced():
         y.sum().backward()
 
 
-test_the_memory_of_a_weight_replaced = unseen("its version does not tell")(
-    test_the_memory_of_a_weight_replaced
-)
-
-
 # -- facts 1.3 and 1.4: what must work -------------------------------------------------------
 
 
