@@ -118,7 +118,7 @@ class Plan:
             (
                 place
                 for place, action in enumerate(self.actions[: self.sweep_end])
-                if isinstance(action, Keep) and action.index < self.num_stages
+                if isinstance(action, Keep | Offload) and action.index < self.num_stages
             ),
             default=-1,
         )

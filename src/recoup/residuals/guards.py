@@ -95,7 +95,8 @@ class Guard:
                 raise ReplayError(
                     f"{name} changes its buffer `{self._name_of(entries, key)}` in forward, so "
                     "running it again would not compute the same. Keep its residuals: "
-                    'memory="linear", or a schedule that tapes it in the sweep.'
+                    'memory="linear", a schedule that tapes it in the sweep, or a plan whose '
+                    "`blocks` leave it out."
                 )
         # A flag that the first run has set says that something is done, once (a start).
         if self._numbers:

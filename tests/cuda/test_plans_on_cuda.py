@@ -1,0 +1,81 @@
+"""Plans on a CUDA device: the same step, in the bytes that torch's allocator counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+import recoup
+from recoup.residuals.offload import moved_to_host
+from recoup.schedules import Offload
+from tests.planned_zoo import MODELS, Case
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WIDE = 512  # so that activations are larger than what libraries allocate
+
+
+@pytest.fixture(params=["sequential", "resnet", "gpt2", "t5"])
+def case(request: pytest.FixtureRequest) -> Case:
+    made = MODELS[request.param]()
+    move = tree_map_only(torch.Tensor, lambda t: t.cuda(), (made.args, made.kwargs))
+    return made._replace(model=made.model.cuda(), args=move[0], kwargs=move[1])
+
+
+def step(case: Case) -> None:
+    output = case.model(*case.args, **case.kwargs)
+    (output.loss if case.loss is None else case.loss(output)).backward()
+
+
+def gradients(case: Case) -> dict[str, torch.Tensor]:
+    case.model.zero_grad()
+    torch.manual_seed(1)
+    step(case)
+    found = {n: p.grad for n, p in case.model.named_parameters() if p.grad is not None}
+    case.model.zero_grad()
+    return found
+
+
+def test_every_budget_is_kept_with_the_same_gradients(case: Case):
+    step(case)  # workspaces of libraries stay
+    plain = gradients(case)
+    options = {"loss": case.loss, **case.kwargs}
+    whole = recoup.plan(case.model, *case.args, budget="8 GiB", **options)
+    for k in range(5):
+        budget = whole.least_bytes + (whole.most_bytes - whole.least_bytes) * k // 4
+        plan = recoup.plan(case.model, *case.args, budget=budget, **options)
+        with plan.applied():
+            found = gradients(case)
+            peak = recoup.measure(lambda: step(case), device="cuda", repeats=0).peak_bytes
+            case.model.zero_grad()
+        for name, value in plain.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        assert peak <= plan.budget_bytes
+
+
+def test_inputs_that_wait_in_host_memory():
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(WIDE, WIDE), torch.nn.Tanh()) for _ in range(12)]
+    model, x = torch.nn.Sequential(*blocks).cuda(), torch.randn(4 * WIDE, WIDE, device="cuda")
+    whole = recoup.plan(model, x, budget="8 GiB")
+    least = recoup.plan(model, x, budget=whole.least_bytes)
+    assert any(isinstance(action, Offload) for action in least.actions)
+    model(x).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with least.applied():
+        model(x).sum().backward()
+    for parameter, value in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, value)
+
+
+def test_a_copy_in_host_memory_comes_back():
+    pack, unpack = moved_to_host(None)
+    tensor = torch.randn(1000, device="cuda")
+    packed = pack(tensor)
+    wanted = tensor.clone()
+    tensor.zero_()
+    assert torch.equal(unpack(packed), wanted)
