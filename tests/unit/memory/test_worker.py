@@ -64,7 +64,7 @@ def test_arguments_and_outputs_of_any_kind(ask):
 
 def test_every_output_takes_part(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    module, inputs = worker._load(f"{BUILDERS}:pair")(depth=1, memory="linear")
+    module, inputs = worker.load_builder(f"{BUILDERS}:pair")(depth=1, memory="linear")
     worker._training_step(module, inputs)()
     # d/dw of sum(x * w) + sum(log w) at w = 1, x = 2, two rows.
     torch.testing.assert_close(module.weight.grad, torch.full((3,), 5.0))
