@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,67 +34,25 @@ from recoup.errors import ReplayError
 from recoup.residuals.bits import Bits
 from recoup.residuals.calls import Call
 from recoup.residuals.casts import Geometry, geometry_of, laid_out
-from recoup.residuals.executor import Plan
 from recoup.residuals.hooks import Kept, Pair, pair_in_force, version_of
 from recoup.residuals.region import num_nodes
 from recoup.residuals.seeds import States, generator_states, same_states, set_generator_states
 from recoup.residuals.work import is_costly, is_mask
-from recoup.schedules import constant
 
-__all__ = ["KeepingCall", "Keeps", "run_keeping"]
+__all__ = ["KeepingCall", "Keeps"]
 
-T = TypeVar("T")
 Keeps = Callable[[Any, int], bool] | frozenset[int]
 
 _OTHER, _CAST, _COSTLY = range(3)
 _kinds: dict[Any, int] = {}  # of operators; each is asked about at every call
 
 
-def run_keeping(
-    fn: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    keeps: Keeps,
-    name: str,
-    module: nn.Module | None = None,
-) -> T:
-    """Call `fn` as a region, in which what chosen operators make is kept.
-
-    Kept: the tensors in the arguments, what the chosen operators made, and 5 KB of random state for
-    each of them that draws. Backward pays one more run of `fn` without them. On top come, for both
-    runs together, 10 microseconds for each operator of `fn`, and 20 for each one that is kept.
-
-    Args:
-        fn: what is called.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        keeps: which costly operators, by their numbers in the order in which they run, or asked
-            with the operator and its number.
-        name: what errors call it.
-        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
-
-    Returns:
-        What `fn` returns.
-
-    Raises:
-        ChangedError: as `checkpoint` does.
-        ReplayError: as `checkpoint` does; and in backward, when another costly operator runs than
-            ran first.
-    """
-    if not torch.is_grad_enabled():
-        return fn(*args, **kwargs)
-    call = KeepingCall(name, fn, args, kwargs, module, keeps)
-    state, _ = _one_region().execute((call,), call.state)
-    return call.take_output(state)
-
-
-@functools.cache
-def _one_region() -> Plan:
-    return Plan(constant(["recompute"]))
-
-
 class KeepingCall(Call):
     """One call, of which chosen operators run once.
+
+    Kept: the tensors in the arguments, what the chosen operators made, and 5 KB of random state for
+    each of them that draws. Backward pays one more run without them, and for both runs together 10
+    microseconds for each operator, and 20 for each one that is kept.
 
     Args:
         name: what errors call it.

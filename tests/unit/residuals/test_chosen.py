@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
+from recoup.checkpoint.planning.following import run_again
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.residuals import keeping as room
 from recoup.residuals.bits import Bits
-from recoup.residuals.keeping import run_keeping
+from recoup.residuals.keeping import KeepingCall
 from recoup.residuals.tracking import StorageTracker
 from recoup.residuals.work import is_costly
 from tests.alive import held_after
@@ -28,7 +29,9 @@ NONE = frozenset()
 
 
 def keeping(fn, *args, keeps=EVERY, **kwargs):
-    return run_keeping(fn, args, kwargs, keeps, "the call")
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    return run_again(KeepingCall("the call", fn, args, kwargs, None, keeps))
 
 
 class Ran(TorchDispatchMode):
@@ -622,7 +625,7 @@ def test_modules_and_keyword_arguments():
 
     for a, b in zip(step(keeping), step(lambda fn, **kwargs: fn(**kwargs)), strict=True):
         assert torch.equal(a, b)
-    y = run_keeping(net.forward, (x,), {}, EVERY, "the net", net)
+    y = run_again(KeepingCall("the net", net.forward, (x,), {}, net, EVERY))
     net.eval()
     with pytest.raises(ChangedError, match=r"the net was in training mode"):
         y.sum().backward()

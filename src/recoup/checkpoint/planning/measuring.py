@@ -119,17 +119,11 @@ class Measured:
 
     Args:
         calls: in the order of forward.
-        order: places of calls in the order in which backward ran them again.
         between: the span from the end of the last call to the first second run.
-        peak_bytes: of the step.
-        end_bytes: what the step leaves.
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
-    order: list[int] = field(default_factory=list[int])
     between: Span = _NOTHING
-    peak_bytes: int = 0
-    end_bytes: int = 0
 
 
 def measure_blocks(
@@ -156,7 +150,6 @@ def measure_blocks(
         finally:
             following.end()
         meter.step_ended()
-    meter.measured.peak_bytes = line.peak_bytes
     return meter.measured
 
 
@@ -227,7 +220,6 @@ class _Meter:
         self._ended(span)
         found = self.measured.calls[place]
         found.until_again = span
-        self.measured.order.append(place)
         return found
 
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
@@ -242,9 +234,7 @@ class _Meter:
 
     def step_ended(self) -> None:
         """Take the last span."""
-        span = self._line.mark()
-        self._ended(span)
-        self.measured.end_bytes = span.end_bytes
+        self._ended(self._line.mark())
 
     def _ended(self, span: Span) -> None:
         if self._latest is None:
