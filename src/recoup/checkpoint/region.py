@@ -13,7 +13,7 @@ from recoup.residuals.executor import Plan, Result
 from recoup.residuals.stage import Stage, State
 from recoup.schedules import constant
 
-__all__ = ["call_to_values", "checkpoint"]
+__all__ = ["call_to_values", "checkpoint", "run_again"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,12 +57,12 @@ def checkpoint(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise ValueError(
             "`use_reentrant` is True, but recoup.checkpoint has no reentrant variant. Leave it out."
         )
-    return _run(fn, args, kwargs, _plan().execute)
+    return _run(fn, args, kwargs, _plan(True).execute)
 
 
 def call_to_values(fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     """Call `fn` as `checkpoint` does, with the tensors that it returns not kept either."""
-    return _run(fn, args, kwargs, _plan().execute_to_values)
+    return _run(fn, args, kwargs, _plan(True).execute_to_values)
 
 
 def _run(
@@ -79,6 +79,12 @@ def _run(
     return call.take_output(state)
 
 
+def run_again(call: Call, *, stops: bool = True) -> Any:
+    """Run a call that is run again in backward; to its end, if it does not `stop` before."""
+    state, _ = _plan(stops).execute((call,), call.state)
+    return call.take_output(state)
+
+
 @functools.cache
-def _plan() -> Plan:
-    return Plan(constant(["recompute"]))
+def _plan(stops: bool) -> Plan:
+    return Plan(constant(["recompute"]), stops=stops)

@@ -62,7 +62,7 @@ class MemoryBudget(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Wait for the first forward."""
-        if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
+        if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
             raise ValueError(
                 "`gradient_checkpointing` (newer: `activation_checkpointing`) is on in the "
                 "TrainingArguments, so every block is run "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from recoup.memory.size import format_bytes
-from recoup.residuals.tracking import StorageTracker
+from recoup.memory.timeline import timeline
 
 __all__ = ["Measurement", "check_device", "measure"]
 
@@ -87,7 +87,7 @@ def measure(
     where = check_device(device)
     if where.type == "cuda" and where.index is None:  # pyright: ignore[reportUnnecessaryComparison]
         where = torch.device("cuda", torch.cuda.current_device())
-    peak_bytes, held_bytes = (_cuda_bytes if where.type == "cuda" else _cpu_bytes)(fn, where)
+    peak_bytes, held_bytes = _bytes_of(fn, where)
     times = [_times(fn, where) for _ in range(repeats)]
     return Measurement(
         peak_bytes=peak_bytes,
@@ -113,24 +113,11 @@ def check_device(device: torch.device | str) -> torch.device:
     return where
 
 
-def _cpu_bytes(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    with StorageTracker(device) as tracker:
+def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    with timeline(device) as line:
         result = fn()
-    held_bytes = tracker.current_bytes
     del result  # Alive until here, since it counts as held.
-    return tracker.peak_bytes, held_bytes
-
-
-def _cuda_bytes(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = fn()
-    torch.cuda.synchronize(device)
-    peak_bytes = torch.cuda.max_memory_allocated(device) - before
-    held_bytes = torch.cuda.memory_allocated(device) - before
-    del result  # Alive until here, since it counts as held.
-    return peak_bytes, held_bytes
+    return line.peak_bytes, line.end_bytes
 
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:

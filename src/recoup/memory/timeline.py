@@ -29,17 +29,23 @@ class Timeline(ABC):
     """A context in which bytes are counted as `measure` counts them, span by span."""
 
     def __init__(self) -> None:
-        self._peak_bytes = 0
+        self._peak_bytes = self._end_bytes = 0
 
     @property
     def peak_bytes(self) -> int:
         """Most at one time, of all spans that have ended."""
         return self._peak_bytes
 
+    @property
+    def end_bytes(self) -> int:
+        """What was alive when the last span ended."""
+        return self._end_bytes
+
     def mark(self) -> Span:
         """End a span, and begin the next one."""
         span = self._read()
         self._peak_bytes = max(self._peak_bytes, span.peak_bytes)
+        self._end_bytes = span.end_bytes
         return span
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -19,10 +19,9 @@ __all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
 # Floating-point operations in the time in which one byte is moved, about: what decides between a
 # product and an elementwise operator. Choices depend little on it, and shall not depend on the day.
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
-
-
 # Drawing a byte of random numbers takes as long as moving so many.
 _BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
+
 _COSTLY = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "linear",
     "convolution", "mkldnn_convolution", "_mkldnn_linear", "mkldnn_rnn_layer", "_cudnn_rnn",
@@ -64,17 +63,13 @@ class WorkCounter(TorchDispatchMode):
     """A context that counts the work of the operators within it, and what regions do not keep.
 
     Work is in bytes moved; a floating-point operation of a product counts for a fraction of one.
-
-    Args:
-        is_costly: says of an operator whether it is worth to keep what it makes.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, is_costly: Callable[[Any], bool]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.work = 0.0
-        self._is_costly = is_costly
         self._products: list[tuple[str, float, int]] = []
         self._made: list[list[weakref.ref[torch.UntypedStorage]]] = []
         self._told: list[weakref.ref[torch.UntypedStorage]] = []
@@ -128,7 +123,7 @@ class WorkCounter(TorchDispatchMode):
             made = list(_tensors(result))
             work = _work(func, args, kwargs, result, made)
             self.work += work
-            if self._is_costly(func):
+            if is_costly(func):
                 self._note(func, work, made)
         return result
 

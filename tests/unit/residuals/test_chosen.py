@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
-from recoup.checkpoint.planning.following import run_again
+from recoup.checkpoint.region import run_again
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.residuals import keeping as room
 from recoup.residuals.bits import Bits

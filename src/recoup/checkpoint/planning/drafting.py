@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -10,18 +11,7 @@ from recoup.checkpoint.planning.following import Follow, Part, PlannedStage
 from recoup.checkpoint.planning.measuring import MeasuredCall
 from recoup.checkpoint.planning.pricing import chosen_products
 from recoup.residuals.executor import Plan
-from recoup.schedules import (
-    Action,
-    Advance,
-    Drop,
-    Invert,
-    Keep,
-    Load,
-    Offload,
-    Reverse,
-    Schedule,
-    Tape,
-)
+from recoup.schedules import Action, Advance, Invert, Schedule, Tape
 
 __all__ = ["follow_schedule"]
 
@@ -73,29 +63,11 @@ def _part(schedule: Schedule, start: int, stop: int) -> Part:
 def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action]:
     """Yield what concerns the stages of one chain, which are numbered anew."""
     for action in actions:
-        match action:
-            case Advance(first, last):
-                first, last = max(first, start), min(last, stop)
-                if first < last:
-                    yield Advance(first - start, last - start)
-            case Keep(index):
-                if start <= index < stop:
-                    yield Keep(index - start)
-            case Load(index):
-                if start <= index < stop:
-                    yield Load(index - start)
-            case Drop(index):
-                if start <= index < stop:
-                    yield Drop(index - start)
-            case Tape(index):
-                if start <= index < stop:
-                    yield Tape(index - start)
-            case Invert(index):
-                if start <= index < stop:
-                    yield Invert(index - start)
-            case Reverse(index):
-                if start <= index < stop:
-                    yield Reverse(index - start)
-            case Offload(index):
-                if start <= index < stop:
-                    yield Offload(index - start)
+        if isinstance(action, Advance):
+            first, last = max(action.start, start), min(action.stop, stop)
+            if first < last:
+                yield Advance(first - start, last - start)
+        elif start <= action.index < stop:
+            # Which tape it is, the stage itself knows.
+            of_stage = Tape(action.index) if isinstance(action, Tape) else action
+            yield replace(of_stage, index=action.index - start)

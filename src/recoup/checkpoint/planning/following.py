@@ -27,13 +27,13 @@ from torch import nn
 
 from recoup.checkpoint.planning.forwards import around
 from recoup.checkpoint.planning.linking import Returned
+from recoup.checkpoint.region import run_again
 from recoup.residuals.calls import Call
 from recoup.residuals.executor import Chain, Plan
 from recoup.residuals.hooks import is_in_backward
 from recoup.residuals.keeping import KeepingCall
-from recoup.schedules import constant
 
-__all__ = ["Follow", "Part", "PlannedStage", "run_again"]
+__all__ = ["Follow", "Part", "PlannedStage"]
 
 Run = Callable[..., Any]
 
@@ -165,14 +165,14 @@ class Follow:
                 now.last.picks = picks
             step = part.plan.steps[stage.step]
             state = call.link(at, may_run_again=not step.is_taped or step.is_run_again)
-        chain, now.chain = now.chain, None  # after an exception nothing comes after this
+        # After an exception nothing comes after this, and nothing of it is held.
+        chain, now.chain, now.last = now.chain, None, None
         state = chain.enter(call, state)
-        now.last, now.returned = call, Returned(state)
+        now.returned = Returned(state)
         if stage.step + 1 == part.num_stages:
             chain.end(state)
-            now.last = None
         else:
-            now.chain = chain
+            now.chain, now.last = chain, call
         return call.take_output(state)
 
     def _warn(self, module: nn.Module) -> None:
@@ -205,14 +205,3 @@ def _alone(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[st
     if stage.is_kept:
         return _kept(stage, run, *args, **kwargs)
     return run_again(Call(f"block `{stage.name}`", run, args, kwargs, stage.module))
-
-
-def run_again(call: Call, *, stops: bool = True) -> Any:
-    """Run a call, whose residuals come from a second run from its arguments."""
-    state, _ = _one_region(stops).execute((call,), call.state)
-    return call.take_output(state)
-
-
-@functools.cache
-def _one_region(stops: bool) -> Plan:
-    return Plan(constant(["recompute"]), stops=stops)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup.checkpoint.planning.blocks import Block
-from recoup.checkpoint.planning.following import run_again
 from recoup.checkpoint.planning.forwards import Following, around
 from recoup.checkpoint.planning.linking import Returned
+from recoup.checkpoint.region import run_again
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.residuals.calls import Call
 from recoup.residuals.compiler import is_compiled
@@ -32,7 +32,7 @@ from recoup.residuals.rehearsal import backward_within_model, rehearsal
 from recoup.residuals.snapshots import copied
 from recoup.residuals.stage import State
 from recoup.residuals.tree import flatten
-from recoup.residuals.work import Product, WorkCounter, is_costly
+from recoup.residuals.work import Product, WorkCounter
 
 __all__ = ["Measured", "MeasuredCall", "Step", "measure_blocks", "peak_of", "seconds_of"]
 
@@ -201,7 +201,7 @@ class _Meter:
         found = MeasuredCall(name, module, bool(at), self._fresh_bytes(linked or given))
         calls.append(found)
         found.before = self._line.mark()
-        counter = WorkCounter(is_costly)
+        counter = WorkCounter()
         with counter:
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
@@ -287,7 +287,7 @@ class _MeasuredCall(Call):
             self.outputs, beside = super().forward(state)
             return self.outputs, beside
         found = self._meter.second_run_begins(self._place)
-        with WorkCounter(is_costly) as counter:
+        with WorkCounter() as counter:
             outputs = list(super().forward(state)[0])
         self._meter.second_run_ended(found, outputs, state)
         found.saved = counter.products_alive() if found.products else []

@@ -146,7 +146,7 @@ def plan_call(
         )
     costs = price(measured, device)
     made = Plan(step, budget_bytes, standing, measured.calls, costs, frontier(costs))
-    made.choose(step, device)
+    made._choose(step, device)
     return made
 
 
@@ -297,7 +297,7 @@ class Plan:
         roots = [] if self._root is None else [self._root]
         return Following([*roots, *modules.values()], follower)
 
-    def choose(self, step: Step, device: torch.device) -> None:
+    def _choose(self, step: Step, device: torch.device) -> None:
         """Take the fastest plan whose rehearsal keeps to the budget."""
         step_bytes = self.budget_bytes - self.standing_bytes
         fitting = [point for point in self.frontier if point.peak_bytes <= step_bytes]
