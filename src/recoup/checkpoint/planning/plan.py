@@ -145,9 +145,7 @@ def plan_call(
             "runs them. Name others, or turn that off."
         )
     costs = price(measured, device)
-    made = Plan(step, budget_bytes, standing, measured.calls, costs, frontier(costs))
-    made._choose(step, device)
-    return made
+    return Plan(step, device, budget_bytes, standing, measured.calls, costs, frontier(costs))
 
 
 def _budget(name: str, budget: int | str) -> int:
@@ -167,18 +165,25 @@ def _device_of(model: nn.Module) -> torch.device:
 class Plan:
     """What each block of a model does with its residuals; made by `recoup.plan`.
 
+    Of the points of the frontier it takes the fastest whose rehearsal keeps to the budget.
+
     Args:
         step: the step that it is for.
+        device: of the model.
         budget_bytes: what was asked for.
         standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
         calls: the blocks that were called, in order.
         costs: of them, and of what follows them.
         points: the plans that are best for some budget, from the least bytes to the most.
+
+    Raises:
+        BudgetError: none of them keeps to the budget.
     """
 
     def __init__(
         self,
         step: Step,
+        device: torch.device,
         budget_bytes: int,
         standing_bytes: int,
         calls: Sequence[MeasuredCall],
@@ -192,10 +197,10 @@ class Plan:
         self.costs = tuple(costs)
         self.frontier = tuple(points)
         self._calls = tuple(calls)
-        self._point = points[0]
         self._following: Following | None = None
         self._rehearsed_bytes = 0
-        self._step_seconds = 0.0
+        self._point = self._fastest_fitting(step, device)
+        self._step_seconds = self._seconds_of(step)
 
     # -- what it is ------------------------------------------------------------------------
 
@@ -297,19 +302,15 @@ class Plan:
         roots = [] if self._root is None else [self._root]
         return Following([*roots, *modules.values()], follower)
 
-    def _choose(self, step: Step, device: torch.device) -> None:
-        """Take the fastest plan whose rehearsal keeps to the budget."""
+    def _fastest_fitting(self, step: Step, device: torch.device) -> Point:
+        """Return the fastest plan whose rehearsal keeps to the budget."""
         step_bytes = self.budget_bytes - self.standing_bytes
         fitting = [point for point in self.frontier if point.peak_bytes <= step_bytes]
         for point in reversed(fitting):
-            following = self._follow(point)
-            try:
+            with self._followed(point):
                 self._rehearsed_bytes = peak_of(step, device)
-                if self._rehearsed_bytes <= step_bytes:
-                    self._point, self._step_seconds = point, seconds_of(step)
-                    return
-            finally:
-                following.end()
+            if self._rehearsed_bytes <= step_bytes:
+                return point
         of_which = (
             f", {format_bytes(self.standing_bytes)} of which are alive before a step"
             if self.standing_bytes
@@ -322,3 +323,15 @@ class Plan:
             f"{of_which}). Give that much, a smaller batch, or smaller `blocks`.",
             least,
         )
+
+    def _seconds_of(self, step: Step) -> float:
+        with self._followed(self._point):
+            return seconds_of(step)
+
+    @contextmanager
+    def _followed(self, point: Point) -> Generator[None]:
+        following = self._follow(point)
+        try:
+            yield
+        finally:
+            following.end()
