@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recoup.memory.curve import Curve
     from recoup.memory.points import Point
 
-__all__ = ["FORMATS", "check_format", "render", "require_matplotlib"]
+__all__ = [
+    "COLORS",
+    "FORMATS",
+    "INK",
+    "QUIET",
+    "check_format",
+    "finish",
+    "render",
+    "rendered",
+    "require_matplotlib",
+]
 
 FORMATS = (".png", ".svg", ".pdf")
 
-_INK, _QUIET = "#222222", "#8a8a8a"
+INK, QUIET = "#222222", "#8a8a8a"
 # Told apart by readers who do not see red or green (after Okabe and Ito). A mode keeps its colour
 # in every picture.
-_KNOWN = {"linear": "#d55e00", "sqrt": "#0072b2", "constant": "#009e73", "log": "#cc79a7"}
+COLORS = {"linear": "#d55e00", "sqrt": "#0072b2", "constant": "#009e73", "log": "#cc79a7"}
 _OTHERS = ("#e69f00", "#56b4e9", "#6a3d9a", "#7f7f7f")
 _MARKERS = ("o", "s", "D", "^", "v", "P")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -45,6 +55,35 @@ def check_format(suffix: str) -> None:
 
 def render(curve: Curve, suffix: str) -> bytes:
     """Draw `curve` in the format of `suffix`, and return the content of the file."""
+    timed = all(point.seconds is not None for point in curve.points)
+    longest = max((point.seconds or 0.0 for point in curve.points), default=0.0)
+    scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
+
+    def draw(panels: Sequence[Any]) -> None:
+        _panel(panels[0], curve, lambda at: at.peak_bytes / 2**20, "Peak memory of a step", "MiB")
+        if timed:
+            title = "Time of a step"
+            _panel(panels[1], curve, lambda at: scale * (at.seconds or 0.0), title, unit)
+
+    size = (11.0, 4.0) if timed else (6.0, 4.0)
+    return rendered(draw, suffix, size, num_panels=2 if timed else 1)
+
+
+def rendered(
+    draw: Callable[[Sequence[Any]], None],
+    suffix: str,
+    size: tuple[float, float],
+    *,
+    num_panels: int,
+) -> bytes:
+    """Return the content of a picture file.
+
+    Args:
+        draw: draws on the axes that it is given, one for each panel, side by side.
+        suffix: of the file, such as ".png".
+        size: in inches.
+        num_panels: how many.
+    """
     check_format(suffix)
     require_matplotlib()
     # Objects of our own instead of pyplot: no window, no global state, whatever the backend.
@@ -52,21 +91,26 @@ def render(curve: Curve, suffix: str) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    timed = all(point.seconds is not None for point in curve.points)
-    longest = max((point.seconds or 0.0 for point in curve.points), default=0.0)
-    scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
     # The constrained layout leaves room for the labels beside the lines, however long they are.
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04)
-    figure = Figure((11.0 if timed else 6.0, 4.0), 200, facecolor="white", layout=layout)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.05)
+    figure = Figure(size, 200, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
-    _panel(panels[0], curve, lambda point: point.peak_bytes / 2**20, "Peak memory of a step", "MiB")
-    if timed:
-        title = "Time of a step"
-        _panel(panels[1], curve, lambda point: scale * (point.seconds or 0.0), title, unit)
+    draw(figure.subplots(1, num_panels, squeeze=False)[0])
     content = io.BytesIO()
     figure.savefig(content, format=suffix.lower().removeprefix("."))
     return content.getvalue()
+
+
+def finish(axes: Any, title: str, below: str) -> None:
+    """Give `axes` a title, a name of the axis below, and the looks of all our pictures."""
+    axes.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
+    axes.set_xlabel(below, fontsize=10, color=INK)
+    axes.tick_params(colors=QUIET, labelcolor=INK, labelsize=9, length=3)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(QUIET)
 
 
 def _panel(axes: Any, curve: Curve, value: Callable[[Point], float], title: str, unit: str) -> None:
@@ -74,7 +118,7 @@ def _panel(axes: Any, curve: Curve, value: Callable[[Point], float], title: str,
     ends: list[tuple[float, str, str]] = []
     others = 0
     for index, memory in enumerate(curve.memories()):
-        color = _KNOWN.get(str(memory))
+        color = COLORS.get(str(memory))
         if color is None:
             color, others = _OTHERS[others % len(_OTHERS)], others + 1
         points = curve.of(memory)
@@ -100,14 +144,7 @@ def _panel(axes: Any, curve: Curve, value: Callable[[Point], float], title: str,
     axes.set_xlim(0, 1.02 * depths[-1])
     axes.set_xticks(_ticks(depths))
     _label_ends(axes, ends, depths[-1], 1.06 * top)
-    axes.set_title(f"{title} ({unit})", loc="left", fontsize=12, color=_INK, pad=12)
-    axes.set_xlabel("Depth (blocks)", fontsize=10, color=_INK)
-    axes.tick_params(colors=_QUIET, labelcolor=_INK, labelsize=9, length=3)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_QUIET)
+    finish(axes, f"{title} ({unit})", "Depth (blocks)")
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]], depth: int, height: float) -> None:

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError
+from recoup.residuals.filling import Filling, Untaped
 from recoup.residuals.quiet import draws_nothing
-from recoup.residuals.region import Region, Untaped
+from recoup.residuals.region import Region
 from recoup.residuals.seeds import SeededCall
 from recoup.residuals.tree import Tree, flatten
 
@@ -195,7 +196,7 @@ class Evaluations:
             value.detach().requires_grad_(flag)
             for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
         )
-        with region.filling(taped):
+        with Filling(region, taped):
             output = flatten(_run(network, taped, evaluation.call))[0]
         return tuple(value.detach() for value in output)
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ from recoup.residuals.compiler import is_loaded, uncompiled
 from recoup.residuals.evaluation import is_answered
 from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
 from recoup.residuals.offload import moved_to_host
+from recoup.residuals.prepared import Prepared
 from recoup.residuals.region import Region
 from recoup.residuals.stage import Stage, StageRun, State, is_said_in_place
 from recoup.residuals.values import HasTensor, Source, as_value, keep
@@ -53,26 +54,11 @@ from recoup.schedules import (
     Reverse,
     Schedule,
     Tape,
-    simulate,
 )
 
-__all__ = ["Chain", "Plan", "Result"]
+__all__ = ["Plan", "Result", "Run"]
 
 Result = tuple[State, list[Tensor | None]]
-
-
-class _Step(NamedTuple):
-    """What the sweep does at one stage.
-
-    Args:
-        before: what is kept and dropped before it runs.
-        is_taped: whether it keeps its residuals.
-        is_run_again: whether it may run again, though it is taped.
-    """
-
-    before: tuple[Action, ...]
-    is_taped: bool
-    is_run_again: bool
 
 
 class Plan:
@@ -83,68 +69,15 @@ class Plan:
         stops: whether a second run ends with the last residual where its output is not needed.
     """
 
-    __slots__ = (
-        "actions",
-        "inverted",
-        "keeps_output",
-        "last_keep",
-        "num_stages",
-        "steps",
-        "sweep_end",
-        "tape_at",
-        "tapes_that_go_on",
-    )
+    __slots__ = ("prepared",)
 
     def __init__(self, schedule: Schedule, *, stops: bool = True) -> None:
-        simulate(schedule)  # raises on a schedule that cannot be executed
-        self.num_stages = schedule.num_stages
-        self.actions = schedule.actions
-        self.sweep_end = _end_of_sweep(schedule)
-        backward = range(self.sweep_end, len(self.actions))
-        self.tape_at = {
-            action.index: place
-            for place in backward
-            if isinstance(action := self.actions[place], Tape | Invert)
-        }
-        # Of the second runs, those whose output another action takes.
-        self.tapes_that_go_on = {
-            action.index
-            for place in backward
-            if isinstance(action := self.actions[place], Tape)
-            and not (stops and not _is_taken(self.actions, place))
-        }
-        self.inverted = {a.index for a in self.actions if isinstance(a, Invert)}
-        self.last_keep = max(
-            (
-                place
-                for place, action in enumerate(self.actions[: self.sweep_end])
-                if isinstance(action, Keep | Offload) and action.index < self.num_stages
-            ),
-            default=-1,
-        )
-        self.steps = tuple(self._steps())
-        self.keeps_output = Keep(self.num_stages) in self.actions[: self.sweep_end]
+        self.prepared = Prepared(schedule, stops=stops)
 
-    def _steps(self) -> Iterator[_Step]:
-        before: list[Action] = []
-        for position, action in enumerate(self.actions[: self.sweep_end]):
-            match action:
-                case Keep() | Offload() | Drop():
-                    before.append(action)
-                case Advance(start, stop):
-                    for _ in range(start, stop):
-                        yield _Step(tuple(before), is_taped=False, is_run_again=True)
-                        before.clear()
-                case Tape():
-                    yield _Step(tuple(before), True, is_run_again=position < self.last_keep)
-                    before.clear()
-                case _:
-                    raise ScheduleError(f"{action} cannot stand in the sweep of a schedule.")
-
-    def begin(self) -> Chain:
+    def begin(self) -> Run:
         """Begin a chain whose stages come one at a time (See Rule 8)."""
         check_hooks_work()
-        return Chain(_Run(self))
+        return Run(self.prepared)
 
     def execute(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward; its backward will follow the schedule.
@@ -152,9 +85,10 @@ class Plan:
         Returns:
             The last state and, for each stage, the value beside the chain.
         """
-        if self.num_stages != len(stages):
+        num_stages = self.prepared.num_stages
+        if num_stages != len(stages):
             raise ScheduleError(
-                f"The schedule is for {self.num_stages} stages and the chain has {len(stages)}. "
+                f"The schedule is for {num_stages} stages and the chain has {len(stages)}. "
                 f"Make it anew for {len(stages)} stages."
             )
         check_hooks_work()
@@ -172,29 +106,6 @@ class Plan:
         return sweep(self, stages, state)
 
 
-def _end_of_sweep(schedule: Schedule) -> int:
-    for place, action in enumerate(schedule.actions):
-        reached = action.stop if isinstance(action, Advance) else 0
-        reached = action.index + 1 if isinstance(action, Tape) else reached
-        if reached == schedule.num_stages:
-            after = schedule.actions[place + 1] if place + 1 < len(schedule.actions) else None
-            return place + (2 if after == Keep(schedule.num_stages) else 1)
-    raise ScheduleError(f"The schedule {schedule.name} never reaches its last state.")
-
-
-def _is_taken(actions: Sequence[Action], place: int) -> bool:
-    """Whether the working state after this action is one that a later one begins with."""
-    for action in actions[place + 1 :]:
-        match action:
-            case Keep() | Advance() | Tape() | Invert():
-                return True
-            case Load():
-                return False
-            case _:
-                pass
-    return False
-
-
 def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
     beside: list[Tensor | None] = []
     for stage in stages:
@@ -204,31 +115,14 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
 
 
 def _sweep(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
-    return _Run(plan).sweep(stages, state)
+    return Run(plan.prepared).sweep(stages, state)
 
 
 def _sweep_to_values(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
-    run = _Run(plan)
+    run = Run(plan.prepared)
     given = set(map(storage_of, state))
     last, beside = run.sweep(stages, state)
     return tuple(run.as_value(place, value, given) for place, value in enumerate(last)), beside
-
-
-class Chain:
-    """A chain whose stages come one at a time (See Rule 8)."""
-
-    __slots__ = ("_run",)
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-
-    def enter(self, stage: Stage, state: State) -> State:
-        """Run the next stage from its state, and return all that it returns."""
-        return self._run.enter(stage, state)[0]
-
-    def end(self, state: State) -> None:
-        """Say that no stage comes after this; `state` is what the last one returned."""
-        self._run.end(state)
 
 
 class _Output(Source):
@@ -236,7 +130,7 @@ class _Output(Source):
 
     __slots__ = ("_geometry", "_run")
 
-    def __init__(self, run: _Run, name: str, output: Tensor) -> None:
+    def __init__(self, run: Run, name: str, output: Tensor) -> None:
         super().__init__(name, run._lock)
         self._run = run
         self._geometry = geometry_of(output)
@@ -249,7 +143,7 @@ class _Output(Source):
         self._run._demand(len(self._run._stages) - 1)
 
 
-class _Run:
+class Run:
     """One forward of a chain and the backward that belongs to it."""
 
     __slots__ = (
@@ -266,7 +160,7 @@ class _Run:
         "_working",
     )
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Prepared) -> None:
         self._plan = plan
         self._stages: list[Stage] = []
         self._runs: list[StageRun | None] = []

@@ -52,7 +52,7 @@ def plan_for(memory: Memory, links: Mapping[str, Any], ways: Sequence[Way] | Non
     """Return the plan that `memory` means for these links, or raise if it cannot be executed."""
     plan = Plan(schedule_for(memory, len(links), ways))
     for index, (name, link) in enumerate(links.items()):
-        if index in plan.inverted and not isinstance(link, _Invertible):
+        if index in plan.prepared.inverted and not isinstance(link, _Invertible):
             raise NotInvertibleError(
                 f"The schedule inverts {name}, which has no method `inverse`. Give it one, or tape "
                 "or recompute it in the schedule."

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from recoup.errors import ReplayError
 from recoup.residuals.evaluation import Evaluations
+from recoup.residuals.filling import Filled, Filling, Untaped
 from recoup.residuals.guards import is_in_place
 from recoup.residuals.held import Held
 from recoup.residuals.hooks import version_of
-from recoup.residuals.region import Filled, Region, Untaped
+from recoup.residuals.region import Region
 from recoup.residuals.rerun import Rerun
 
 __all__ = ["Stage", "StageRun", "State", "is_said_in_place"]
@@ -152,7 +153,7 @@ class StageRun:
         region = self._wanted_region()
         # The evaluations are regions of their own, of which a stop would leave some empty.
         stops = not needs_output and (self._evaluations is None or recall)
-        filling = None if region is None else region.filling(inputs, stops=stops)
+        filling = None if region is None else Filling(region, inputs, stops=stops)
         stops = filling is not None and filling.stops
         taping = torch.enable_grad() if filling is None else filling
         try:

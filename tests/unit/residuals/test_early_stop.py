@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recoup
 from recoup.errors import ReplayError
 from recoup.invertible import InvertibleModule
-from recoup.residuals import region
+from recoup.residuals import filling, region
 from recoup.residuals.tracking import StorageTracker
 from tests.oracle import assert_same_step, hooks_in_force, run_step
 from tests.zoo import conv_norm, dense, leaf, net, transformer
@@ -24,7 +24,7 @@ from tests.zoo import conv_norm, dense, leaf, net, transformer
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch):
-    monkeypatch.setattr(region, "_WORTH_A_STOP", 0)
+    monkeypatch.setattr(filling, "_WORTH_A_STOP", 0)
 
 
 class Counted(TorchDispatchMode):
@@ -353,10 +353,10 @@ def test_what_stops_another_region_passes():
     def fn(x):
         runs.append(1)
         if len(runs) > 1:
-            raise region.Filled(other)
+            raise filling.Filled(other)
         return x.sin()
 
-    with pytest.raises(region.Filled, match=r"another"):
+    with pytest.raises(filling.Filled, match=r"another"):
         recoup.checkpoint(fn, leaf(4)).sum().backward()
 
 

@@ -37,7 +37,7 @@ def follow_schedule(
     for number, (start, stop) in enumerate(sections):
         plan = parts[number].plan
         for place in range(start, stop):
-            is_kept = plan is None or plan.steps[place - start].is_taped
+            is_kept = plan is None or plan.prepared.steps[place - start].is_taped
             call = calls[place]
             stages.append(
                 PlannedStage(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recoup.memory.figures import check_format, require_matplotlib
+from recoup.memory.figures import COLORS, INK, QUIET, finish, rendered
 from recoup.schedules import Moment, trace
 
 if TYPE_CHECKING:
@@ -14,29 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-_INK, _QUIET = "#222222", "#8a8a8a"
-_BEFORE, _AFTER = "#d55e00", "#0072b2"  # as "linear" and "sqrt" have in a curve
+_BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
 
 
 def draw(plan: Plan, path: Path) -> Path:
     """Draw `plan` into a file, and return its path."""
-    check_format(path.suffix)
-    require_matplotlib()
-    # Objects of our own instead of pyplot: no window, no global state, whatever the backend.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.06)
-    figure: Any = Figure((11.0, 4.2), 200, facecolor="white", layout=layout)
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
     unit, name = _unit(plan.most_bytes)
-    _over_a_step(left, plan, unit, name)
-    _frontier(right, plan, unit, name)
-    content = io.BytesIO()
-    figure.savefig(content, format=path.suffix.lower().removeprefix("."))
-    path.write_bytes(content.getvalue())
+
+    def draw_panels(panels: Sequence[Any]) -> None:
+        _over_a_step(panels[0], plan, unit, name)
+        _frontier(panels[1], plan, unit, name)
+
+    path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
     return path
 
 
@@ -58,16 +47,16 @@ def _over_a_step(axes: Any, plan: Plan, unit: int, name: str) -> None:
     ):
         times, levels = _line(moments, whole, plan.standing_bytes, unit)
         axes.plot(times, levels, color=color, linewidth=width, label=text, solid_joinstyle="round")
-    axes.axhline(plan.budget_bytes / unit, color=_INK, linewidth=1.0, linestyle=(0, (5, 3)))
+    axes.axhline(plan.budget_bytes / unit, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
     if plan.budget_bytes / unit < 1.15 * top:
         axes.annotate(
             "budget", (1.0, plan.budget_bytes / unit), xycoords=("axes fraction", "data"),
-            xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=9, color=_INK,
+            xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=9, color=INK,
         )  # fmt: skip
     axes.set_ylim(0, 1.15 * top)
     axes.set_xlim(0, None)
     axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=2)
-    _finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")
+    finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")
 
 
 def _line(
@@ -100,22 +89,11 @@ def _frontier(axes: Any, plan: Plan, unit: int, name: str) -> None:
         "this plan", (sizes[place], times[place]), xytext=(8, 7), textcoords="offset points",
         fontsize=9.5, color=_AFTER, fontweight="bold",
     )  # fmt: skip
-    axes.axvline(sizes[0], color=_QUIET, linewidth=1.0, linestyle=(0, (1.5, 2)))
+    axes.axvline(sizes[0], color=QUIET, linewidth=1.0, linestyle=(0, (1.5, 2)))
     axes.annotate(
         "least", (sizes[0], 1.0), xycoords=("data", "axes fraction"), xytext=(4, -10),
-        textcoords="offset points", fontsize=9, color=_QUIET,
+        textcoords="offset points", fontsize=9, color=QUIET,
     )  # fmt: skip
     axes.set_ylim(min(0.99, *times), max(times) + 0.03 + 0.08 * (max(times) - 1.0))
     axes.set_xlim(0, 1.06 * sizes[-1])
-    _finish(axes, "Time of a step, by the work it does", f"Peak of a step ({name})")
-
-
-def _finish(axes: Any, title: str, below: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, color=_INK, pad=12)
-    axes.set_xlabel(below, fontsize=10, color=_INK)
-    axes.tick_params(colors=_QUIET, labelcolor=_INK, labelsize=9, length=3)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_QUIET)
+    finish(axes, "Time of a step, by the work it does", f"Peak of a step ({name})")

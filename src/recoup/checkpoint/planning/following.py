@@ -29,13 +29,13 @@ from recoup.checkpoint.planning.forwards import around
 from recoup.checkpoint.planning.linking import Returned
 from recoup.checkpoint.region import run_again
 from recoup.residuals.calls import Call
-from recoup.residuals.executor import Chain, Plan
+from recoup.residuals.executor import Plan, Run
 from recoup.residuals.hooks import is_in_backward
 from recoup.residuals.keeping import KeepingCall
 
 __all__ = ["Follow", "Part", "PlannedStage"]
 
-Run = Callable[..., Any]
+Fn = Callable[..., Any]
 
 
 class PlannedStage(NamedTuple):
@@ -76,7 +76,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.place = -1
-        self.chain: Chain | None = None
+        self.chain: Run | None = None
         self.last: Call | None = None
         self.returned = Returned(())
         self.around = around()
@@ -104,7 +104,7 @@ class Follow:
         self._has_warned = False
 
     def called(
-        self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the model, or one of its blocks."""
         if module is self._model:
@@ -124,7 +124,7 @@ class Follow:
             return _alone(stage, run, args, kwargs)
         return self._stage(self._stages[place], place, now, run, args, kwargs)
 
-    def _pass(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass(self, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         passes = self._here.passes
         passes.append(_Pass())
         try:
@@ -140,7 +140,7 @@ class Follow:
         stage: PlannedStage,
         place: int,
         now: _Pass,
-        run: Run,
+        run: Fn,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -163,11 +163,11 @@ class Follow:
                 return _alone(stage, run, args, kwargs)
             if now.last is not None:
                 now.last.picks = picks
-            step = part.plan.steps[stage.step]
+            step = part.plan.prepared.steps[stage.step]
             state = call.link(at, may_run_again=not step.is_taped or step.is_run_again)
         # After an exception nothing comes after this, and nothing of it is held.
         chain, now.chain, now.last = now.chain, None, None
-        state = chain.enter(call, state)
+        state, _ = chain.enter(call, state)
         now.returned = Returned(state)
         if stage.step + 1 == part.num_stages:
             chain.end(state)
@@ -194,14 +194,14 @@ def _end(now: _Pass) -> None:
     now.returned = Returned(())
 
 
-def _kept(stage: PlannedStage, run: Run, *args: Any, **kwargs: Any) -> Any:
+def _kept(stage: PlannedStage, run: Fn, *args: Any, **kwargs: Any) -> Any:
     if stage.chosen is None:
         return run(*args, **kwargs)
     name = f"block `{stage.name}`"
     return run_again(KeepingCall(name, run, args, kwargs, stage.module, stage.chosen))
 
 
-def _alone(stage: PlannedStage, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _alone(stage: PlannedStage, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if stage.is_kept:
         return _kept(stage, run, *args, **kwargs)
     return run_again(Call(f"block `{stage.name}`", run, args, kwargs, stage.module))

@@ -1,0 +1,126 @@
+"""A schedule made ready: what the executor reads off its actions, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from recoup.errors import ScheduleError
+from recoup.schedules import (
+    Action,
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Schedule,
+    Tape,
+    simulate,
+)
+
+__all__ = ["Prepared", "Step"]
+
+
+class Step(NamedTuple):
+    """What the sweep does at one stage.
+
+    Args:
+        before: what is kept and dropped before it runs.
+        is_taped: whether it keeps its residuals.
+        is_run_again: whether it may run again, though it is taped.
+    """
+
+    before: tuple[Action, ...]
+    is_taped: bool
+    is_run_again: bool
+
+
+class Prepared:
+    """What the executor reads off a schedule, once for all times that it runs it.
+
+    Args:
+        schedule: the schedule.
+        stops: whether a second run ends with the last residual where its output is not needed.
+    """
+
+    __slots__ = (
+        "actions",
+        "inverted",
+        "keeps_output",
+        "last_keep",
+        "num_stages",
+        "steps",
+        "sweep_end",
+        "tape_at",
+        "tapes_that_go_on",
+    )
+
+    def __init__(self, schedule: Schedule, *, stops: bool = True) -> None:
+        simulate(schedule)  # raises on a schedule that cannot be executed
+        self.num_stages = schedule.num_stages
+        self.actions = schedule.actions
+        self.sweep_end = _end_of_sweep(schedule)
+        backward = range(self.sweep_end, len(self.actions))
+        self.tape_at = {
+            action.index: place
+            for place in backward
+            if isinstance(action := self.actions[place], Tape | Invert)
+        }
+        # Of the second runs, those whose output another action takes.
+        self.tapes_that_go_on = {
+            action.index
+            for place in backward
+            if isinstance(action := self.actions[place], Tape)
+            and not (stops and not _is_taken(self.actions, place))
+        }
+        self.inverted = {a.index for a in self.actions if isinstance(a, Invert)}
+        self.last_keep = max(
+            (
+                place
+                for place, action in enumerate(self.actions[: self.sweep_end])
+                if isinstance(action, Keep | Offload) and action.index < self.num_stages
+            ),
+            default=-1,
+        )
+        self.steps = tuple(self._steps())
+        self.keeps_output = Keep(self.num_stages) in self.actions[: self.sweep_end]
+
+    def _steps(self) -> Iterator[Step]:
+        before: list[Action] = []
+        for position, action in enumerate(self.actions[: self.sweep_end]):
+            match action:
+                case Keep() | Offload() | Drop():
+                    before.append(action)
+                case Advance(start, stop):
+                    for _ in range(start, stop):
+                        yield Step(tuple(before), is_taped=False, is_run_again=True)
+                        before.clear()
+                case Tape():
+                    yield Step(tuple(before), True, is_run_again=position < self.last_keep)
+                    before.clear()
+                case _:
+                    raise ScheduleError(f"{action} cannot stand in the sweep of a schedule.")
+
+
+def _end_of_sweep(schedule: Schedule) -> int:
+    for place, action in enumerate(schedule.actions):
+        reached = action.stop if isinstance(action, Advance) else 0
+        reached = action.index + 1 if isinstance(action, Tape) else reached
+        if reached == schedule.num_stages:
+            after = schedule.actions[place + 1] if place + 1 < len(schedule.actions) else None
+            return place + (2 if after == Keep(schedule.num_stages) else 1)
+    raise ScheduleError(f"The schedule {schedule.name} never reaches its last state.")
+
+
+def _is_taken(actions: Sequence[Action], place: int) -> bool:
+    """Whether the working state after this action is one that a later one begins with."""
+    for action in actions[place + 1 :]:
+        match action:
+            case Keep() | Advance() | Tape() | Invert():
+                return True
+            case Load():
+                return False
+            case _:
+                pass
+    return False
