@@ -5,7 +5,10 @@ from __future__ import annotations
 __all__ = [
     "BudgetError",
     "ChangedError",
+    "ConvergenceError",
+    "DriftError",
     "GradientError",
+    "GridError",
     "NotInvertibleError",
     "RecoupError",
     "ReplayError",
@@ -27,6 +30,18 @@ class ReplayError(RecoupError):
 
 class NotInvertibleError(RecoupError, ValueError):
     """A stage was asked to be inverted and cannot be."""
+
+
+class DriftError(RecoupError):
+    """What an inverse delivers in backward is too far from what forward was given."""
+
+
+class GridError(RecoupError, ValueError):
+    """A value left the range within which arithmetic on a grid is exact."""
+
+
+class ConvergenceError(RecoupError, ArithmeticError):
+    """An inverse by repetition did not come as near as it was asked to."""
 
 
 class ScheduleError(RecoupError, ValueError):

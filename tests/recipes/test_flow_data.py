@@ -147,3 +147,86 @@ def test_what_cannot_be_is_refused(options, message):
         options = {**options, "path": "few.npz"}
     with pytest.raises(ValueError, match=message):
         Images(**options)
+
+
+@pytest.mark.parametrize("name", ["moons", "rings", "checkerboard"])
+def test_toy_densities_are_the_same_points_each_time(name):
+    points = Images(name, seed=1)
+    assert points.shape == (2,)
+    assert points.levels is None
+    assert {part: len(rows) for part, rows in points.parts.items()} == {
+        "train": 16000,
+        "validation": 2000,
+        "test": 2000,
+    }
+    everything = torch.cat(list(points.parts.values()))
+    assert everything.dtype == torch.float32
+    assert everything.abs().max() < 4.5
+    assert everything.std(0).min() > 0.9
+    torch.rand(3)
+    again = torch.cat(list(Images(name, seed=2).parts.values()))
+    assert torch.equal(everything, again)
+
+
+def test_rings_and_checkerboard_are_where_they_should_be():
+    rings = Images("rings", conditional=True)
+    radius = rings.parts["test"].norm(dim=1)
+    assert ((radius - (rings.labels["test"] + 1)).abs() < 0.5).all()
+    assert rings.num_classes == 3
+    board = (Images("checkerboard").parts["test"] / 2).floor().long()
+    assert ((board.sum(1) % 2) == 0).all()
+    assert board.unique(dim=0).shape == (8, 2)
+
+
+def test_a_folder_may_have_the_name_of_a_toy():
+    write_pictures("moons", noise(5, 4, 4))
+    assert Images("./moons").shape == (1, 4, 4)
+    assert Images("moons").shape == (2,)
+
+
+def test_labels_go_with_their_pictures_into_every_part():
+    array = np.arange(30, dtype=np.uint8)[:, None, None].repeat(4, 1).repeat(4, 2)
+    np.savez("some.npz", x_train=array, y_train=np.arange(30) % 7)
+    images = Images("some.npz", conditional=True, batch_size=8)
+    assert images.num_classes == 7
+    for part, rows in images.parts.items():
+        assert torch.equal(rows[:, 0, 0, 0].long() % 7, images.labels[part])
+    for loader in (images.train_dataloader(), images.val_dataloader(), images.test_dataloader()):
+        for x, labels in loader:
+            assert torch.equal(x[:, 0, 0, 0].long() % 7, labels)
+    images.test_on_everything()
+    assert torch.equal(images.parts["test"][:, 0, 0, 0].long() % 7, images.labels["test"])
+
+
+def test_labels_of_parts_that_the_data_name():
+    train, test = noise(20, 4, 4), noise(7, 4, 4)
+    arrays = {"train_images": train, "test_images": test, "train_labels": np.arange(20) % 3}
+    np.savez("some.npz", **arrays, test_labels=np.arange(7, dtype=np.uint8) % 5)
+    images = Images("some.npz", conditional=True)
+    assert torch.equal(images.labels["test"], torch.arange(7) % 5)
+    assert images.num_classes == 5
+    assert Images("some.npz").num_classes is None
+    assert isinstance(next(iter(Images("some.npz").val_dataloader())), torch.Tensor)
+
+
+def test_the_digits_have_labels():
+    images = Images(conditional=True)
+    assert images.num_classes == 10
+    assert images.labels["train"].bincount().min() > 100
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({}, "has no label for each picture of its train part"),
+        ({"y_train": np.arange(9)}, "of its train part"),
+        ({"y_train": np.arange(20.0)}, "of its train part"),
+        ({"y_train": np.arange(20)}, "of its test part"),
+        ({"y_train": np.arange(20) - 1, "y_test": np.arange(7)}, "hold -1, but classes are"),
+    ],
+)
+def test_labels_that_are_none(arrays, message):
+    np.savez("some.npz", x_train=noise(20, 4, 4), x_test=noise(7, 4, 4), **arrays)
+    assert Images("some.npz").shape == (1, 4, 4)
+    with pytest.raises(ValueError, match=message):
+        Images("some.npz", conditional=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import yaml
 
 from recoup.recipes.cli import main
 from recoup.recipes.flow.train import CONFIGS, prepare
+from recoup.recipes.flow.trained import load_flow
 from recoup.recipes.training import SHORT_NAMES
 
 MODES = ["linear", "sqrt", "log", "constant", "2"]
@@ -140,6 +142,24 @@ def test_the_command_reports(capsys, tiny):
     assert "log-det" in printed.err
 
 
+def test_the_results_are_written_where_others_find_them(capsys, tiny):
+    assert main(["flow", "fit", *tiny, "--epochs", "2", "--out", "mine"]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(Path("mine/run.json").read_text())
+    assert f"test: {results['test_bits_per_dim']:.3f} bits/dim; results: mine/run.json" in printed
+    weights = torch.load("mine/checkpoints/best.ckpt", weights_only=True)["state_dict"]
+    model = load_flow("mine/checkpoints/best.ckpt")
+    assert results["num_parameters"] == sum(p.numel() for p in model.parameters()) > 1000
+    assert len(weights) >= len(list(model.parameters()))
+    assert (results["num_epochs"], results["num_steps"]) == (2, 10)
+    assert results["step"]["peak_bytes"] > 2**20
+    assert results["seconds"] > 0
+    # The test is that of the best weights, and the same whenever it is made.
+    assert main(["flow", "evaluate", "--checkpoint", "mine/checkpoints/best.ckpt"]) == 0
+    evaluated = capsys.readouterr().out
+    assert f"{results['test_latent']:.2f}" in evaluated
+
+
 def test_short_names_are_frozen():
     assert set(SHORT_NAMES) == {
         "--batch-size",
@@ -154,11 +174,14 @@ def test_short_names_are_frozen():
 
 @pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_each_configuration_is_valid(config):
-    shape = {"glow-digits": (8, 8), "glow-mnist": (28, 28), "glow-pictures": (32, 32, 3)}[config]
+    paper = config.endswith("-paper") and config != "nice-paper"
+    shape = (32, 32, 3) if paper or config == "glow-pictures" else (28, 28)
     np.savez("some.npz", images=np.zeros((20, *shape), np.uint8))
-    cli = prepare(
-        ["--config", config, *(() if config == "glow-digits" else ("--data", "some.npz"))]
-    )
+    has_data = config.endswith(("-digits", "-moons", "-rings", "-checkerboard"))
+    options = [*(() if has_data else ("--data", "some.npz"))]
+    options += ["--model.width", "8"] if paper else []  # its weights would take seconds
+    cli = prepare(["--config", config, *options])
+    assert config.startswith(cli.model.hparams["flow"])
     assert cli.model.hparams["num_warmup_steps"] > 0
     assert not Path("runs").exists()
 

@@ -25,11 +25,43 @@ def write_pictures(folder, *shapes):
         (["--memory", "cubic"], "`memory` is 'cubic', but must be \"linear\""),
         (["--memroy", "sqrt"], "no option `--memroy sqrt`. See `--help`"),
         (["--epochs", "many"], "`--trainer.max_epochs` is many, but must be one of null, int"),
-        (["--model.coupling", "odd"], "is odd, but must be one of 'affine', 'additive'"),
+        (["--model.coupling", "odd"], "is odd, but must be one of null, 'affine', 'additive'"),
         (["--model.num_steps", "0"], "`num_steps` is 0"),
         (["--threads", "0"], "`--threads` is 0"),
         (["--data", "nowhere"], "`--data` is nowhere, which is not there"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (
+            ["--config", "realnvp-minst"],
+            "is realnvp-minst, which is neither a file nor one of flow",
+        ),
+        (["--config=glow"], "glow-digits, glow-mnist"),
+        (
+            ["--model.flow", "nice", "--model.coupling", "affine"],
+            "`--model.coupling` is affine, but",
+        ),
+        (
+            ["--model.flow", "nice", "--model.num_steps", "2"],
+            "nice has no such setting. It has num",
+        ),
+        (["--model.exact", "true"], "`--model.exact` is True, but glow has no such setting"),
+        (
+            ["--data", "moons"],
+            "`--model.flow` is glow, which is for pictures, but the data are points",
+        ),
+        (["--data", "moons", "--data.size", "8"], "`size` is 8, but moons are points"),
+        (["--data", "rings", "--data.levels", "8"], "`levels` is 8, but rings are points"),
+        (
+            ["--data", "moons", "--model.flow", "realnvp", "--model.num_levels", "1"],
+            "`--model.num_levels` is 1, but realnvp on points has no such setting",
+        ),
+        (
+            ["--model.flow", "iresnet", "--model.conditional", "true"],
+            "`--model.conditional` is true, but iresnet takes no labels. Use one of glow",
+        ),
+        (
+            ["--data", "checkerboard", "--model.flow", "nice", "--model.conditional", "true"],
+            "`--model.conditional` is true, but checkerboard has no label for each",
+        ),
         (["--resume", "nowhere.ckpt"], "`--resume` is nowhere.ckpt, which is not there"),
         (["--trainer.devices", "0"], "Change the settings of the Trainer"),
     ],
@@ -141,6 +173,7 @@ def test_a_folder_that_holds_a_run(refusal, checkpoint):
         (["--out", "samples.xyz"], "Try samples.png"),
         (["--out", "file/samples.png"], "file is a file"),
         (["--device", "abacus"], "`--device` is abacus"),
+        (["--labels", "3"], "`--labels` is 3, but this flow is not conditional"),
     ],
 )
 def test_options_of_sample(refusal, checkpoint, options, message):
@@ -154,6 +187,7 @@ def test_options_of_evaluate(refusal, checkpoint):
     message = refusal(*evaluate, "--data", "some.npz")
     assert "1 x 8 x 8 with 256 grey levels" in message
     assert "for 1 x 8 x 8 with 17" in message
+    assert "are points in the plane" in refusal(*evaluate, "--data", "moons")
     assert "`--checkpoint` is needed" in refusal("flow", "evaluate")
 
 

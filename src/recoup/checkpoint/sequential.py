@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from recoup.checkpoint.planning.budget import Budget
+from recoup.residuals.drift import Drift, DriftGuard
 from recoup.residuals.executor import Plan
 from recoup.residuals.links import Otherwise, plan_for, run_through, value_of, ways_of
 from recoup.schedules import Schedule, Way
@@ -46,6 +47,8 @@ class Sequential(nn.Sequential):
             method ``inverse``): "recompute" it from its kept input, or "keep" its residuals. An
             invertible module may return ``(y, log_det)``; ``log_det`` is left out here, and
             `recoup.invertible.Chain` sums it.
+        drift: under "constant", what to do where inverses do not find their way back:
+            "recompute", "raise", "warn", "ignore", or a `recoup.invertible.DriftGuard`.
 
     Raises:
         ValueError: `memory` or `otherwise` is unknown.
@@ -67,10 +70,12 @@ class Sequential(nn.Sequential):
         *modules: Any,
         memory: Memory = "linear",
         otherwise: Otherwise = None,
+        drift: Drift = "recompute",
     ) -> None:
         super().__init__(*modules)
         ways_of({}, otherwise)  # raises if it is unknown
         self.otherwise: Otherwise = otherwise
+        self.drift = DriftGuard.of(drift)
         self._plan: tuple[object, Plan] | None = None
         self._budget = Budget(self)
         self.memory = memory
@@ -105,9 +110,9 @@ class Sequential(nn.Sequential):
 
     def _ready_plan(self) -> Plan:
         ways = self._ways(self._memory)
-        key = (len(self), ways)
+        key = (len(self), ways, self.drift, self.drift.kept)
         if self._plan is None or self._plan[0] != key:
-            self._plan = (key, plan_for(self._memory, self._links(), ways))
+            self._plan = (key, plan_for(self._memory, self._links(), ways, self.drift))
         return self._plan[1]
 
     def _links(self) -> dict[str, Any]:

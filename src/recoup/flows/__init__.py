@@ -3,7 +3,26 @@
 from __future__ import annotations
 
 from recoup.flows.flow import Flow
+from recoup.flows.flowplusplus import FlowPlusPlus
 from recoup.flows.glow import Glow
-from recoup.flows.networks import ConvNetwork
+from recoup.flows.iresnet import IResNet
+from recoup.flows.logistic import Logistic
+from recoup.flows.networks import ConvNetwork, DenseNetwork
+from recoup.flows.nice import NICE
+from recoup.flows.outliers import coded_bits_per_dim, complexity_ratio, typicality
+from recoup.flows.realnvp import RealNVP
 
-__all__ = ["ConvNetwork", "Flow", "Glow"]
+__all__ = [
+    "NICE",
+    "ConvNetwork",
+    "DenseNetwork",
+    "Flow",
+    "FlowPlusPlus",
+    "Glow",
+    "IResNet",
+    "Logistic",
+    "RealNVP",
+    "coded_bits_per_dim",
+    "complexity_ratio",
+    "typicality",
+]

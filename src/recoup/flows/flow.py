@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from recoup.flows.base import Base
-from recoup.invertible import Chain, Dequantize
+from recoup.flows.labels import one_hot
+from recoup.flows.latents import Latents, as_latents, as_tuple, chosen, temperature_of_each
+from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.residuals.seeds import with_seed
+from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory
 
 __all__ = ["Flow"]
-
-Latents = Any  # a tensor, or a tuple of them where the chain splits: pyright cannot say which
 
 
 class Flow(nn.Module):
@@ -27,6 +28,8 @@ class Flow(nn.Module):
     ``log p(x) = log base(z) + log_det`` with ``z, log_det = chain(x)``, summed over all latents,
     early ones too. With `levels` the data are whole grey levels, noise is added to them first,
     and ``log_prob`` is a lower bound, in expectation, on the log-probability of the discrete data.
+    With `num_classes` it is the density given a label: the chain gets the labels as a context,
+    one-hot rows ``(N, num_classes)``, and every method needs them.
 
     What is kept for backward, and what backward pays, is the `memory` of the chain; beyond it the
     latents are kept, and with `levels` the dequantised data.
@@ -37,9 +40,12 @@ class Flow(nn.Module):
         levels: Number of grey levels of the data, 0 to ``levels - 1``; None for continuous data.
         base: Distribution of the latents, standard normal by default. Of single numbers, or of
             whatever part of one sample's latent its batch and event shape cover from the right.
+        dequantize: What adds the noise: uniform by default; a `VariationalDequantize` learns it.
+        num_classes: Number of classes of a conditional flow, whose chain must take a context.
 
     Raises:
-        ValueError: When data or latents have another shape than the flow's.
+        ValueError: When data or latents have another shape than the flow's, when labels are
+            missing, not wanted or no classes, or when the arguments contradict each other.
 
     Example:
         >>> import torch
@@ -63,22 +69,34 @@ class Flow(nn.Module):
         shape: Sequence[int],
         levels: int | None = None,
         base: Distribution | None = None,
+        dequantize: Dequantize | VariationalDequantize | None = None,
+        num_classes: int | None = None,
     ) -> None:
         super().__init__()
+        _check(chain, levels, dequantize, num_classes)
         self.chain = chain
         self.shape = torch.Size(shape)
-        self.dequantize = None if levels is None else Dequantize(levels)
+        if dequantize is None and levels is not None:
+            dequantize = Dequantize(levels)
+        self.dequantize = dequantize
+        self.num_classes = num_classes
         self.base = Base(Normal(0.0, 1.0) if base is None else base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
 
     @property
     def memory(self) -> Memory:
-        """What backward through the chain remembers; may be set at any time."""
+        """What backward through the chain remembers; may be set at any time.
+
+        The chain of a `VariationalDequantize` is set with it, but for a `Schedule`, which is made
+        for one chain.
+        """
         return self.chain.memory
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
         self.chain.memory = memory
+        if isinstance(self.dequantize, VariationalDequantize) and not isinstance(memory, Schedule):
+            self.dequantize.memory = memory
 
     @property
     def levels(self) -> int | None:
@@ -90,11 +108,12 @@ class Flow(nn.Module):
         """Number of values of one sample."""
         return self.shape.numel()
 
-    def forward(self, x: Tensor) -> tuple[Latents, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Latents, Tensor]:
         """Map data to latents.
 
         Args:
             x: Data of shape ``(N, *shape)``.
+            labels: Classes ``(N,)``, 0 to ``num_classes - 1``, for a conditional flow.
 
         Returns:
             The latents, a tensor ``(N, ...)`` or, where the chain splits, a tuple of tensors in
@@ -106,79 +125,141 @@ class Flow(nn.Module):
                 f"{', '.join(map(str, self.shape))}). Resize the data, or build the flow with "
                 f"another `shape`."
             )
+        context = self._context(labels, len(x))
         if self.dequantize is None:
-            return self.chain(x)
+            return self.chain(x, *context)
         y, noise_log_det = self.dequantize(x.to(self.base.like.dtype))
-        latents, log_det = self.chain(y)
+        latents, log_det = self.chain(y, *context)
         return latents, log_det + noise_log_det
 
-    def inverse(self, latents: Latents) -> Tensor:
-        """Map latents, in the form that `forward` returns, to data ``(N, *shape)``."""
-        x, _ = self.chain.inverse(latents)
-        return x if self.dequantize is None else self.dequantize.inverse(x)[0]
+    def inverse(self, latents: Latents, labels: Tensor | None = None) -> Tensor:
+        """Map latents, in the form that `forward` returns, to data ``(N, *shape)``.
 
-    def log_prob(self, x: Tensor) -> Tensor:
+        With other `labels` than those of the data it shows them as another class.
+        """
+        x, _ = self.chain.inverse(latents, *self._context(labels, len(as_tuple(latents)[0])))
+        if self.dequantize is None:
+            return x
+        return Dequantize.inverse(self.dequantize, x)[0]  # a learned noise has no part in it
+
+    def log_prob(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the log-density ``(N,)`` in nats of data ``(N, *shape)``; of levels, if given."""
-        latent, log_det = self._terms(x)
+        latent, log_det = self._terms(x, labels)
         return latent + log_det
 
-    def bits_per_dim(self, x: Tensor) -> Tensor:
+    def bits_per_dim(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the code length ``(N,)`` of data ``(N, *shape)``, in bits a value: the loss."""
-        return self._to_bits(self.log_prob(x))
+        return self._to_bits(self.log_prob(x, labels))
 
-    def parts(self, x: Tensor) -> dict[str, Tensor]:
+    def parts(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Return the two parts of `bits_per_dim`, each ``(N,)``; their sum is the whole.
 
         "latent" is the code length of the latents, "log_det" what the volume change adds. Costs
         one forward, so a training step that wants both takes their sum as its loss.
         """
-        latent, log_det = self._terms(x)
+        latent, log_det = self._terms(x, labels)
         return {"latent": self._to_bits(latent), "log_det": self._to_bits(log_det)}
 
     @torch.no_grad()
     def sample(
-        self, n: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
+        self,
+        n: int,
+        *,
+        labels: Tensor | None = None,
+        temperature: float | Sequence[float] = 1.0,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         """Draw `n` samples ``(n, *shape)``; whole levels, as floating-point numbers, if given.
 
         Args:
             n: Number of samples.
+            labels: Class ``(n,)`` of each sample, for a conditional flow.
             temperature: Factor on the standard deviation of the latents; below 1 gives likelier
-                samples. Other than 1 only for a base with a `loc`.
+                samples. Other than 1 only for a base with a `loc`. One number, or one a latent in
+                the order of `forward`.
             generator: Where the latents' seed comes from; torch's default generator if None.
 
         Raises:
             ValueError: When `temperature` is negative, or not 1 and the base has no `loc`.
         """
-        shapes = self._shapes_of_latents()
-        return self.inverse(
-            _as_latents([self.base.sample((n, *s), temperature, generator) for s in shapes])
-        )
+        drawn = self._draw(n, temperature, generator)
+        return self.inverse(as_latents([draw() for draw in drawn]), labels)
 
     @torch.no_grad()
-    def reconstruct(self, x: Tensor) -> Tensor:
+    def vary(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int],
+        *,
+        labels: Tensor | None = None,
+        temperature: float | Sequence[float] = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw some latents of `x` ``(N, *shape)`` anew and keep the others.
+
+        The latents that are split off first hold the finest detail, and the last the rest, so
+        ``flow.vary(x, 0)`` changes texture and ``flow.vary(x, -1)`` what there is to see.
+
+        Args:
+            x: The data.
+            indices: Which latents, in the order of `forward`; negative ones count from the end.
+            labels: Classes ``(N,)`` of the data, for a conditional flow.
+            temperature: As in `sample`.
+            generator: As in `sample`.
+        """
+        kept = as_tuple(self(x, labels)[0])
+        anew = chosen(indices, len(kept))
+        drawn = self._draw(len(x), temperature, generator)
+        mixed = [drawn[i]() if i in anew else z for i, z in enumerate(kept)]
+        return self.inverse(as_latents(mixed), labels)
+
+    @torch.no_grad()
+    def reconstruct(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Map data ``(N, *shape)`` to latents and back; the data again, up to rounding."""
-        return self.inverse(self(x)[0])
+        return self.inverse(self(x, labels)[0], labels)
 
     @torch.no_grad()
-    def interpolate(self, x0: Tensor, x1: Tensor, steps: int) -> Tensor:
+    def interpolate(
+        self, x0: Tensor, x1: Tensor, steps: int, labels: Tensor | None = None
+    ) -> Tensor:
         """Go from `x0` to `x1`, each ``(N, *shape)``, on a straight line between their latents.
+
+        Args:
+            x0: Where it begins.
+            x1: Where it ends.
+            steps: Number of frames.
+            labels: Classes ``(N,)`` that both ends and the frames between them have.
 
         Returns:
             Data ``(steps, N, *shape)``; the first is `x0` and the last `x1`, up to rounding.
         """
-        starts, ends = (_as_tuple(self(x)[0]) for x in (x0, x1))
+        starts, ends = (as_tuple(self(x, labels)[0]) for x in (x0, x1))
         frames: list[Tensor] = []
         for step in range(steps):
             weight = step / max(1, steps - 1)
             mixed = [a.lerp(b, weight) for a, b in zip(starts, ends, strict=True)]
-            frames.append(self.inverse(_as_latents(mixed)))
+            frames.append(self.inverse(as_latents(mixed), labels))
         return torch.stack(frames)
 
-    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        latents, log_det = self(x)
-        first, *others = (self.base.log_prob(z) for z in _as_tuple(latents))
+    def _terms(self, x: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        latents, log_det = self(x, labels)
+        first, *others = (self.base.log_prob(z) for z in as_tuple(latents))
         return sum(others, first), log_det
+
+    def _draw(
+        self, n: int, temperature: float | Sequence[float], generator: torch.Generator | None
+    ) -> list[Callable[[], Tensor]]:
+        """Return for each latent what draws it."""
+        shapes = self._shapes_of_latents()
+        return [
+            partial(self.base.sample, (n, *shape), t, generator)
+            for shape, t in zip(shapes, temperature_of_each(temperature, len(shapes)), strict=True)
+        ]
+
+    def _context(self, labels: Tensor | None, num_samples: int) -> tuple[Tensor, ...]:
+        """Return what the chain is called with beside the data."""
+        context = one_hot(labels, self.num_classes, num_samples, self.base.like)
+        return () if context is None else (context,)
 
     def _to_bits(self, nats: Tensor) -> Tensor:
         return -nats / (self.num_dims * math.log(2))
@@ -187,22 +268,36 @@ class Flow(nn.Module):
         """Find the shapes from one sample of zeros, disturbing neither modes nor the stream."""
         if self._latent_shapes is None:
             x = self.base.like.new_zeros(1, *self.shape)
+            labels = None if self.num_classes is None else x.new_zeros(1, dtype=torch.long)
             with torch.no_grad(), _evaluation(self.chain):
-                latents, _ = with_seed(lambda: self.chain(x), 0)
-            self._latent_shapes = tuple(z.shape[1:] for z in _as_tuple(latents))
+                latents, _ = with_seed(lambda: self.chain(x, *self._context(labels, 1)), 0)
+            self._latent_shapes = tuple(z.shape[1:] for z in as_tuple(latents))
         return self._latent_shapes
 
     def extra_repr(self) -> str:
-        """Show shape and levels."""
-        return f"shape={tuple(self.shape)}, levels={self.levels}"
+        """Show shape, levels and classes."""
+        classes = "" if self.num_classes is None else f", num_classes={self.num_classes}"
+        return f"shape={tuple(self.shape)}, levels={self.levels}{classes}"
 
 
-def _as_tuple(latents: Latents) -> tuple[Tensor, ...]:
-    return (latents,) if isinstance(latents, Tensor) else tuple(latents)
-
-
-def _as_latents(parts: Sequence[Tensor]) -> Latents:
-    return parts[0] if len(parts) == 1 else tuple(parts)
+def _check(
+    chain: Chain,
+    levels: int | None,
+    dequantize: Dequantize | VariationalDequantize | None,
+    num_classes: int | None,
+) -> None:
+    if dequantize is not None and levels not in (None, dequantize.levels):
+        raise ValueError(
+            f"`levels` is {levels}, but `dequantize` is for {dequantize.levels} levels. Leave "
+            f"`levels` out, or make them equal."
+        )
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"`num_classes` is {num_classes}, but must be at least 1.")
+    if num_classes is not None and not chain.takes_context:
+        raise ValueError(
+            f"`num_classes` is {num_classes}, but nothing in `chain` takes a context, so labels "
+            f"would change nothing. Give its couplings networks with `num_context={num_classes}`."
+        )
 
 
 @contextmanager

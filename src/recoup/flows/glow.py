@@ -9,6 +9,7 @@ from torch.distributions import Distribution
 
 from recoup.flows.flow import Flow
 from recoup.flows.networks import ConvNetwork
+from recoup.flows.shapes import check_counts, check_images
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -49,6 +50,7 @@ class Glow(Flow):
         alpha: With `levels`, the margin of the `Logit` that comes first; None to only shift the
             data to the middle, ``[-0.5, 0.5]``.
         dropout: Probability of dropout inside the networks.
+        num_classes: Number of classes of a flow that is given a label; None for none.
         memory: What backward remembers, see `recoup.invertible.Chain`.
         base: Distribution of the latents, standard normal by default.
 
@@ -79,10 +81,13 @@ class Glow(Flow):
         conv1x1: Literal["plain", "lu"] = "plain",
         alpha: float | None = 0.05,
         dropout: float = 0.0,
+        num_classes: int | None = None,
         memory: Memory = "linear",
         base: Distribution | None = None,
     ) -> None:
-        _check(shape, num_levels, num_steps, coupling, conv1x1)
+        check_counts(num_levels=num_levels, num_steps=num_steps)
+        _check_kinds(coupling, conv1x1)
+        check_images(shape, num_levels)
         stages: list[InvertibleModule] = []
         if levels is not None:
             stages += [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
@@ -96,27 +101,32 @@ class Glow(Flow):
                     InvertibleConv1x1(num_channels)
                     if conv1x1 == "plain"
                     else InvertibleConv1x1LU(num_channels),
-                    _coupling(coupling, num_channels, width, dropout),
+                    _coupling(coupling, num_channels, width, dropout, num_classes or 0),
                 ]
             if level < num_levels - 1:
                 stages += [Split()]
                 num_channels //= 2
-        super().__init__(Chain(*stages, memory=memory), shape=shape, levels=levels, base=base)
+        super().__init__(
+            Chain(*stages, memory=memory),
+            shape=shape,
+            levels=levels,
+            base=base,
+            num_classes=num_classes,
+        )
 
 
-def _coupling(kind: str, num_channels: int, width: int, dropout: float) -> InvertibleModule:
+def _coupling(
+    kind: str, num_channels: int, width: int, dropout: float, num_context: int
+) -> InvertibleModule:
     half = num_channels // 2
-    if kind == "affine":
-        return AffineCoupling(ConvNetwork(half, 2 * half, width=width, dropout=dropout))
-    return AdditiveCoupling(ConvNetwork(half, half, width=width, dropout=dropout))
+    copies = 2 if kind == "affine" else 1
+    network = ConvNetwork(
+        half, copies * half, width=width, dropout=dropout, num_context=num_context
+    )
+    return AffineCoupling(network) if kind == "affine" else AdditiveCoupling(network)
 
 
-def _check(
-    shape: Sequence[int], num_levels: int, num_steps: int, coupling: str, conv1x1: str
-) -> None:
-    for name, value in (("num_levels", num_levels), ("num_steps", num_steps)):
-        if value < 1:
-            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+def _check_kinds(coupling: str, conv1x1: str) -> None:
     for name, value, choices in (
         ("coupling", coupling, ("affine", "additive")),
         ("conv1x1", conv1x1, ("plain", "lu")),
@@ -125,9 +135,3 @@ def _check(
             raise ValueError(
                 f'`{name}` is {value!r}, but must be "{choices[0]}" or "{choices[1]}".'
             )
-    factor = 2**num_levels
-    if len(shape) != 3 or min(shape) < 1 or shape[1] % factor or shape[2] % factor:
-        raise ValueError(
-            f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
-            f"with H and W multiples of {factor}. Pad or crop the images, or use fewer levels."
-        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recoup.gradients.collecting import Mode
 from recoup.gradients.store import GradStore
+from recoup.residuals.drift import DriftGuard
 from recoup.residuals.links import Otherwise, plan_for, run_through, value_of, ways_of
 from recoup.schedules.memory import Memory
 
@@ -110,7 +111,7 @@ def _named(segments: object) -> dict[str, Any]:
 def _run(links: dict[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
     ways = ways_of(links, otherwise) if memory == "constant" else None
     if memory != "linear":
-        return run_through(plan_for(memory, links, ways), links, value)
+        return run_through(plan_for(memory, links, ways, DriftGuard()), links, value)
     for link in links.values():
         value = value_of(link, link(value))
     return value

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from recoup.invertible.actnorm import ActNorm
+from recoup.invertible.additive import AdditiveCoupling
+from recoup.invertible.affine import AffineCoupling
 from recoup.invertible.chain import Chain
 from recoup.invertible.check import Finding, InvertibleReport, check_invertible
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.conv1x1 import InvertibleConv1x1, InvertibleConv1x1LU
-from recoup.invertible.coupling import AdditiveCoupling, AffineCoupling
 from recoup.invertible.dequantize import Dequantize
+from recoup.invertible.flatten import Flatten
+from recoup.invertible.lipschitz import LipschitzConv2d, LipschitzLinear, LipSwish
+from recoup.invertible.mixture import MixtureCoupling
 from recoup.invertible.permute import Flip, Permute
 from recoup.invertible.preprocess import Logit, Normalize
+from recoup.invertible.residual import InvertibleResidual
 from recoup.invertible.split import Split
 from recoup.invertible.squeeze import Squeeze
+from recoup.invertible.variational import VariationalDequantize
+from recoup.residuals.drift import DriftGuard
 
 __all__ = [
     "ActNorm",
@@ -20,16 +27,24 @@ __all__ = [
     "AffineCoupling",
     "Chain",
     "Dequantize",
+    "DriftGuard",
     "Finding",
+    "Flatten",
     "Flip",
     "InvertibleConv1x1",
     "InvertibleConv1x1LU",
     "InvertibleModule",
     "InvertibleReport",
+    "InvertibleResidual",
+    "LipSwish",
+    "LipschitzConv2d",
+    "LipschitzLinear",
     "Logit",
+    "MixtureCoupling",
     "Normalize",
     "Permute",
     "Split",
     "Squeeze",
+    "VariationalDequantize",
     "check_invertible",
 ]

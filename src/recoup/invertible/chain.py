@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard, cast, overload
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
+from recoup.residuals.drift import Drift, DriftGuard
 from recoup.residuals.executor import Plan
 from recoup.residuals.stage import State
-from recoup.schedules import Schedule
+from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for, shown
 
 __all__ = ["Chain"]
@@ -28,6 +29,9 @@ class Chain(InvertibleModule):
     A chain among the modules counts as the modules in it, and this chain's `memory` decides; under
     "linear" its own does.
 
+    A `context` (labels as numbers, features of another network) is handed to the modules that take
+    one, and gets its gradient from them.
+
     A `Split` sends part of its input straight to the output. Then the output is a tuple: the
     early latents in the order they were split off, and last what went through the whole chain.
 
@@ -35,9 +39,12 @@ class Chain(InvertibleModule):
         modules: the invertible modules, data to latent.
         memory: "linear", "sqrt", "log", "constant", a number of slots, or a
             `recoup.schedules.Schedule`; may be changed at any time by assignment.
+        drift: Under "constant", what to do where inverses do not find their way back: "recompute"
+            (then the first state is kept too), "raise", "warn", "ignore", or a `DriftGuard`.
 
     Raises:
-        ValueError: A module is not invertible, or `memory` is unknown.
+        ValueError: A module is not invertible, or `memory` or `drift` is unknown.
+        DriftError: In backward, an inverse drifted, and `drift` is "raise".
 
     Example:
         >>> import torch
@@ -50,7 +57,9 @@ class Chain(InvertibleModule):
     Gomez et al., "The Reversible Residual Network", https://arxiv.org/abs/1707.04585.
     """
 
-    def __init__(self, *modules: nn.Module, memory: Memory = "linear") -> None:
+    def __init__(
+        self, *modules: nn.Module, memory: Memory = "linear", drift: Drift = "recompute"
+    ) -> None:
         super().__init__()
         for index, module in enumerate(modules):
             if not isinstance(module, InvertibleModule):
@@ -60,7 +69,8 @@ class Chain(InvertibleModule):
                     "in a recoup.Sequential, which takes any module."
                 )
             self.add_module(str(index), module)
-        self._plan: tuple[int, Plan] | None = None
+        self._plan: tuple[object, Plan] | None = None
+        self.drift = DriftGuard.of(drift)
         self.memory = memory
 
     @property
@@ -93,41 +103,55 @@ class Chain(InvertibleModule):
     def __iter__(self) -> Iterator[InvertibleModule]:
         return cast("Iterator[InvertibleModule]", iter(self._modules.values()))
 
-    def forward(self, x: Tensor) -> tuple[Any, Tensor]:
+    @property
+    def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether a module in it takes a context."""
+        return any(module.takes_context for module in self)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Any, Tensor]:
         """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""
-        stages = self._stages()
-        state: State = (x,)
+        stages = self._stages(context)
+        state: State = (x,) if context is None else (x, context)
         log_dets: list[Tensor | None] = []
         if torch.is_grad_enabled() and self._memory != "linear" and stages:
-            state, log_dets = self._ready_plan(len(stages)).execute(stages, state)
+            state, log_dets = self._ready_plan(stages).execute(stages, state)
         else:
             for stage in stages:
                 state, value = stage.forward(state)
                 log_dets.append(value)
+        if context is not None:
+            state = (state[0], *state[2:])
         return _to_output(state), self._sum(iter(log_dets), x, flat=self._is_flat)
 
-    def inverse(self, y: Any) -> tuple[Tensor, Tensor]:
+    def inverse(self, y: Any, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
         state = _to_state(y)
+        if context is not None:
+            state = (state[0], context, *state[1:])
         log_dets: list[Tensor | None] = []
-        for stage in reversed(self._stages()):
+        for stage in reversed(self._stages(context)):
             state, value = stage.invert(state)
             log_dets.append(value)
         log_dets.reverse()  # so that both directions add in the same order
         return state[0], self._sum(iter(log_dets), state[0], flat=self._is_flat)
 
-    def _ready_plan(self, num_stages: int) -> Plan:
-        if self._plan is None or self._plan[0] != num_stages:
-            self._plan = (num_stages, Plan(schedule_for(self._memory, num_stages)))
+    def _ready_plan(self, stages: Sequence[_Stage]) -> Plan:
+        ways = tuple[Way, ...](stage.way for stage in stages)
+        key = (ways, self.drift, self.drift.kept)
+        if self._plan is None or self._plan[0] != key:
+            schedule = schedule_for(self._memory, len(stages), self.drift.ways(ways))
+            self._plan = (key, Plan(schedule, guard=self.drift))
         return self._plan[1]
 
     @property
     def _is_flat(self) -> bool:
         return self._memory != "linear"
 
-    def _stages(self) -> list[_Stage]:
+    def _stages(self, context: Tensor | None) -> list[_Stage]:
         return [
-            (_SplitStage if isinstance(module, Split) else _Stage)(name, module)
+            (_SplitStage if isinstance(module, Split) else _Stage)(
+                name, module, hands_context=context is not None and module.takes_context
+            )
             for name, module in self._named(flat=self._is_flat)
         ]
 
@@ -160,13 +184,18 @@ class Chain(InvertibleModule):
 
 
 class _Stage:
-    """A module on the first tensor of the state; early latents pass by."""
+    """A module on the first tensor of the state; a context and early latents pass by."""
 
-    __slots__ = ("module", "name")
+    __slots__ = ("_hands_context", "module", "name")
 
-    def __init__(self, name: str, module: InvertibleModule) -> None:
+    def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"
         self.module = module
+        self._hands_context = hands_context
+
+    @property
+    def way(self) -> Way:
+        return "invert" if self.module.inverts_in_backward else "recompute"
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -181,12 +210,15 @@ class _Stage:
         return None
 
     def forward(self, state: State) -> tuple[State, Tensor]:
-        y, log_det = self.module(state[0])
+        y, log_det = self.module(*self._arguments(state))
         return (y, *state[1:]), log_det
 
     def invert(self, state: State) -> tuple[State, Tensor]:
-        x, log_det = self.module.inverse(state[0])
+        x, log_det = self.module.inverse(*self._arguments(state))
         return (x, *state[1:]), log_det
+
+    def _arguments(self, state: State) -> State:
+        return state[:2] if self._hands_context else state[:1]
 
     def inverse(self, state: State) -> State:
         return self.invert(state)[0]

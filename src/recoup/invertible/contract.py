@@ -36,12 +36,16 @@ class InvertibleModule(nn.Module):
     """
 
     returns_log_det: ClassVar[bool] = True
+    # Whether `inverse` is cheap and exact enough for backward; if not, "constant" recomputes.
+    inverts_in_backward: ClassVar[bool] = True
+    # Whether both directions take a second argument, the context (a tensor or None).
+    takes_context: bool = False
 
-    def forward(self, x: Tensor) -> tuple[Any, Tensor]:
+    def forward(self, x: Tensor, /) -> tuple[Any, Tensor]:
         """Map data to latent: ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``(N,)``."""
         raise NotImplementedError(f"{type(self).__name__} does not define `forward`.")
 
-    def inverse(self, y: Any) -> tuple[Tensor, Tensor]:
+    def inverse(self, y: Any, /) -> tuple[Tensor, Tensor]:
         """Map latent to data: ``y`` to ``(x, log_det)``, ``log_det`` of shape ``(N,)``."""
         raise NotImplementedError(f"{type(self).__name__} does not define `inverse`.")
 

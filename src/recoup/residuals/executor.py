@@ -19,7 +19,9 @@ Rule 6. The last state may itself be a value that is not kept: a second run of t
         it to whoever asks, together with the residuals, in one run.
 Rule 7. What is above the stage that is asked for is not taped on the way: a loss of an early
         latent alone would otherwise pile up tapes that nobody takes.
-Rule 8. Stages may come one at a time, from code that is not ours. If fewer come than the schedule
+Rule 8. A state that an inverse delivers is compared with what forward was given, before anything is
+        made of it that autograd takes. Where it is too far, the guard says what happens.
+Rule 9. Stages may come one at a time, from code that is not ours. If fewer come than the schedule
         is for, a stage that is asked for is run again from the nearest state that is kept.
 """
 
@@ -33,9 +35,10 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup.errors import ReplayError, ScheduleError
+from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.residuals.casts import geometry_of, laid_out
 from recoup.residuals.compiler import is_loaded, uncompiled
+from recoup.residuals.drift import DriftGuard, Watch
 from recoup.residuals.evaluation import is_answered
 from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
 from recoup.residuals.offload import moved_to_host
@@ -67,17 +70,21 @@ class Plan:
     Args:
         schedule: the schedule.
         stops: whether a second run ends with the last residual where its output is not needed.
+        guard: what to do where an inverse does not find its way back; None to let it pass.
     """
 
-    __slots__ = ("prepared",)
+    __slots__ = ("guard", "prepared")
 
-    def __init__(self, schedule: Schedule, *, stops: bool = True) -> None:
+    def __init__(
+        self, schedule: Schedule, *, stops: bool = True, guard: DriftGuard | None = None
+    ) -> None:
         self.prepared = Prepared(schedule, stops=stops)
+        self.guard = guard if self.prepared.inverted else None
 
     def begin(self) -> Run:
-        """Begin a chain whose stages come one at a time (See Rule 8)."""
+        """Begin a chain whose stages come one at a time (See Rule 9)."""
         check_hooks_work()
-        return Run(self.prepared)
+        return Run(self)
 
     def execute(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward; its backward will follow the schedule.
@@ -115,11 +122,11 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
 
 
 def _sweep(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
-    return Run(plan.prepared).sweep(stages, state)
+    return Run(plan).sweep(stages, state)
 
 
 def _sweep_to_values(plan: Plan, stages: Sequence[Stage], state: State) -> Result:
-    run = Run(plan.prepared)
+    run = Run(plan)
     given = set(map(storage_of, state))
     last, beside = run.sweep(stages, state)
     return tuple(run.as_value(place, value, given) for place, value in enumerate(last)), beside
@@ -157,11 +164,13 @@ class Run:
         "_stages",
         "_storages",
         "_swept",
+        "_watch",
         "_working",
     )
 
-    def __init__(self, plan: Prepared) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan.prepared
+        self._watch: Watch | None = None if plan.guard is None else plan.guard.watch()
         self._stages: list[Stage] = []
         self._runs: list[StageRun | None] = []
         self._swept: dict[int, tuple[HasTensor, ...]] = {}
@@ -207,6 +216,8 @@ class Run:
         if self._plan.keeps_output and self._is_whole:
             self._swept[len(self._stages)] = self._keep(len(self._stages), state)
         self._position = self._plan.sweep_end
+        if self._watch is not None:
+            self._watch.end_forward()
         for kept in self._swept.values():
             for value in kept:
                 value.check("before forward had ended")
@@ -246,9 +257,12 @@ class Run:
         stage = self._stages[index]
         state = self._spared(stage, state)
         run = self._runs[index] = StageRun(stage, state)
+        is_inverted = index in self._plan.inverted
         result = run.run_as_region(
-            state, partial(self._make_region, index), is_inverted=index in self._plan.inverted
+            state, partial(self._make_region, index), is_inverted=is_inverted
         )
+        if is_inverted and self._watch is not None and not run.changes_input:
+            self._watch.see(index, state, result[0])
         if run.changes_input and index in self._swept and not is_said_in_place(stage):
             raise ReplayError(
                 f"{stage.name} changes its input in place, and the schedule keeps that input. "
@@ -284,6 +298,8 @@ class Run:
                 return
             if target < self._position:
                 self._restart()
+            if self._watch is not None and self._position == self._plan.sweep_end:
+                self._watch.begin_backward()
             while self._position <= target:
                 action = self._plan.actions[self._position]
                 self._position += 1
@@ -293,7 +309,7 @@ class Run:
             raise
 
     def _fill_alone(self, index: int) -> None:
-        """Fill the slots of stage `index` from the nearest state that is kept (See Rule 8)."""
+        """Fill the slots of stage `index` from the nearest state that is kept (See Rule 9)."""
         if self._plan.inverted:
             raise ReplayError(
                 f"{self._stages[-1].name} is not the last of the {self._plan.num_stages} stages "
@@ -374,9 +390,33 @@ class Run:
     def _invert(self, index: int, *, is_taped: bool) -> None:
         # Handed over, so that the stage may let go of it half way.
         state = self._run(index).invert(self._take(index + 1), is_taped=is_taped)
+        if self._watch is not None:
+            state = self._compared(index, state, self._watch, is_taped=is_taped)
         self._working = (index, state)
         if is_taped:
             self._run(index).inputs = state
+
+    def _compared(self, index: int, state: State, watch: Watch, *, is_taped: bool) -> State:
+        """Return the state that an inverse delivered, or a better one (See Rule 8)."""
+        if watch.is_within(index, state, self._stages[index].name):
+            return self._kept.get(index, state)
+        del state
+        sources = [at for at in (*self._swept, *self._kept) if at <= index]
+        if not sources:
+            raise DriftError(
+                f"The inverse of {self._stages[index].name} drifted, and the schedule keeps no "
+                'state to compute its input from. Keep one in the schedule, or use drift="raise".'
+            )
+        spacing = watch.learn(index)
+        self._load(max(sources))
+        for at in range(max(sources), index):
+            if (index - at) % spacing == 0 and at not in self._kept:
+                self._kept[at] = self._state_at(at)
+            self._advance(at)
+        state = self._state_at(index)
+        if is_taped:
+            self._run(index).fill(state)
+        return state
 
     def _drop(self, index: int) -> None:
         self._kept.pop(index, None)
@@ -396,6 +436,8 @@ class Run:
             state = tuple(kept.get().detach() for kept in self._swept[index])
             self._kept[index] = state
         self._working = (index, state)
+        if self._watch is not None:
+            self._watch.is_exact(index)
 
     def _state_at(self, index: int) -> State:
         at, state = self._working

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from recoup.errors import NotInvertibleError, ReplayError
+from recoup.residuals.drift import DriftGuard
 from recoup.residuals.executor import Plan
 from recoup.residuals.held import Held, code_of
 from recoup.residuals.stage import State
@@ -37,7 +38,7 @@ def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
     ways: list[Way] = []
     for name, link in links.items():
         if isinstance(link, _Invertible):
-            ways.append("invert")
+            ways.append("invert" if getattr(link, "inverts_in_backward", True) else "recompute")
         elif otherwise is None:
             raise NotInvertibleError(
                 f'`memory` is "constant", but {name} has no inverse. Use "sqrt" or "log", or say '
@@ -48,9 +49,12 @@ def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
     return tuple(ways)
 
 
-def plan_for(memory: Memory, links: Mapping[str, Any], ways: Sequence[Way] | None) -> Plan:
+def plan_for(
+    memory: Memory, links: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
+) -> Plan:
     """Return the plan that `memory` means for these links, or raise if it cannot be executed."""
-    plan = Plan(schedule_for(memory, len(links), ways))
+    ways = None if ways is None else guard.ways(ways)
+    plan = Plan(schedule_for(memory, len(links), ways), guard=guard)
     for index, (name, link) in enumerate(links.items()):
         if index in plan.prepared.inverted and not isinstance(link, _Invertible):
             raise NotInvertibleError(

@@ -236,6 +236,58 @@ def test_interpolation_goes_from_one_to_the_other():
     torch.testing.assert_close(middle, (x0 + x1).float() / 2)
 
 
+# --- editing --------------------------------------------------------------------------------------
+
+
+def test_each_latent_has_a_temperature_of_its_own():
+    flow = multiscale_flow()
+    generator = torch.Generator().manual_seed(1)
+    x = flow.sample(2000, temperature=[0.5, 2.0], generator=generator)
+    early, last = flow(x)[0]
+    assert early.std().item() == pytest.approx(0.5, rel=0.03)
+    assert last.std().item() == pytest.approx(2.0, rel=0.03)
+    same = [
+        flow.sample(3, temperature=t, generator=torch.Generator().manual_seed(1))
+        for t in (0.7, (0.7, 0.7))
+    ]
+    assert torch.equal(*same)
+    with pytest.raises(ValueError, match=r"`temperature` has 3 numbers.*has 2 latents"):
+        flow.sample(1, temperature=[1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="`temperature` is -1"):
+        flow.sample(1, temperature=[1.0, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("indices", "redrawn"), [(0, {0}), (-1, {1}), ([0, 1], {0, 1}), ([], set())]
+)
+def test_vary_draws_the_latents_it_is_told_and_keeps_the_others(indices, redrawn):
+    flow = multiscale_flow().double()
+    x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+    varied = flow.vary(x, indices, generator=torch.Generator().manual_seed(1))
+    for index, (before, after) in enumerate(zip(flow(x)[0], flow(varied)[0], strict=True)):
+        if index in redrawn:
+            assert (before - after).abs().min() > 1e-4
+        else:
+            torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
+    again = flow.vary(x, indices, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(varied, again)
+    assert not varied.requires_grad
+
+
+def test_vary_at_temperature_zero_puts_the_mean_in_place():
+    flow = multiscale_flow().double()
+    x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+    kept, mean = flow(flow.vary(x, 1, temperature=0.0))[0]
+    assert mean.abs().max() < 1e-9
+    torch.testing.assert_close(kept, flow(x)[0][0], rtol=1e-9, atol=1e-9)
+
+
+def test_vary_refuses_latents_that_are_not_there():
+    for index in (2, -3):
+        with pytest.raises(ValueError, match=f"`indices` holds {index}, but this flow has 2"):
+            multiscale_flow().vary(torch.zeros(1, 1, 4, 4), index)
+
+
 # --- bases ----------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,7 @@
-"""Pictures to train on: scikit-learn's digits, a folder, or an ``.npz``; split and put in order."""
+"""Data to train on: pictures, or points in the plane; split into parts and put in order."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from recoup.recipes.checkpoints import noted_path
-from recoup.recipes.flow.reading import Pictures, read_pictures
+from recoup.recipes.flow.points import TOYS
+from recoup.recipes.flow.reading import Samples, read_samples
 
 __all__ = ["Images"]
 
@@ -23,13 +23,16 @@ _SPLIT_SEED = 0
 class Images(LightningDataModule):
     """Pictures in training, validation and test parts, as batches ``(N, C, H, W)`` of grey levels.
 
+    Of a toy density the batches are points ``(N, 2)``. With `conditional` a batch is a pair: the
+    pictures or points, and their labels ``(N,)``.
+
     All pictures are held in memory, a byte a value. Which picture belongs to which part depends
     on the data alone; the order of epoch e depends on `seed` and e alone, so that a run that was
     interrupted goes on as if it had not been.
 
     Args:
         path: A folder of pictures (searched with its subfolders), or an .npz file with uint8
-            arrays; scikit-learn's handwritten digits if None.
+            arrays, or moons, rings or checkerboard; scikit-learn's handwritten digits if None.
         levels: Number of grey levels to train on; those of the data if None.
         batch_size: Number of pictures in a batch.
         validation_fraction: Part of the pictures that validates each epoch.
@@ -38,6 +41,7 @@ class Images(LightningDataModule):
             as they are.
         num_workers: Number of processes that put batches together.
         seed: Seed of the order of the training pictures.
+        conditional: Whether batches hold labels.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Images(LightningDataModule):
         size: int | None = None,
         num_workers: int = 0,
         seed: int = 0,
+        conditional: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -58,24 +63,31 @@ class Images(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.seed = seed
-        pictures = read_pictures(None if path is None else Path(path), size)
-        self.name = pictures.name
-        self.levels = pictures.levels if levels is None else levels
-        self.has_test_part = pictures.test is not None
-        self.parts = {
-            part: _reduced(images, pictures.levels, self.levels)
-            for part, images in _split(pictures, validation_fraction, test_fraction).items()
-        }
+        samples = read_samples(path, size)
+        self.name = samples.name
+        self.levels = _levels(samples, levels)
+        self.has_test_part = samples.test is not None
+        self.parts, labels = _split(samples, validation_fraction, test_fraction)
+        if samples.levels is not None and self.levels is not None:
+            for part, images in self.parts.items():
+                self.parts[part] = _reduced(images, samples.levels, self.levels)
+        self.labels = _checked(labels, self) if conditional else {}
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape ``(C, H, W)`` of one picture."""
-        num_channels, height, width = self.parts["train"].shape[1:]
-        return num_channels, height, width
+    def shape(self) -> tuple[int, ...]:
+        """Shape ``(C, H, W)`` of one picture, or ``(2,)`` of a point."""
+        return tuple(self.parts["train"].shape[1:])
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    @property
+    def num_classes(self) -> int | None:
+        """One more than the largest label; None if batches hold no labels."""
+        if not self.labels:
+            return None
+        return 1 + max(int(labels.max()) for labels in self.labels.values() if len(labels))
+
+    def train_dataloader(self) -> DataLoader[Any]:
         """Batches of the training part, in an order that `seed` and the epoch decide."""
-        dataset = _Rows(self.parts["train"])
+        dataset = self._rows("train")
         # Its order is a function of the seed and the epoch, which the Trainer tells it.
         sampler = DistributedSampler(
             dataset,
@@ -85,23 +97,28 @@ class Images(LightningDataModule):
         )
         return self._loader(dataset, sampler=sampler)
 
-    def val_dataloader(self) -> DataLoader[Tensor]:
+    def val_dataloader(self) -> DataLoader[Any]:
         """Batches of the validation part."""
-        return self._loader(_Rows(self.parts["validation"]))
+        return self._loader(self._rows("validation"))
 
-    def test_dataloader(self) -> DataLoader[Tensor]:
+    def test_dataloader(self) -> DataLoader[Any]:
         """Batches of the test part."""
-        return self._loader(_Rows(self.parts["test"]))
+        return self._loader(self._rows("test"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must have of the pictures: where they were."""
-        return {"path": noted_path(self.path)}
+        return {"path": None if self.path in TOYS else noted_path(self.path)}
 
     def test_on_everything(self) -> None:
         """Let the test part be all pictures, for data of which training has seen none."""
         self.parts["test"] = torch.cat(list(self.parts.values()))
+        if self.labels:
+            self.labels["test"] = torch.cat(list(self.labels.values()))
 
-    def _loader(self, dataset: _Rows, **options: Any) -> DataLoader[Tensor]:
+    def _rows(self, part: str) -> _Rows:
+        return _Rows(self.parts[part], self.labels.get(part))
+
+    def _loader(self, dataset: _Rows, **options: Any) -> DataLoader[Any]:
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
@@ -112,23 +129,25 @@ class Images(LightningDataModule):
         )
 
 
-class _Rows(Dataset[Tensor]):
-    """The rows of a tensor; those of a batch are fetched at once."""
+class _Rows(Dataset[Any]):
+    """The rows of a tensor, and their labels if there are any; a batch is fetched at once."""
 
-    def __init__(self, images: Tensor) -> None:
+    def __init__(self, images: Tensor, labels: Tensor | None) -> None:
         self._images = images
+        self._labels = labels
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self._images[index]
+    def __getitem__(self, index: Any) -> Any:
+        rows = self._images[index]
+        return rows if self._labels is None else (rows, self._labels[index])
 
-    def __getitems__(self, indices: list[int]) -> Tensor:
-        return self._images[indices]
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self[indices]
 
 
-def _as_it_is(batch: Tensor) -> Tensor:
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 
@@ -151,26 +170,70 @@ def _check(
         )
 
 
+def _levels(samples: Samples, levels: int | None) -> int | None:
+    if levels is not None and samples.levels is None:
+        raise ValueError(f"`levels` is {levels}, but {samples.name} are points. Leave it out.")
+    return samples.levels if levels is None else levels
+
+
+Parts = dict[str, Tensor]
+
+
 def _split(
-    pictures: Pictures, validation_fraction: float, test_fraction: float
-) -> dict[str, Tensor]:
-    """Deal the pictures out to the three parts; parts that the data name stay as they are."""
-    rest, validation, test = pictures.train, pictures.validation, pictures.test
-    num_images = len(rest)
-    generator = torch.Generator().manual_seed(_SPLIT_SEED)
-    rest = rest[torch.randperm(num_images, generator=generator)]
-    if test is None:
-        num_test = round(test_fraction * num_images)
-        test, rest = rest[:num_test], rest[num_test:]
-    if validation is None:
-        num_validation = max(1, round(validation_fraction * num_images))
-        validation, rest = rest[:num_validation], rest[num_validation:]
-    if not len(rest):
+    samples: Samples, validation_fraction: float, test_fraction: float
+) -> tuple[Parts, Parts]:
+    """Deal pictures, and labels with them, out to three parts; what the data name stays as it is.
+
+    Labels that are not as many as their pictures are left out.
+    """
+    num_samples = len(samples.train)
+    named = {"train": samples.train, "validation": samples.validation, "test": samples.test}
+    images: Parts = {part: rows for part, rows in named.items() if rows is not None}
+    labels = {
+        part: values.long()
+        for part, values in samples.labels.items()
+        if part in images and values.shape == images[part].shape[:1]
+    }
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(_SPLIT_SEED))
+    taken = 0
+    for part, count in (
+        ("test", round(test_fraction * num_samples)),
+        ("validation", max(1, round(validation_fraction * num_samples))),
+    ):
+        if part not in images:
+            rows, taken = order[taken : taken + count], taken + count
+            images[part] = samples.train[rows]
+            if "train" in labels:
+                labels[part] = labels["train"][rows]
+    rows = order[taken:]
+    if not len(rows):
         raise ValueError(
-            f"{pictures.name} has {num_images} pictures, of which none are left to train on. Give "
+            f"{samples.name} has {num_samples} pictures, of which none are left to train on. Give "
             "more pictures, or smaller `--data.validation_fraction` and `--data.test_fraction`."
         )
-    return {"train": rest, "validation": validation, "test": test}
+    images["train"] = samples.train[rows]
+    if "train" in labels:
+        labels["train"] = labels["train"][rows]
+    return {part: images[part] for part in named}, {
+        part: labels[part] for part in named if part in labels
+    }
+
+
+def _checked(labels: Parts, images: Images) -> Parts:
+    """Return the labels, or raise a ValueError if a part has none, or they are no classes."""
+    for part, rows in images.parts.items():
+        if part not in labels:
+            raise ValueError(
+                f"`--model.conditional` is true, but {images.name} has no label for each picture "
+                f"of its {part} part. Give an .npz with arrays of whole numbers, such as "
+                "train_labels and test_labels."
+            )
+        if len(rows) and int(labels[part].min()) < 0:
+            raise ValueError(
+                f"The labels of {images.name} hold {int(labels[part].min())}, but classes are "
+                "counted from 0. Number them anew."
+            )
+    return labels
 
 
 def _reduced(images: Tensor, levels_given: int, levels: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Say how well a trained flow codes pictures it has not seen: ``recoup flow evaluate``."""
+"""Say how well a trained flow codes data it has not seen: ``recoup flow evaluate``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["evaluate"]
 def evaluate(
     checkpoint: str, data: str | None = None, batch_size: int = 256, accelerator: str = "auto"
 ) -> int:
-    """Print the bits per dimension of test pictures, and their parts.
+    """Print the bits per dimension of test pictures, and their parts; of points also nats a point.
 
     Without `data`, or with those that the flow was trained on, the pictures are those that
     training kept for the end. Of other data, the test part of an .npz that has one, else all.
 
     Args:
         checkpoint: The .ckpt file of a trained flow.
-        data: A folder of pictures or an .npz file.
+        data: A folder of pictures, an .npz file, moons, rings or checkerboard.
         batch_size: Number of pictures in a batch.
         accelerator: Where to run: auto, cpu or gpu.
 
@@ -42,10 +42,11 @@ def evaluate(
         trainer = quiet_trainer(accelerator)
     metrics = tested(trainer, model, images)
     which = "all" if unseen and not images.has_test_part else "the test part"
-    print(f"{num_images} pictures, {which} of {images.name}")
+    kind = "pictures" if len(images.shape) > 1 else "points"
+    print(f"{num_images} {kind}, {which} of {images.name}")
     rows = [
         [name.removeprefix("test_").replace("_per_", "/").replace("_", "-"), f"{value:.4f}"]
         for name, value in sorted(metrics.items())
     ]
-    print(table(["bits a value", "test"], rows))
+    print(table(["bits a value" if kind == "pictures" else "bits or nats", "test"], rows))
     return 0

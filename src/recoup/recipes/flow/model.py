@@ -1,4 +1,4 @@
-"""What is trained: a Glow, its loss in bits per dimension, and how its weights move."""
+"""What is trained: a flow, its loss in bits per dimension, and how its weights move."""
 
 from __future__ import annotations
 
@@ -9,30 +9,46 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from recoup.flows import Glow
 from recoup.recipes.draws import seed_at
+from recoup.recipes.flow.builders import FlowName, build_flow
 
 __all__ = ["FlowTraining"]
 
+Batch = Tensor | tuple[Tensor, Tensor]  # with labels, if the flow is conditional
+
 
 class FlowTraining(LightningModule):
-    """Train a Glow on pictures: the loss is bits per dimension, in a memory of your choice.
+    """Train a flow on pictures or points: the loss is bits per dimension, in a memory you choose.
 
     Logged for each epoch, for training (``train_``) and validation (``val_``), and for ``test_``:
-    `bits_per_dim` and its two parts, `latent` and `log_det`, which add up to it.
+    `bits_per_dim` and its two parts, `latent` and `log_det`, which add up to it; for points in the
+    plane also `nats_per_point`, the mean of ``-log p(x)``.
 
     All randomness of a step (dequantization noise, dropout) follows from `seed`, the epoch and
     the number of the batch: a resumed run draws what the uninterrupted one would have drawn, and
     each epoch is validated with the same noise.
 
+    A setting of the flow that is not given is that of its builder; one that the flow does not have
+    is an error.
+
     Args:
-        shape: Shape ``(C, H, W)`` of a picture.
-        levels: Number of grey levels.
+        shape: Shape ``(C, H, W)`` of a picture, or ``(2,)`` of points.
+        levels: Number of grey levels; None for points.
+        num_classes: Number of classes of the data, if the flow is conditional.
+        flow: Which flow.
+        conditional: Whether the density is that of a class: the data need labels.
         num_levels: Number of scales; H and W are halved at each.
         num_steps: Number of steps of the flow at each scale.
-        width: Channels inside the networks of the couplings.
-        coupling: Kind of coupling.
-        dropout: Probability of dropout inside the networks of the couplings.
+        num_couplings: Number of couplings, for nice.
+        width: Channels inside the networks.
+        depth: Depth of the networks, for all but glow.
+        coupling: Kind of coupling, for glow.
+        dropout: Probability of dropout inside the networks.
+        num_components: Number of logistics that are mixed, for flowpp.
+        variational: Whether the noise of dequantization is learned, for flowpp.
+        coefficient: Bound on the Lipschitz constant of a block, for iresnet.
+        log_det: How the log-determinant is computed, for iresnet.
+        exact: Whether couplings are inverted to the bit, for nice.
         memory: What backward remembers: "linear", "sqrt", "log", "constant" or a number of slots.
         optimizer: The optimizer.
         learning_rate: The learning rate after the warm-up.
@@ -44,13 +60,23 @@ class FlowTraining(LightningModule):
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
-        levels: int,
-        num_levels: int = 2,
-        num_steps: int = 8,
-        width: int = 64,
-        coupling: Literal["affine", "additive"] = "affine",
-        dropout: float = 0.0,
+        shape: tuple[int, ...],
+        levels: int | None,
+        num_classes: int | None = None,
+        flow: FlowName = "glow",
+        conditional: bool = False,
+        num_levels: int | None = None,
+        num_steps: int | None = None,
+        num_couplings: int | None = None,
+        width: int | None = None,
+        depth: int | None = None,
+        coupling: Literal["affine", "additive"] | None = None,
+        dropout: float | None = None,
+        num_components: int | None = None,
+        variational: bool | None = None,
+        coefficient: float | None = None,
+        log_det: Literal["exact", "series", "unbiased"] | None = None,
+        exact: bool | None = None,
         memory: int | str = "linear",
         optimizer: Literal["adam", "adamax"] = "adam",
         learning_rate: float = 1e-3,
@@ -60,16 +86,26 @@ class FlowTraining(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        _check_sides(shape, num_levels)
-        self.flow = Glow(
+        self.flow = build_flow(
+            flow,
             shape,
             levels=levels,
-            num_levels=num_levels,
-            num_steps=num_steps,
-            width=width,
-            coupling=coupling,
-            dropout=dropout,
-            memory=memory,  # pyright: ignore[reportArgumentType]  # the flow checks its name
+            num_classes=num_classes,
+            memory=memory,
+            settings={
+                "num_levels": num_levels,
+                "num_steps": num_steps,
+                "num_couplings": num_couplings,
+                "width": width,
+                "depth": depth,
+                "coupling": coupling,
+                "dropout": dropout,
+                "num_components": num_components,
+                "variational": variational,
+                "coefficient": coefficient,
+                "log_det": log_det,
+                "exact": exact,
+            },
         )
         self.optimizer = optimizer
         self.learning_rate = learning_rate
@@ -77,46 +113,49 @@ class FlowTraining(LightningModule):
         self.num_decay_steps = num_decay_steps
         self.seed = seed
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the bits per dimension ``(N,)`` of pictures ``(N, C, H, W)``."""
-        return self.flow.bits_per_dim(x)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the bits per dimension ``(N,)`` of pictures ``(N, C, H, W)`` or points."""
+        return self.flow.bits_per_dim(x, labels)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch: its mean bits per dimension."""
         return self._step("train", batch)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log what the batch costs to code."""
         self._step("val", batch)
 
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log what the batch costs to code."""
         self._step("test", batch)
 
-    def _step(self, stage: str, batch: Tensor) -> Tensor:
-        parts = {name: bits.mean() for name, bits in self.flow.parts(batch).items()}
+    def _step(self, stage: str, batch: Batch) -> Tensor:
+        x, labels = (batch, None) if isinstance(batch, Tensor) else batch
+        parts = {name: bits.mean() for name, bits in self.flow.parts(x, labels).items()}
         loss = torch.stack(list(parts.values())).sum()
+        metrics = {**parts, "bits_per_dim": loss}
+        if len(self.flow.shape) == 1:
+            metrics["nats_per_point"] = loss * (self.flow.num_dims * math.log(2))
         self.log_dict(
-            {f"{stage}_{name}": bits.detach() for name, bits in parts.items()}
-            | {f"{stage}_bits_per_dim": loss.detach()},
+            {f"{stage}_{name}": value.detach() for name, value in metrics.items()},
             on_step=False,
             on_epoch=True,
-            batch_size=len(batch),
+            batch_size=len(x),
             sync_dist=True,
         )
         return loss
 
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Seed the draws of this step."""
         self._seed("train", self.current_epoch, batch_idx)
 
     def on_validation_batch_start(
-        self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Seed the draws of this batch, alike in each epoch."""
         self._seed("val", batch_idx)
 
-    def on_test_batch_start(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Seed the draws of this batch."""
         self._seed("test", batch_idx)
 
@@ -139,16 +178,3 @@ class FlowTraining(LightningModule):
         if self.num_decay_steps is not None:
             rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))
         return rate
-
-
-def _check_sides(shape: tuple[int, int, int], num_levels: int) -> None:
-    factor = 2**num_levels if num_levels > 0 else 1
-    height, width = shape[1:]
-    if height % factor or width % factor:
-        most = next(n for n in range(num_levels, -1, -1) if not (height % 2**n or width % 2**n))
-        fewer = f", or use `--model.num_levels {most}`" if most else ""
-        raise ValueError(
-            f"The pictures are {width} x {height} pixels, but {num_levels} scales need sides that "
-            f"are multiples of {factor}. Resize them with "
-            f"`--data.size {max(factor, round(min(height, width) / factor) * factor)}`{fewer}."
-        )

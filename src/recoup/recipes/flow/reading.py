@@ -1,9 +1,9 @@
-"""Reading pictures from the disk into one tensor, or saying which file is wrong and why."""
+"""Reading data from the disk into one tensor, or saying which file is wrong and why."""
 
 from __future__ import annotations
 
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-__all__ = ["Pictures", "read_pictures"]
+from recoup.recipes.flow.points import TOYS, make_points
+
+__all__ = ["Samples", "read_samples"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -20,50 +22,67 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _TRAIN_KEYS = ("train_images", "x_train", "images")
 _VALIDATION_KEYS = ("val_images", "x_val")
 _TEST_KEYS = ("test_images", "x_test")
+_LABEL_KEYS = {
+    "train": ("train_labels", "y_train", "labels"),
+    "validation": ("val_labels", "y_val"),
+    "test": ("test_labels", "y_test"),
+}
 
 _GREY_MODES = {"1", "L", "LA"}
 _DEEP_MODES = {"I", "F", "I;16", "I;16B", "I;16L"}
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
-    """Pictures of one shape, ``(N, C, H, W)`` uint8, with values 0 to ``levels - 1``."""
+class Samples:
+    """Pictures of one shape ``(N, C, H, W)``, uint8 below `levels`, or points ``(N, 2)``.
+
+    `labels` has the classes ``(N,)`` of a part under its name, if the data have any.
+    """
 
     name: str
-    levels: int
+    levels: int | None
     train: Tensor
     validation: Tensor | None = None
     test: Tensor | None = None
+    labels: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
-def read_pictures(path: Path | None, size: int | None = None) -> Pictures:
-    """Read all pictures of a folder or an ``.npz``, or scikit-learn's digits if `path` is None.
+def read_samples(source: str | None, size: int | None = None) -> Samples:
+    """Read all pictures of a folder or an ``.npz``; scikit-learn's digits if `source` is None.
 
     Args:
-        path: The folder, searched with its subfolders, or the file.
+        source: The folder, searched with its subfolders, or the file; or the name of a toy density
+            in the plane, of which the points are made.
         size: Side of a square to which each is cropped and resized; None to leave them as they are.
 
     Raises:
         ValueError: A file cannot be read or does not fit; the message names it.
     """
-    if path is None:
+    if source is None:
         return _resized(_digits(), size)
+    if source in TOYS:
+        if size is not None:
+            raise ValueError(f"`size` is {size}, but {source} are points. Leave it out.")
+        points, labels = make_points(source)
+        return Samples(source, None, points, labels={} if labels is None else {"train": labels})
+    path = Path(source)
     if path.is_dir():
-        return Pictures(str(path), 256, _folder(path, size))
+        return Samples(str(path), 256, _folder(path, size))
     if path.suffix.lower() == ".npz" and path.is_file():
         return _resized(_archive(path), size)
     what = "neither a folder nor an .npz file" if path.exists() else "not there"
     raise ValueError(
-        f"`--data` is {path}, which is {what}. Give a folder of pictures or an .npz file, or leave "
-        "`--data` out for the built-in digits."
+        f"`--data` is {path}, which is {what}. Give a folder of pictures, an .npz file or one of "
+        f"{', '.join(TOYS)}, or leave `--data` out for the built-in digits."
     )
 
 
-def _digits() -> Pictures:
+def _digits() -> Samples:
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
-    return Pictures("the digits", 17, torch.from_numpy(digits.images.astype(np.uint8))[:, None])
+    images = torch.from_numpy(digits.images.astype(np.uint8))[:, None]
+    return Samples("the digits", 17, images, labels={"train": torch.from_numpy(digits.target)})
 
 
 def _folder(path: Path, size: int | None) -> Tensor:
@@ -117,7 +136,7 @@ def _square(image: Image.Image, size: int) -> Image.Image:
     return ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
 
 
-def _archive(path: Path) -> Pictures:
+def _archive(path: Path) -> Samples:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays: dict[str, Array] = {key: archive[key] for key in archive.files}
@@ -145,7 +164,12 @@ def _archive(path: Path) -> Pictures:
                     f"`{key}` of {path} has pictures of shape {tuple(parts[part].shape[1:])}, but "
                     f"`{train}` of {tuple(parts['train'].shape[1:])}. Make them one shape."
                 )
-    return Pictures(str(path), levels, **parts)
+    labels = {
+        part: torch.from_numpy(arrays[key])
+        for part, keys in _LABEL_KEYS.items()
+        if (key := _first(arrays, keys)) is not None and arrays[key].dtype.kind in "iu"
+    }
+    return Samples(str(path), levels, **parts, labels=labels)
 
 
 def _first(arrays: dict[str, Array], keys: tuple[str, ...]) -> str | None:
@@ -175,7 +199,7 @@ def _pictures(path: Path, key: str, array: Array, levels: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
-def _resized(pictures: Pictures, size: int | None) -> Pictures:
+def _resized(pictures: Samples, size: int | None) -> Samples:
     if size is None:
         return pictures
     if pictures.levels != 256:
@@ -188,7 +212,7 @@ def _resized(pictures: Pictures, size: int | None) -> Pictures:
         for part in ("train", "validation", "test")
         if (images := getattr(pictures, part)) is not None
     }
-    return Pictures(pictures.name, pictures.levels, **parts)
+    return replace(pictures, **parts)
 
 
 def _resized_tensor(images: Tensor, size: int) -> Tensor:

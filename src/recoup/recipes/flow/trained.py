@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from recoup.recipes.checkpoints import (
@@ -40,7 +41,7 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
 
     Args:
         path: The checkpoint.
-        data: A folder or an .npz file; None for what the flow was trained on.
+        data: A folder, an .npz file or a toy density; None for what the flow was trained on.
         batch_size: Number of pictures in a batch; None for that of training.
 
     Raises:
@@ -54,12 +55,21 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
     images = Images(**settings)
     flow = settings_in(checkpoint, "hyper_parameters")
     if images.shape != tuple(flow["shape"]) or images.levels != flow["levels"]:
-        theirs, ours = (" x ".join(map(str, shape)) for shape in (images.shape, flow["shape"]))
         raise ValueError(
-            f"The pictures of {images.name} are {theirs} with {images.levels} grey levels, but "
-            f"{path} is of a flow for {ours} with {flow['levels']}. Give pictures in that form."
+            f"The data of {images.name} are {_form(images.shape, images.levels)}, but {path} is "
+            f"of a flow for {_form(flow['shape'], flow['levels'])}. Give data in that form."
+        )
+    if (images.num_classes or 0) > (flow.get("num_classes") or 0):
+        raise ValueError(
+            f"{images.name} has {images.num_classes} classes, but {path} is of a flow for "
+            f"{flow['num_classes']}. Give data with labels below that."
         )
     return images
+
+
+def _form(shape: Sequence[int], levels: int | None) -> str:
+    sizes = " x ".join(map(str, shape))
+    return "points in the plane" if levels is None else f"{sizes} with {levels} grey levels"
 
 
 def load_path(path: str | Path) -> str | None:

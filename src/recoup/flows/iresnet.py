@@ -1,0 +1,165 @@
+"""i-ResNet and Residual Flow: actnorm and invertible residual blocks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributions import Distribution
+
+from recoup.flows.flow import Flow
+from recoup.invertible import (
+    ActNorm,
+    Chain,
+    InvertibleModule,
+    InvertibleResidual,
+    LipschitzConv2d,
+    LipschitzLinear,
+    LipSwish,
+    Logit,
+    Normalize,
+    Squeeze,
+)
+from recoup.invertible.residual import LogDet
+from recoup.schedules.memory import Memory
+
+__all__ = ["IResNet"]
+
+_MOST_EXACT = 16  # numbers a sample, up to which "exact" costs no more than a series
+
+
+class IResNet(Flow):
+    """The flow of invertible residual networks, for images and for vectors.
+
+    Each of the `num_levels` scales squeezes 2x2 pixels into channels and runs `num_steps` times
+    ActNorm and ``x + g(x)``; no channel is sent ahead to the latents. `g` is, for images, a 3x3, a
+    1x1 and a 3x3 convolution, for vectors `depth` hidden layers, with `LipSwish` between; a last
+    ActNorm ends the flow. With ``log_det="unbiased"`` this is a Residual Flow.
+
+    There is nothing to gain from the inverse in backward, so ``memory="constant"`` recomputes the
+    blocks; "sqrt" is the mode to choose. `sample` and `inverse` repeat each block's network until
+    they converge, some dozens of times.
+
+    Args:
+        shape: Shape of one sample: ``(C, H, W)``, H and W multiples of ``2**num_levels``, or
+            ``(D,)``.
+        levels: Number of grey levels of the data, 17 or 256 for instance; None for continuous
+            data, which are then taken as they are.
+        num_levels: Number of scales; 1 for vectors.
+        num_steps: Number of blocks a scale.
+        width: Channels, or features, inside the networks of the blocks.
+        depth: Number of hidden layers of those networks.
+        coefficient: The most that the Lipschitz constant of each layer is. That of a block is at
+            most its power of ``depth + 1``.
+        log_det: "exact", "series" or "unbiased", see `recoup.invertible.InvertibleResidual`; None
+            for "exact" up to 16 numbers a sample, and "unbiased" above.
+        num_terms: How many terms of the series there are at least.
+        alpha: With `levels`, the margin of the `Logit` that comes first; None to only shift the
+            data to the middle, ``[-0.5, 0.5]``.
+        tolerance: At which residual a block's inverse ends; None for that of its type.
+        memory: What backward remembers, see `recoup.invertible.Chain`.
+        base: Distribution of the latents, standard normal by default.
+
+    Raises:
+        ValueError: When an argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from recoup.flows import IResNet
+        >>> flow = IResNet((2,), levels=None, num_steps=2, width=8, memory="sqrt")
+        >>> flow.log_prob(torch.zeros(3, 2)).shape
+        torch.Size([3])
+        >>> flow.sample(4).shape
+        torch.Size([4, 2])
+
+    Behrmann et al., "Invertible residual networks", https://arxiv.org/abs/1811.00995; Chen et al.,
+    "Residual flows for invertible generative modeling", https://arxiv.org/abs/1906.02735.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        levels: int | None,
+        num_levels: int = 1,
+        num_steps: int = 8,
+        width: int = 64,
+        depth: int = 2,
+        coefficient: float = 0.9,
+        log_det: LogDet | None = None,
+        num_terms: int = 8,
+        alpha: float | None = 0.05,
+        tolerance: float | None = None,
+        memory: Memory = "linear",
+        base: Distribution | None = None,
+    ) -> None:
+        _check(shape, num_levels=num_levels, num_steps=num_steps, width=width, depth=depth)
+        if log_det is None:
+            log_det = "exact" if math.prod(shape) <= _MOST_EXACT else "unbiased"
+        is_image = len(shape) == 3
+        stages: list[InvertibleModule] = []
+        if levels is not None:
+            stages += [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
+        size = shape[0]
+        for _ in range(num_levels):
+            if is_image:
+                stages += [Squeeze()]
+                size *= 4
+            for _ in range(num_steps):
+                network = (_conv_network if is_image else _dense_network)(
+                    size, width, depth, coefficient
+                )
+                stages += [
+                    ActNorm(size),
+                    InvertibleResidual(
+                        network, log_det=log_det, num_terms=num_terms, tolerance=tolerance
+                    ),
+                ]
+        stages += [ActNorm(size)]
+        super().__init__(Chain(*stages, memory=memory), shape=shape, levels=levels, base=base)
+
+
+def _dense_network(size: int, width: int, depth: int, coefficient: float) -> nn.Module:
+    sizes = [size, *(width,) * depth, size]
+    layers = [
+        LipschitzLinear(before, after, coefficient=coefficient)
+        for before, after in itertools.pairwise(sizes)
+    ]
+    return _with_activations(layers)
+
+
+def _conv_network(size: int, width: int, depth: int, coefficient: float) -> nn.Module:
+    sizes = [size, *(width,) * depth, size]
+    # 3x3 at both ends, where there are few channels, and 1x1 in between.
+    kernels = [3, *(1,) * (depth - 1), 3]
+    layers = [
+        LipschitzConv2d(before, after, kernel, padding=kernel // 2, coefficient=coefficient)
+        for before, after, kernel in zip(sizes, sizes[1:], kernels, strict=False)
+    ]
+    return _with_activations(layers)
+
+
+def _with_activations(layers: Sequence[nn.Module]) -> nn.Module:
+    first, *others = layers
+    stacked = [first]
+    for layer in others:
+        stacked += [LipSwish(), layer]
+    return nn.Sequential(*stacked)
+
+
+def _check(shape: Sequence[int], **counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+    num_levels = counts["num_levels"]
+    factor = 2**num_levels
+    is_vector = len(shape) == 1 and shape[0] >= 1 and num_levels == 1
+    is_image = len(shape) == 3 and min(shape) >= 1 and not (shape[1] % factor or shape[2] % factor)
+    if not (is_vector or is_image):
+        raise ValueError(
+            f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
+            f"with H and W multiples of {factor}, or (D,) with `num_levels` 1. Pad or crop the "
+            "images, or use fewer levels."
+        )

@@ -1,0 +1,56 @@
+"""Latents of a flow: one tensor, or a tuple of them where its chain splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Latents", "as_latents", "as_tuple", "chosen", "temperature_of_each"]
+
+Latents = Any  # a tensor, or a tuple of them where the chain splits: pyright cannot say which
+
+
+def as_tuple(latents: Latents) -> tuple[Tensor, ...]:
+    """Return latents as a tuple, also where they are one tensor."""
+    return (latents,) if isinstance(latents, Tensor) else tuple(latents)
+
+
+def as_latents(parts: Sequence[Tensor]) -> Latents:
+    """Return what `as_tuple` took apart in the form that a chain's inverse takes."""
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def temperature_of_each(
+    temperature: float | Sequence[float], num_latents: int
+) -> tuple[float, ...]:
+    """Return one temperature a latent.
+
+    Raises:
+        ValueError: When there is another number of them than of latents.
+    """
+    if not isinstance(temperature, Sequence):
+        return (temperature,) * num_latents
+    if len(temperature) != num_latents:
+        raise ValueError(
+            f"`temperature` has {len(temperature)} numbers, but this flow has {num_latents} "
+            f"latents. Give one number for all, or one for each, in the order of `forward`."
+        )
+    return tuple(temperature)
+
+
+def chosen(indices: int | Sequence[int], num_latents: int) -> frozenset[int]:
+    """Return which latents are meant, counted from the front.
+
+    Raises:
+        ValueError: When a flow with `num_latents` latents has no such one.
+    """
+    given = (indices,) if isinstance(indices, int) else tuple(indices)
+    for index in given:
+        if not -num_latents <= index < num_latents:
+            raise ValueError(
+                f"`indices` holds {index}, but this flow has {num_latents} latents. Give numbers "
+                f"from 0, the first to be split off, to {num_latents - 1}."
+            )
+    return frozenset(index % num_latents for index in given)

@@ -1,0 +1,126 @@
+"""NICE: additive couplings between the values with odd and with even numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch.distributions import Distribution
+
+from recoup.flows.flow import Flow
+from recoup.flows.logistic import Logistic
+from recoup.flows.networks import DenseNetwork
+from recoup.flows.shapes import check_counts
+from recoup.invertible import (
+    ActNorm,
+    AdditiveCoupling,
+    Chain,
+    Flatten,
+    InvertibleModule,
+    Normalize,
+    Permute,
+)
+from recoup.schedules.memory import Memory
+
+__all__ = ["NICE"]
+
+# Of the grid of exact couplings: 256 places or more between two levels, and exact sums to 1024.
+_FRACTION_BITS = 14
+
+
+class NICE(Flow):
+    """The flow of NICE, for samples of any shape: additive couplings of vectors, and one scaling.
+
+    A sample is one vector; its even and odd entries take turns in `num_couplings` additive
+    couplings, which keep volume, and an ActNorm at the end scales each entry: all that changes
+    volume. Every network sees half of the whole sample, so its size grows with the data's.
+
+    With ``memory="constant"`` backward holds one coupling at a time, whatever the depth, and runs
+    each network once more; the peak of "linear" grows with `num_couplings`. With ``exact=True``
+    the couplings work on a grid, and their inverse returns the very bits.
+
+    The paper's size for MNIST is ``NICE((1, 28, 28), levels=256, width=1000, depth=5)``.
+
+    Args:
+        shape: Shape of one sample, of at least 2 values.
+        levels: Number of grey levels of the data, 17 or 256 for instance; None for continuous
+            data, which are then taken as they are.
+        num_couplings: Number of couplings.
+        width: Width of their networks.
+        depth: Number of hidden layers of their networks.
+        exact: Whether the couplings work on a grid, see `recoup.invertible.AdditiveCoupling`.
+        dropout: Probability of dropout inside the networks.
+        num_classes: Number of classes of a flow that is given a label; None for none.
+        memory: What backward remembers, see `recoup.invertible.Chain`.
+        base: Distribution of the latents, `Logistic` by default, as the paper has it.
+
+    Raises:
+        ValueError: When an argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from recoup.flows import NICE
+        >>> flow = NICE((1, 8, 8), levels=17, width=32, exact=True, memory="constant")
+        >>> flow.bits_per_dim(torch.zeros(3, 1, 8, 8)).shape
+        torch.Size([3])
+        >>> flow.sample(2).shape
+        torch.Size([2, 1, 8, 8])
+
+    Dinh et al., "NICE", https://arxiv.org/abs/1410.8516.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        *,
+        levels: int | None,
+        num_couplings: int = 4,
+        width: int = 64,
+        depth: int = 3,
+        exact: bool = False,
+        dropout: float = 0.0,
+        num_classes: int | None = None,
+        memory: Memory = "linear",
+        base: Distribution | None = None,
+    ) -> None:
+        check_counts(num_couplings=num_couplings)
+        flatten = Flatten(shape)
+        size = flatten.shape.numel()
+        if size < 2:
+            raise ValueError(f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values.")
+        stages: list[InvertibleModule] = [] if levels is None else [_scaling(levels)]
+        # The even entries first: the halves of a coupling are then the even and the odd ones.
+        stages += [flatten, Permute([*range(0, size, 2), *range(1, size, 2)])]
+        for place in range(num_couplings):
+            parts = ((size + 1) // 2, size // 2)
+            network = DenseNetwork(
+                *(parts if place % 2 == 0 else parts[::-1]),
+                width=width,
+                depth=depth,
+                dropout=dropout,
+                num_context=num_classes or 0,
+            )
+            condition = "first" if place % 2 == 0 else "second"
+            stages += [
+                AdditiveCoupling(
+                    network, condition=condition, exact=exact, fraction_bits=_FRACTION_BITS
+                )
+            ]
+        super().__init__(
+            Chain(*stages, ActNorm(size), memory=memory),
+            shape=shape,
+            levels=levels,
+            base=Logistic(0.0, 1.0) if base is None else base,
+            num_classes=num_classes,
+        )
+
+
+def _scaling(levels: int) -> Normalize:
+    """Bring the unit interval to the middle, about 4 wide, and every level between grid points.
+
+    The distance of two levels becomes a power of two, and their border the middle of two points of
+    the grid: so a coupling that rounds to the grid moves no value to another level.
+    """
+    check_counts(levels=levels)
+    width = levels * 2.0 ** round(math.log2(4 / levels))
+    return Normalize(0.5 - 2.0 ** -(_FRACTION_BITS + 1) / width, 1 / width)

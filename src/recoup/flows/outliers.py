@@ -1,0 +1,150 @@
+"""Scores that tell data of another kind from those that a flow was trained on.
+
+The likelihood alone does not: a flow trained on photographs of things gives house numbers a higher
+one than the things themselves (Nalisnick et al., https://arxiv.org/abs/1810.09136), since it counts
+how smooth a picture is before what it shows. The two scores here correct for that, each in its own
+way; the larger, the less the data are like those of training. Take a threshold from the scores of
+held-out data of training's kind: their 99th percentile raises one false alarm in a hundred.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from recoup.flows.flow import Flow
+
+__all__ = ["coded_bits_per_dim", "complexity_ratio", "typicality"]
+
+
+@torch.no_grad()
+def typicality(
+    flow: Flow, x: Tensor, reference_bits: Tensor, labels: Tensor | None = None
+) -> Tensor:
+    """Return how far from typical data ``(N, ...)`` are: ``(N,)``, in bits a value.
+
+    Samples of a density in many dimensions have about the mean code length of that density. So
+    data that cost much less are suspect too, though likelier than all that was trained on. One
+    sample says little: what cannot be told by one is told by the mean over a group of the same
+    origin, ``abs(flow.bits_per_dim(group).mean() - reference_bits.mean())``.
+
+    Args:
+        flow: A trained flow, in evaluation mode.
+        x: The data to judge, ``(N, *flow.shape)``.
+        reference_bits: `Flow.bits_per_dim` of data of training's kind ``(M,)``, best held-out.
+        labels: Classes ``(N,)``, for a conditional flow.
+
+    Returns:
+        Distances of each code length from the mean of `reference_bits`.
+
+    Raises:
+        ValueError: When `reference_bits` is empty or of another shape.
+
+    Example:
+        >>> import torch
+        >>> from recoup.flows import Flow, typicality
+        >>> from recoup.invertible import Chain, Flip
+        >>> flow = Flow(Chain(Flip()), shape=(64,))
+        >>> known = flow.bits_per_dim(torch.randn(1000, 64))
+        >>> scores = typicality(flow, torch.stack([torch.randn(64), torch.zeros(64)]), known)
+        >>> bool(scores[1] > scores[0])  # the likeliest of all, and like no sample
+        True
+
+    Nalisnick et al., "Detecting out-of-distribution inputs to deep generative models using
+    typicality", https://arxiv.org/abs/1906.02994.
+    """
+    if reference_bits.dim() != 1 or not len(reference_bits):
+        raise ValueError(
+            f"`reference_bits` has shape {tuple(reference_bits.shape)}, but must be (M,), M at "
+            f"least 1: `flow.bits_per_dim` of data like those of training."
+        )
+    return (flow.bits_per_dim(x, labels) - reference_bits.mean()).abs()
+
+
+@torch.no_grad()
+def complexity_ratio(flow: Flow, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    """Return how much more pictures cost the flow than a coder that knows none: ``(N,)``.
+
+    That is `Flow.bits_per_dim` less `coded_bits_per_dim`, a log-likelihood ratio in bits a value.
+    Simple pictures are cheap to every coder; a flow is at home where it beats one made for all.
+
+    Args:
+        flow: A trained flow of grey levels, in evaluation mode.
+        x: Pictures ``(N, C, H, W)`` of levels.
+        labels: Classes ``(N,)``, for a conditional flow.
+
+    Raises:
+        ValueError: When the flow is not one of pictures of at most 256 levels.
+
+    Example:
+        >>> import torch
+        >>> from recoup.flows import Glow, complexity_ratio
+        >>> flow = Glow((1, 8, 8), levels=17, num_steps=1, width=8).eval()
+        >>> complexity_ratio(flow, torch.randint(17, (3, 1, 8, 8))).shape
+        torch.Size([3])
+
+    Serrà et al., "Input complexity and out-of-distribution detection with likelihood-based
+    generative models", https://arxiv.org/abs/1909.11480.
+    """
+    if flow.levels is None or flow.levels > 256 or len(flow.shape) != 3:
+        raise ValueError(
+            f"`flow` is for data of shape {tuple(flow.shape)} with `levels` {flow.levels}, but "
+            f"only pictures (C, H, W) of at most 256 levels can be coded to compare. Use "
+            f"`typicality`."
+        )
+    bits = flow.bits_per_dim(x, labels)
+    return bits - coded_bits_per_dim(x).to(bits)
+
+
+def coded_bits_per_dim(x: Tensor) -> Tensor:
+    """Return what lossless compression makes of pictures, ``(N,)``, in bits a value, float64.
+
+    The coder is that of PNG: each pixel less what its neighbours foretell, then DEFLATE. Each of
+    PNG's five forecasts is tried on the whole picture, and the shortest counts.
+
+    Args:
+        x: Pictures ``(N, C, H, W)`` of whole numbers, 0 to 255, of any type.
+
+    Raises:
+        ValueError: When `x` has another shape, or holds other values.
+
+    Example:
+        >>> import torch
+        >>> from recoup.flows import coded_bits_per_dim
+        >>> flat, noise = torch.zeros(1, 16, 16), torch.randint(256, (1, 16, 16))
+        >>> bits = coded_bits_per_dim(torch.stack([flat, noise]))
+        >>> bool(bits[0] < 0.5 and bits[1] > 7.9)
+        True
+
+    PNG, https://www.w3.org/TR/png-3/, section 9.
+    """
+    if x.dim() != 4 or 0 in x.shape[1:]:
+        raise ValueError(f"`x` has shape {tuple(x.shape)}, but must be (N, C, H, W).")
+    pixels = x.to("cpu", torch.long)
+    if len(x) and (bool((pixels != x.cpu()).any()) or not 0 <= pixels.min() <= pixels.max() < 256):
+        raise ValueError("`x` must hold whole numbers, 0 to 255: the grey levels of pictures.")
+    sizes = [
+        min(_deflated(image) for image in forecasts.movedim(1, -1))
+        for forecasts in _residuals(pixels).unbind(1)
+    ]
+    return torch.tensor(sizes, dtype=torch.float64) * 8 / x.shape[1:].numel()
+
+
+def _residuals(x: Tensor) -> Tensor:
+    """Return pixels ``(N, C, H, W)`` less each of PNG's five forecasts: ``(5, N, C, H, W)``."""
+    padded = torch.nn.functional.pad(x, (1, 0, 1, 0))
+    left, up, corner = padded[..., 1:, :-1], padded[..., :-1, 1:], padded[..., :-1, :-1]
+    plane = left + up - corner
+    near = torch.stack([left, up, corner])  # of equally near ones the first counts
+    paeth = near.gather(0, (near - plane).abs().argmin(0, keepdim=True))[0]
+    forecasts = torch.stack([torch.zeros_like(x), left, up, (left + up) // 2, paeth])
+    return (x - forecasts) % 256
+
+
+def _deflated(values: Tensor) -> int:
+    """Number of bytes that are left of values below 256."""
+    numbers: list[int] = values.flatten().tolist()
+    coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)  # without zlib's own header
+    return len(coder.compress(bytes(numbers)) + coder.flush())

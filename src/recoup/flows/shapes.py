@@ -1,0 +1,35 @@
+"""What the builders of flows ask of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["check_counts", "check_images", "check_shape"]
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless every count is at least 1."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+
+
+def check_images(shape: Sequence[int], num_levels: int) -> None:
+    """Raise ValueError unless `shape` is (C, H, W) and can be halved `num_levels` times."""
+    factor = 2**num_levels
+    if len(shape) != 3 or min(shape) < 1 or shape[1] % factor or shape[2] % factor:
+        raise ValueError(
+            f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
+            f"with H and W multiples of {factor}. Pad or crop the images, or use fewer levels."
+        )
+
+
+def check_shape(shape: Sequence[int], num_levels: int) -> None:
+    """Raise ValueError unless `shape` is that of a vector (D,), or as `check_images` has it."""
+    if len(shape) != 1:
+        check_images(shape, num_levels)
+    elif shape[0] < 2:
+        raise ValueError(
+            f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values: one half decides "
+            f"how the other is changed."
+        )

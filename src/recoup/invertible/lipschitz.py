@@ -1,0 +1,264 @@
+"""Layers of a stated Lipschitz constant: what the networks in invertible residual blocks are of."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
+
+_linalg: Any = torch.linalg  # torch leaves the types of its functions unknown
+_fft: Any = torch.fft
+
+# Frequencies a side of a kernel of 3, 5, ... that are looked at, for each entry beyond the first.
+# Between two of them the norm may be higher, by 1 / cos(pi / 16), so 2 % a side of the kernel.
+_FREQUENCIES = 8
+
+
+class _Shared(threading.local):
+    def __init__(self) -> None:
+        self.weights: dict[tuple[nn.Module, bool], Tensor] | None = None
+
+
+_shared = _Shared()
+
+
+@contextmanager
+def one_weight_a_call() -> Generator[None]:
+    """Within it each layer computes its normalised weight once, however often it is called."""
+    before, _shared.weights = _shared.weights, {}
+    try:
+        yield
+    finally:
+        _shared.weights = before
+
+
+class LipschitzLinear(nn.Linear):
+    """A linear layer whose Lipschitz constant is at most `coefficient`, after every step.
+
+    What is multiplied with is ``weight * min(1, coefficient / norm)``, ``norm`` the largest
+    singular value of `weight`, computed exactly at each call: nothing is estimated, so nothing is
+    behind after a large step, and there is no state beside the parameters, whose names are those
+    of `nn.Linear`. The gradient goes through the norm.
+
+    Autograd keeps what `nn.Linear` keeps, the product and the singular vectors. A call pays
+    O(min(in, out)^2 max(in, out)): half a millisecond at 64 x 64, 30 at 512 x 512. Within one call
+    of an `InvertibleResidual` that is paid once. Not rounded by autocast.
+
+    Args:
+        in_features: Size of the last dimension of the input ``(..., in_features)``.
+        out_features: Size of the last dimension of the output.
+        bias: Whether to add a learned bias.
+        coefficient: The bound, above 0 and below 1.
+        device: Device of the parameters.
+        dtype: Floating-point type of the parameters.
+
+    Raises:
+        ValueError: When `coefficient` is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import LipschitzLinear
+        >>> layer = LipschitzLinear(2, 2, coefficient=0.5)
+        >>> _ = torch.nn.init.constant_(layer.weight, 100.0)
+        >>> layer.normalized_weight()
+        tensor([[0.2500, 0.2500],
+                [0.2500, 0.2500]], grad_fn=<MulBackward0>)
+
+    Gouk et al., "Regularisation of neural networks by enforcing Lipschitz continuity",
+    https://arxiv.org/abs/1804.04368; Behrmann et al., "Invertible residual networks",
+    https://arxiv.org/abs/1811.00995, section 2.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        coefficient: float = 0.9,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.coefficient = _checked(coefficient)
+
+    def normalized_weight(self) -> Tensor:
+        """Return the weight that is multiplied with, ``(out_features, in_features)``."""
+        return _normalized(self, self.weight, self.coefficient, _matrix_norm)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``(..., in_features)`` to ``(..., out_features)``."""
+        return functional.linear(input, self.normalized_weight(), self.bias)
+
+    def extra_repr(self) -> str:
+        """Show the sizes and the coefficient."""
+        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
+
+
+class LipschitzConv2d(nn.Conv2d):
+    """A convolution whose Lipschitz constant is at most `coefficient`, after every step.
+
+    What is convolved with is ``weight * min(1, coefficient / norm)``. The convolution with zero
+    padding, of whatever image size, is a part of that of an unbounded image, whose norm is the
+    largest singular value of the kernel's Fourier transform at any frequency. It is found on a grid
+    of frequencies, computed exactly at each of them, and raised by what a transform of this degree
+    can rise between two: so `norm` is an upper bound, up to 4 % high for a 3x3 kernel. (The
+    reshaped kernel's largest singular value is no bound: it may be low by a factor of 3.) There is
+    no state beside the parameters, whose names are those of `nn.Conv2d`. The gradient goes through
+    the norm.
+
+    Autograd keeps what `nn.Conv2d` keeps, the product and one transform of the kernel. A call pays
+    the singular values of 144 matrices for a 3x3 kernel: 2 ms at 12 channels in or out, 30 at 64;
+    of one for a 1x1 kernel. Within one call of an `InvertibleResidual` that is paid once. Not
+    rounded by autocast.
+
+    Args:
+        in_channels: Channels of the input ``(N, in_channels, H, W)``.
+        out_channels: Channels of the output.
+        kernel_size: Side of the kernel.
+        stride: As of `nn.Conv2d`.
+        padding: As of `nn.Conv2d`; zeros.
+        dilation: As of `nn.Conv2d`.
+        groups: As of `nn.Conv2d`.
+        bias: Whether to add a learned bias.
+        coefficient: The bound, above 0 and below 1.
+        device: Device of the parameters.
+        dtype: Floating-point type of the parameters.
+
+    Raises:
+        ValueError: When `coefficient` is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import LipschitzConv2d
+        >>> layer = LipschitzConv2d(4, 8, 3, padding=1, coefficient=0.9)
+        >>> _ = torch.nn.init.constant_(layer.weight, 100.0)
+        >>> x = torch.randn(1, 4, 8, 8)
+        >>> bool((layer(x) - layer(0 * x)).norm() <= 0.9 * x.norm())
+        True
+
+    Sedghi et al., "The singular values of convolutional layers", https://arxiv.org/abs/1805.10408;
+    Behrmann et al., "Invertible residual networks", https://arxiv.org/abs/1811.00995, section 2.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: str | int | tuple[int, int] = 0,
+        dilation: int | tuple[int, int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        coefficient: float = 0.9,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride=stride, padding=padding,
+            dilation=dilation, groups=groups, bias=bias, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.coefficient = _checked(coefficient)
+
+    def normalized_weight(self) -> Tensor:
+        """Return the kernel that is convolved with, of the shape of `weight`."""
+        return _normalized(self, self.weight, self.coefficient, self._norm)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``(N, in_channels, H, W)`` to ``(N, out_channels, H, W)``, H and W as padded."""
+        return self._conv_forward(input, self.normalized_weight(), self.bias)
+
+    def _norm(self, weight: Tensor) -> Tensor:
+        """Bound the norm of the convolution with `weight`, of any stride and on any image."""
+        kernel = (self.kernel_size[0], self.kernel_size[1])
+        grid = [max(1, _FREQUENCIES * (size - 1)) for size in kernel]
+        # A real kernel has the same norm at opposite frequencies, so half of them are enough.
+        transform: Tensor = _fft.rfftn(weight, s=grid, dim=(2, 3))
+        # Groups do not mix: the norm of all is the largest norm of one.
+        num_out, num_in = weight.shape[0] // self.groups, weight.shape[1]
+        blocks = transform.reshape(self.groups, num_out, num_in, -1)
+        blocks = blocks.permute(3, 0, 1, 2).flatten(0, 1)
+        with torch.no_grad():
+            values: Tensor = _linalg.svdvals(blocks)
+            worst = values[:, 0].argmax().reshape(1)
+        rise = math.prod(
+            1 / math.cos(math.pi * (size - 1) / (2 * num))
+            for size, num in zip(kernel, grid, strict=True)
+        )
+        return _matrix_norm(blocks.index_select(0, worst)).squeeze(0) * rise
+
+    def extra_repr(self) -> str:
+        """Show what `nn.Conv2d` shows, and the coefficient."""
+        return f"{super().extra_repr()}, coefficient={self.coefficient:g}"
+
+
+class LipSwish(nn.Module):
+    """The activation ``x * sigmoid(beta * x) / 1.1``, smooth and of a Lipschitz constant below 1.
+
+    ``beta = softplus(raw_beta)`` is one learned number; no value of it raises the constant. In
+    contrast to ELU the second derivative does not vanish over a half of the line, so that the
+    gradient of a log-determinant does not either. Autograd keeps three tensors of the input's size.
+
+    Args:
+        device: Device of the parameter.
+        dtype: Floating-point type of the parameter.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import LipSwish
+        >>> LipSwish()(torch.tensor([-1.0, 0.0, 1.0])).shape
+        torch.Size([3])
+
+    Chen et al., "Residual flows for invertible generative modeling",
+    https://arxiv.org/abs/1906.02735, section 3.3.
+    """
+
+    def __init__(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        # softplus of it is 1: the usual Swish
+        start = math.log(math.expm1(1.0))
+        self.raw_beta = nn.Parameter(torch.full((1,), start, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation to `x` of any shape."""
+        return x * torch.sigmoid(x * functional.softplus(self.raw_beta)) / 1.1
+
+
+def _normalized(layer: nn.Module, weight: Tensor, coefficient: float, norm_of: Any) -> Tensor:
+    shared = _shared.weights
+    key = (layer, torch.is_grad_enabled())
+    if shared is not None and key in shared:
+        return shared[key]
+    with torch.autocast(weight.device.type, enabled=False):
+        precise = weight if weight.dtype is torch.float64 else weight.float()
+        norm = cast("Tensor", norm_of(precise))
+        # Divided by the larger of the two, so that a weight of zeros needs no case of its own.
+        normalized = weight * (coefficient / norm.clamp(min=coefficient)).to(weight.dtype)
+    if shared is not None:
+        shared[key] = normalized
+    return normalized
+
+
+def _matrix_norm(matrix: Tensor) -> Tensor:
+    return _linalg.matrix_norm(matrix, ord=2)
+
+
+def _checked(coefficient: float) -> float:
+    if not 0 < coefficient < 1:
+        raise ValueError(
+            f"`coefficient` is {coefficient}, but must be above 0 and below 1: a block can only be "
+            "inverted if its network contracts. 0.9 is usual."
+        )
+    return coefficient

@@ -1,0 +1,236 @@
+"""Invertible residual blocks: a network that contracts, added to its input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup.errors import ConvergenceError
+from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.lipschitz import one_weight_a_call
+from recoup.invertible.log_dets import (
+    exact_log_det,
+    power_series,
+    probes_for,
+    roulette_weights,
+    series_weights,
+)
+from recoup.residuals.compiler import is_loaded, uncompiled
+
+__all__ = ["InvertibleResidual", "LogDet"]
+
+LogDet = Literal["exact", "series", "unbiased"]
+
+_MOST_EXACT = 256  # numbers a sample: its Jacobian has their square
+_ROUNDING = 128  # the default tolerance, in units of the type's rounding
+_NOT_FOR_BLOCKS = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+)  # fmt: skip
+
+
+class InvertibleResidual(InvertibleModule):
+    """Add to the input what a network makes of it: ``y = x + network(x)``.
+
+    If the network has a Lipschitz constant below 1, the block is invertible whatever the network
+    is. So it is to be built of `LipschitzLinear` and `LipschitzConv2d`, with activations of a
+    constant of at most 1 between them (`LipSwish`, `torch.nn.ELU`, `torch.nn.Tanh`); its constant
+    is then at most the product of their coefficients, L below. It must treat samples independently
+    and draw nothing.
+
+    `inverse` repeats ``x = y - network(x)``, which gains a factor of L a time. `log_det` is one of
+
+    * "exact": the Jacobian and its determinant; D evaluations of the network, of D numbers a
+      sample, for D up to 256.
+    * "series": ``trace(J) - trace(J^2) / 2 + ...``, the first `num_terms` of them, each trace
+      estimated without bias by `num_probes` random signs. What is cut off is at most
+      ``D * L**(num_terms + 1) / ((num_terms + 1) * (1 - L))`` a sample.
+    * "unbiased": the same `num_terms`, then one more with the chance `continuation`, and so on,
+      each divided by the chance that it is there. The mean is the exact log-determinant and the
+      mean of the gradient is its gradient; the variance is bounded if ``L**2 < continuation``.
+      One length for the batch; 1 / (1 - continuation) - 1 more terms on average.
+
+    Signs and length follow from one seed a call, from torch's default CPU generator, in training
+    and in evaluation alike.
+
+    Autograd keeps what the network keeps, three times for each of the evaluations (values and
+    derivatives), so in a `Chain` a memory that recomputes pays off; there is no cheap inverse to
+    gain by, so with ``memory="constant"`` a chain recomputes these blocks. In `inverse` autograd
+    keeps every repetition: run it under `torch.no_grad` unless the gradient is needed. Autocast is
+    off inside, since what is rounded contracts no longer, and `torch.compile` leaves blocks alone.
+    The `log_det` of `inverse` is the negative of that of `forward` for "exact"; otherwise it is
+    another estimate, with draws of its own.
+
+    Args:
+        network: Maps ``(N, ...)`` to the same shape.
+        log_det: "exact", "series" or "unbiased".
+        num_terms: How many terms of the series there are at least.
+        num_probes: How many signs estimate a trace; their cost is that of a batch as many times
+            larger.
+        continuation: The chance of one more term, above 0 and below 1.
+        tolerance: The inverse ends when no entry of ``x + network(x) - y`` is larger than this,
+            relative to entries of `y` above 1; None for 128 times the rounding of the type. The
+            error of `x` is at most 1 / (1 - L) times that.
+        max_iterations: How many repetitions to try.
+
+    Raises:
+        ValueError: When an argument is out of range, when the network has dropout or batch norm,
+            when it returns another shape, or when a sample is too large for "exact".
+        ConvergenceError: In inverse, when `tolerance` is not reached.
+
+    Example:
+        >>> import torch
+        >>> from recoup.invertible import InvertibleResidual, LipschitzLinear
+        >>> block = InvertibleResidual(LipschitzLinear(3, 3))
+        >>> y, log_det = block(torch.ones(1, 3))
+        >>> torch.allclose(block.inverse(y)[0], torch.ones(1, 3), atol=1e-4), log_det.shape
+        (True, torch.Size([1]))
+
+    Behrmann et al., "Invertible residual networks", https://arxiv.org/abs/1811.00995; Chen et al.,
+    "Residual flows for invertible generative modeling", https://arxiv.org/abs/1906.02735.
+    """
+
+    inverts_in_backward = False
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        log_det: LogDet = "exact",
+        num_terms: int = 8,
+        num_probes: int = 1,
+        continuation: float = 0.5,
+        tolerance: float | None = None,
+        max_iterations: int = 500,
+    ) -> None:
+        super().__init__()
+        if log_det not in ("exact", "series", "unbiased"):
+            raise ValueError(
+                f'`log_det` is {log_det!r}, but must be "exact", "series" or "unbiased".'
+            )
+        for name, value in (
+            ("num_terms", num_terms),
+            ("num_probes", num_probes),
+            ("max_iterations", max_iterations),
+        ):
+            if value < 1:
+                raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+        if not 0 < continuation < 1:
+            raise ValueError(
+                f"`continuation` is {continuation}, but must be above 0 and below 1; 0.5 is usual."
+            )
+        if tolerance is not None and not tolerance > 0:
+            raise ValueError(f"`tolerance` is {tolerance}, but must be above 0, or None.")
+        _check_network(network)
+        self.network = network
+        self.log_det: LogDet = log_det
+        self.num_terms = num_terms
+        self.num_probes = num_probes
+        self.continuation = continuation
+        self.tolerance = tolerance
+        self.max_iterations = max_iterations
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map `x` of shape ``(N, ...)``; returns ``(y, log_det)``."""
+        forward = InvertibleResidual._forward
+        return (uncompiled(forward) if is_loaded() else forward)(self, x)
+
+    def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `forward` on `y` of shape ``(N, ...)``, by repetition; returns ``(x, log_det)``."""
+        inverse = InvertibleResidual._inverse
+        return (uncompiled(inverse) if is_loaded() else inverse)(self, y)
+
+    # The compiler is kept out of these: derivatives of a graph that is still being traced are not
+    # there to be asked for.
+
+    def _forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(x.device.type, enabled=False), one_weight_a_call():
+            value, log_det = self._value_and_log_det(x)
+            return x + value, log_det
+
+    def _inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(y.device.type, enabled=False), one_weight_a_call():
+            x = self._fixed_point(y)
+            return x, -self._value_and_log_det(x)[1]
+
+    def _value_and_log_det(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # Derivatives need a graph in any case, so whether the caller wants one is asked before.
+        with torch.set_grad_enabled(self._is_differentiated(x)):
+            return self._with_derivatives(x)
+
+    def _is_differentiated(self, x: Tensor) -> bool:
+        if not torch.is_grad_enabled() or x.requires_grad:
+            return torch.is_grad_enabled()
+        parameters = cast("Iterable[Tensor]", self.network.parameters())
+        return any(p.requires_grad for p in parameters) or self._shift(x).requires_grad
+
+    def _with_derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.log_det == "exact":
+            dims = math.prod(x.shape[1:])
+            if dims > _MOST_EXACT:
+                raise ValueError(
+                    f'`x` has {dims} numbers a sample, but `log_det` "exact" is for at most '
+                    f'{_MOST_EXACT}: the Jacobian has their square. Use log_det="unbiased", or '
+                    '"series".'
+                )
+            return exact_log_det(self._shift, x)
+        goes_on = self.continuation if self.log_det == "unbiased" else None
+        probes, num_more = probes_for(x, self.num_probes, goes_on)
+        if goes_on is None:
+            weights = series_weights(self.num_terms)
+        else:
+            weights = roulette_weights(self.num_terms, goes_on, num_more)
+        return power_series(self._shift, x, probes, weights)
+
+    def _shift(self, x: Tensor) -> Tensor:
+        value = self.network(x)
+        if value.shape != x.shape:
+            raise ValueError(
+                f"The network of InvertibleResidual returned shape {tuple(value.shape)} for an "
+                f"input of shape {tuple(x.shape)}, but the same shape is needed. For a convolution "
+                "of kernel size 3, set `padding` to 1."
+            )
+        return value
+
+    def _fixed_point(self, y: Tensor) -> Tensor:
+        if y.numel() == 0:
+            return y
+        tolerance = self.tolerance or _ROUNDING * torch.finfo(y.dtype).eps
+        allowed = tolerance * max(1.0, float(y.detach().abs().max()))
+        x, residual, num_done = y, math.inf, 0
+        for num_done in range(1, self.max_iterations + 1):  # noqa: B007 - the error says it
+            before, x = x, y - self._shift(x)
+            # What is left of `before + network(before) - y`: one repetition later x is nearer.
+            residual = float((x - before).detach().abs().max())
+            if residual <= allowed:
+                return x
+            if not math.isfinite(residual):
+                break
+        raise ConvergenceError(
+            f"The inverse of InvertibleResidual over {type(self.network).__name__}, for `y` of "
+            f"shape {tuple(y.shape)}, did not converge: after {num_done} repetitions of "
+            f"`max_iterations` {self.max_iterations} the residual is {residual:.1e}, and "
+            f"`tolerance` allows {allowed:.1e}. If it still falls, raise `max_iterations` or "
+            "`tolerance`; if not, the network does not contract: build it of LipschitzLinear and "
+            "LipschitzConv2d with a smaller `coefficient`, and of activations such as LipSwish."
+        )
+
+    def extra_repr(self) -> str:
+        """Show how the log-determinant is computed."""
+        if self.log_det == "exact":
+            return "log_det='exact'"
+        return f"log_det={self.log_det!r}, num_terms={self.num_terms}"
+
+
+def _check_network(network: nn.Module) -> None:
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", network.named_modules()):
+        if isinstance(module, _NOT_FOR_BLOCKS):
+            raise ValueError(
+                f"`network` has a {type(module).__name__}{f' at `{name}`' if name else ''}, with "
+                "which it computes another function at each call, or another for another batch, so "
+                "the block has no inverse. Leave it out; ActNorm between blocks normalises."
+            )

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.flows import ConvNetwork, DenseNetwork
+
+NETWORKS = {
+    "conv": lambda **options: (ConvNetwork(3, 5, width=7, **options), torch.randn(2, 3, 4, 6)),
+    "dense": lambda **options: (DenseNetwork(3, 5, width=7, **options), torch.randn(2, 3)),
+}
+
+
+def live(network):
+    """With a last layer that says something."""
+    nn.init.normal_(network[-1].weight)
+    return network
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("num_context", [0, 3])
+def test_networks_start_at_zero(name, depth, num_context):
+    network, x = NETWORKS[name](depth=depth, num_context=num_context)
+    assert network.takes_context is (num_context > 0)
+    context = (torch.randn(2, 3),) if num_context else ()
+    assert torch.equal(network(x, *context), torch.zeros(2, 5, *x.shape[2:]))
+    assert not torch.equal(live(network)(x, *context), torch.zeros(2, 5, *x.shape[2:]))
+
+
+def test_names_and_layers_of_old_checkpoints():
+    assert [*ConvNetwork(3, 5, width=7).state_dict()] == [
+        "0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias",
+    ]  # fmt: skip
+    assert [*ConvNetwork(3, 5, width=7, dropout=0.1).state_dict()][-2:] == ["5.weight", "5.bias"]
+    assert [type(layer) for layer in DenseNetwork(3, 5, width=7, dropout=0.1)] == [
+        nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Dropout, nn.Linear,
+    ]  # fmt: skip
+
+
+def test_depth_adds_blocks_around_which_the_input_goes():
+    network = ConvNetwork(1, 1, width=2, depth=3)
+    assert len(network) == len(ConvNetwork(1, 1, width=2)) + 4
+    block = network[4]
+    for parameter in block.parameters():
+        nn.init.zeros_(parameter)
+    x = torch.randn(1, 2, 4, 4)
+    assert torch.equal(block(x), x)
+    nn.init.ones_(block[-1].bias)
+    assert torch.equal(block(x), x + 1)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_context_is_seen_and_gets_its_gradient(name):
+    network, x = NETWORKS[name](num_context=3)
+    context = torch.randn(2, 3, requires_grad=True)
+    network = live(network)
+    output = network(x, context)
+    assert not torch.allclose(output, network(x, context + 1))
+    output.sum().backward()
+    assert (context.grad != 0).any()
+
+
+def test_a_context_of_rows_is_the_same_at_every_position():
+    network, x = NETWORKS["conv"](num_context=3)
+    rows = torch.randn(2, 3)
+    image = rows.view(2, 3, 1, 1).expand(2, 3, 4, 6).contiguous()
+    assert torch.equal(live(network)(x, rows), network(x, image))
+    image[0, 0, 0, 0] += 1
+    assert not torch.equal(network(x, rows), network(x, image))
+
+
+def test_a_context_is_taken_into_the_type_of_the_input():
+    network, x = NETWORKS["dense"](num_context=3)
+    context = torch.eye(3, dtype=torch.int64)[:2]
+    assert torch.equal(live(network)(x, context), network(x, context.float()))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_context_one_that_is_given_is_left_alone(name):
+    network, x = NETWORKS[name]()
+    assert torch.equal(live(network)(x, torch.randn(2, 9)), network(x))
+
+
+def test_dropout_drops_in_training_alone():
+    network, x = NETWORKS["conv"](dropout=0.5)
+    live(network)
+    assert not torch.equal(network(x), network(x))
+    network.eval()
+    assert torch.equal(network(x), network(x))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_copies_compute_the_same(name):
+    network, x = NETWORKS[name](num_context=2, depth=2)
+    context = torch.randn(2, 2)
+    for twin in (copy.deepcopy(live(network)), pickle.loads(pickle.dumps(network))):
+        assert torch.equal(twin(x, context), network(x, context))
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "words"),
+    [
+        ("conv", None, r"`context` is None, but this network needs \(2, 3\)"),
+        ("conv", (2, 4), r"of shape \(2, 4\)"),
+        ("conv", (2, 3, 4, 4), r"of shape \(2, 3, 4, 4\)"),
+        ("dense", (1, 3), r"of shape \(1, 3\)"),
+    ],
+)
+def test_unsuitable_contexts_are_refused(name, context, words):
+    network, x = NETWORKS[name](num_context=3)
+    with pytest.raises(ValueError, match=words):
+        network(x, None if context is None else torch.zeros(context))
+
+
+@pytest.mark.parametrize("kind", [ConvNetwork, DenseNetwork])
+@pytest.mark.parametrize(
+    "options", [{"width": 0}, {"depth": 0}, {"num_context": -1}], ids=lambda o: next(iter(o))
+)
+def test_unsuitable_arguments_are_refused(kind, options):
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=f"`{name}` is {value}"):
+        kind(2, 2, **{"width": 4} | options)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from torch.distributions import Uniform
+
+from recoup.flows import Flow, coded_bits_per_dim, complexity_ratio, outliers, typicality
+from recoup.invertible import Chain, Flip
+
+
+def uniform_flow(levels=256, shape=(1, 8, 8)):
+    """Every picture costs it log2(levels) bits a value."""
+    return Flow(Chain(Flip()), shape=shape, levels=levels, base=Uniform(0.0, 1.0)).eval()
+
+
+def test_typicality_is_the_distance_from_the_mean_cost():
+    flow = Flow(Chain(Flip()), shape=(3,))
+    x, reference = torch.randn(5, 3), torch.tensor([1.0, 2.0, 6.0])
+    expected = (flow.bits_per_dim(x) - 3).abs()
+    torch.testing.assert_close(typicality(flow, x, reference), expected)
+    assert not typicality(flow, x.requires_grad_(), reference).requires_grad
+
+
+def test_the_mode_of_a_density_is_likely_and_not_typical():
+    flow = Flow(Chain(Flip()), shape=(100,))
+    known, x, mode = torch.randn(500, 100), torch.randn(500, 100), torch.zeros(1, 100)
+    assert flow.log_prob(mode) > flow.log_prob(x).max()
+    reference = flow.bits_per_dim(known)
+    assert typicality(flow, mode, reference) > typicality(flow, x, reference).max()
+
+
+@pytest.mark.parametrize("reference", [torch.tensor(1.0), torch.zeros(0), torch.zeros(2, 2)])
+def test_typicality_needs_code_lengths(reference):
+    with pytest.raises(ValueError, match="`reference_bits` has shape"):
+        typicality(Flow(Chain(Flip()), shape=(3,)), torch.zeros(1, 3), reference)
+
+
+def decoded(residuals, kind):
+    """Undo one of PNG's forecasts as its specification says it, byte by byte."""
+    _, height, width = residuals.shape
+    image = torch.zeros_like(residuals)
+    for channel, row in ((c, r) for c in range(len(residuals)) for r in range(height)):
+        for column in range(width):
+            at = image[channel]
+            a = int(at[row, column - 1]) if column else 0
+            b = int(at[row - 1, column]) if row else 0
+            c = int(at[row - 1, column - 1]) if row and column else 0
+            p = a + b - c
+            pa, pb, pc = abs(p - a), abs(p - b), abs(p - c)
+            paeth = a if pa <= pb and pa <= pc else b if pb <= pc else c
+            forecast = (0, a, b, (a + b) // 2, paeth)[kind]
+            at[row, column] = (int(residuals[channel, row, column]) + forecast) % 256
+    return image
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_the_coder_loses_nothing(kind):
+    x = torch.randint(256, (2, 2, 6, 5))
+    x[0] = x[0] // 200  # ties between forecasts
+    residuals = outliers._residuals(x)
+    for index in range(len(x)):
+        assert torch.equal(decoded(residuals[kind, index], kind), x[index])
+
+
+def test_code_lengths_are_those_of_deflate():
+    x = torch.arange(8).repeat(8, 1)[None, None] * 30  # a ramp: each pixel 30 more than its left
+    bits = coded_bits_per_dim(x.float())
+    assert bits.dtype == torch.float64
+    ramp = bytes([0, *[30] * 7] * 8)
+    coder = zlib.compressobj(9, zlib.DEFLATED, -15)
+    assert bits.item() <= 8 * len(coder.compress(ramp) + coder.flush()) / 64
+    noise = coded_bits_per_dim(torch.randint(256, (3, 1, 8, 8)))
+    assert (noise > bits).all()
+    assert coded_bits_per_dim(torch.zeros(0, 1, 8, 8)).shape == (0,)
+
+
+def test_the_ratio_is_what_the_flow_costs_more_than_the_coder():
+    x = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
+    scores = complexity_ratio(uniform_flow(shape=(3, 8, 8)), x)
+    torch.testing.assert_close(scores, (8 - coded_bits_per_dim(x)).float())
+
+
+def test_a_flow_that_knows_no_picture_finds_the_plain_ones_strange():
+    # It gives all the same likelihood, which tells nothing apart.
+    x = torch.stack([torch.full((1, 8, 8), 7), torch.randint(256, (1, 8, 8))])
+    flow = uniform_flow()
+    assert flow.log_prob(x).unique().numel() == 1
+    plain, noise = complexity_ratio(flow, x)
+    assert plain > 6
+    assert noise < 1
+
+
+def test_what_cannot_be_coded_is_refused():
+    for flow in (
+        Flow(Chain(Flip()), shape=(1, 8, 8)),
+        uniform_flow(300),
+        uniform_flow(shape=(64,)),
+    ):
+        with pytest.raises(ValueError, match="Use `typicality`"):
+            complexity_ratio(flow, torch.zeros(1, *flow.shape))
+    with pytest.raises(ValueError, match=r"`x` has shape \(8, 8\)"):
+        coded_bits_per_dim(torch.zeros(8, 8))
+    for value in (-1, 256, 0.5):
+        with pytest.raises(ValueError, match="whole numbers, 0 to 255"):
+            coded_bits_per_dim(torch.full((1, 1, 2, 2), value))
