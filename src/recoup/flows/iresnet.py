@@ -55,7 +55,8 @@ class IResNet(Flow):
             most its power of ``depth + 1``.
         log_det: "exact", "series" or "unbiased", see `recoup.invertible.InvertibleResidual`; None
             for "exact" up to 16 numbers a sample, and "unbiased" above.
-        num_terms: How many terms of the series there are at least.
+        num_terms: How many terms of the series there are at least; for "series", which ends with
+            them, 8 or more are usual.
         alpha: With `levels`, the margin of the `Logit` that comes first; None to only shift the
             data to the middle, ``[-0.5, 0.5]``.
         tolerance: At which residual a block's inverse ends; None for that of its type.
@@ -89,7 +90,7 @@ class IResNet(Flow):
         depth: int = 2,
         coefficient: float = 0.9,
         log_det: LogDet | None = None,
-        num_terms: int = 8,
+        num_terms: int = 4,
         alpha: float | None = 0.05,
         tolerance: float | None = None,
         memory: Memory = "linear",
@@ -102,6 +103,8 @@ class IResNet(Flow):
         stages: list[InvertibleModule] = []
         if levels is not None:
             stages += [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
+        # Above its square, so that the variance of an estimate is bounded whatever is learned.
+        lipschitz = coefficient ** (depth + 1)
         size = shape[0]
         for _ in range(num_levels):
             if is_image:
@@ -114,7 +117,11 @@ class IResNet(Flow):
                 stages += [
                     ActNorm(size),
                     InvertibleResidual(
-                        network, log_det=log_det, num_terms=num_terms, tolerance=tolerance
+                        network,
+                        log_det=log_det,
+                        num_terms=num_terms,
+                        continuation=max(0.5, lipschitz),
+                        tolerance=tolerance,
                     ),
                 ]
         stages += [ActNorm(size)]

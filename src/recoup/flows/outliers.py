@@ -10,6 +10,7 @@ held-out data of training's kind: their 99th percentile raises one false alarm i
 from __future__ import annotations
 
 import zlib
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -145,6 +146,6 @@ def _residuals(x: Tensor) -> Tensor:
 
 def _deflated(values: Tensor) -> int:
     """Number of bytes that are left of values below 256."""
-    numbers: list[int] = values.flatten().tolist()
+    numbers = cast("list[int]", values.flatten().tolist())
     coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)  # without zlib's own header
     return len(coder.compress(bytes(numbers)) + coder.flush())

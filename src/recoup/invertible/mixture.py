@@ -32,8 +32,8 @@ class MixtureCoupling(Coupling):
     no such term, and 0.01 of it changes densities little.
 
     Autograd keeps what the network keeps, the input, and up to sixteen tensors of
-    `num_components` times the size of the changed part. In constant memory backward searches too; a search costs
-    as much as ten to twenty forwards of the mixture, without the network.
+    `num_components` times the size of the changed part. In constant memory backward searches too;
+    a search costs as much as ten to twenty forwards of the mixture, without the network.
 
     Args:
         network: Maps the conditioning part to ``3 * num_components + 2`` times the channels of the

@@ -57,13 +57,13 @@ class InvertibleResidual(InvertibleModule):
     Signs and length follow from one seed a call, from torch's default CPU generator, in training
     and in evaluation alike.
 
-    Autograd keeps what the network keeps, three times for each of the evaluations (values and
-    derivatives), so in a `Chain` a memory that recomputes pays off; there is no cheap inverse to
-    gain by, so with ``memory="constant"`` a chain recomputes these blocks. In `inverse` autograd
-    keeps every repetition: run it under `torch.no_grad` unless the gradient is needed. Autocast is
-    off inside, since what is rounded contracts no longer, and `torch.compile` leaves blocks alone.
-    The `log_det` of `inverse` is the negative of that of `forward` for "exact"; otherwise it is
-    another estimate, with draws of its own.
+    Autograd keeps what the network keeps, and about as much again for each derivative, D or a
+    term's; backward pays two evaluations for each. So a memory that recomputes pays off in a
+    `Chain`. With ``memory="constant"`` a chain recomputes these blocks too: an inverse by
+    repetition would cost more. In `inverse` autograd keeps every repetition: run it under
+    `torch.no_grad` unless the gradient is needed. Autocast is off inside, since what is rounded
+    contracts no longer, and `torch.compile` leaves blocks alone. The `log_det` of `inverse` is the
+    negative of that of `forward` for "exact"; otherwise it is another estimate, with other draws.
 
     Args:
         network: Maps ``(N, ...)`` to the same shape.

@@ -149,6 +149,8 @@ def test_options_choose_the_layers():
     assert kinds == [Logit, *scale, *scale, ActNorm]
     blocks = [stage for stage in flow.chain if isinstance(stage, InvertibleResidual)]
     assert {(block.log_det, block.num_terms) for block in blocks} == {("unbiased", 5)}
+    assert all(0.7**6 < block.continuation == 0.5 for block in blocks)
+    assert flow_for((2,), coefficient=0.95).chain[1].continuation == pytest.approx(0.95**3)
     layers = [layer for layer in flow.modules() if isinstance(layer, LipschitzConv2d)]
     assert [layer.kernel_size[0] for layer in layers[:3]] == [3, 1, 3]
     assert {layer.coefficient for layer in layers} == {0.7}

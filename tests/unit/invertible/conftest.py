@@ -11,11 +11,13 @@ from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
     AffineCoupling,
+    Flatten,
     Flip,
     InvertibleConv1x1,
     InvertibleConv1x1LU,
     InvertibleModule,
     Logit,
+    MixtureCoupling,
     Normalize,
     Permute,
     Split,
@@ -61,6 +63,16 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "affine": lambda: (AffineCoupling(conv(2, 4)), images(4, 2, 3)),
     "affine-vectors": lambda: (AffineCoupling(mlp(2, 2)), images(3)),
     "affine-second": lambda: (AffineCoupling(mlp(1, 4), condition="second"), images(3)),
+    "additive-board": lambda: (
+        AdditiveCoupling(conv(2, 2), conv(2, 2), split="checkerboard"), images(2, 2, 4)
+    ),
+    "affine-board": lambda: (AffineCoupling(conv(1, 2), split="checkerboard"), images(1, 4, 2)),
+    "mixture": lambda: (MixtureCoupling(conv(2, 28), num_components=4), images(4, 2, 3)),
+    "mixture-vectors": lambda: (MixtureCoupling(mlp(2, 14), num_components=4), images(3)),
+    "mixture-board": lambda: (
+        MixtureCoupling(conv(1, 14), num_components=4, split="checkerboard"), images(1, 2, 4)
+    ),
+    "flatten": lambda: (Flatten((2, 1, 3)), images(2, 1, 3)),
     "squeeze": lambda: (Squeeze(), images(1, 4, 2)),
     "squeeze-3": lambda: (Squeeze(3), images(2, 3, 3)),
     "split": lambda: (Split(), images(4, 2, 1)),
@@ -70,7 +82,7 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "normalize": lambda: (Normalize([0.5, -1.0], [2.0, -0.3]), images(2, 2, 3)),
     "normalize-one": lambda: (Normalize(0.5, 0.1), images(2, 2)),
     "logit": lambda: (Logit(), torch.rand(2, 2, 2, 2)),
-}
+}  # fmt: skip
 
 
 def build(name: str) -> Case:

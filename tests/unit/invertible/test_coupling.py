@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.invertible import AdditiveCoupling, AffineCoupling
+from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain, Flip, Split
 
 
 class Says(nn.Module):
@@ -162,3 +162,74 @@ def test_what_the_docstrings_say_is_kept():
     unit = x.untyped_storage().nbytes()
     assert kept_bytes(AdditiveCoupling(Says(1.0, 2)), x) == 0
     assert kept_bytes(AffineCoupling(nn.Conv2d(2, 4, 1, bias=False)), x) <= 2 * unit + 64
+
+
+@pytest.mark.parametrize("kind", [AdditiveCoupling, AffineCoupling])
+@pytest.mark.parametrize("condition", ["first", "second"])
+def test_the_squares_of_one_colour_pass_unchanged(kind, condition):
+    copies = 2 if kind is AffineCoupling else 1
+    seen = []
+
+    class Sees(nn.Conv2d):
+        def forward(self, x):
+            seen.append(x)
+            return super().forward(x)
+
+    layer = kind(Sees(2, 2 * copies, 3, padding=1), condition=condition, split="checkerboard")
+    x = torch.randn(3, 2, 4, 6)
+    y, _ = layer(x)
+    first = (torch.arange(4)[:, None] + torch.arange(6)) % 2 == 0  # the upper left corner's colour
+    same = first if condition == "first" else ~first
+    assert torch.equal(y[:, :, same], x[:, :, same])
+    assert (y[:, :, ~same] != x[:, :, ~same]).all()
+    assert torch.equal(seen[0], x * same)
+
+
+def test_a_board_needs_even_sides():
+    layer = AffineCoupling(nn.Conv2d(1, 2, 1), split="checkerboard")
+    with pytest.raises(ValueError, match=r"a checkerboard needs .* even H and W"):
+        layer(torch.randn(1, 1, 3, 4))
+    with pytest.raises(ValueError, match="`split` is 'rows'"):
+        AdditiveCoupling(nn.Identity(), split="rows")
+
+
+class WithContext(nn.Module):
+    takes_context = True
+
+    def __init__(self, out_features):
+        super().__init__()
+        self.linear = nn.Linear(2 + 3, out_features)
+
+    def forward(self, x, context):
+        return self.linear(torch.cat((x, context), dim=1)).tanh()
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "constant"])
+def test_a_context_reaches_the_networks_and_gets_its_gradient(memory):
+    torch.manual_seed(0)
+    layers = [
+        AffineCoupling(WithContext(4)),
+        AdditiveCoupling(WithContext(2), nn.Linear(2, 2), condition="second"),
+        Flip(),
+    ]
+    chain = Chain(*layers, Split(), AffineCoupling(nn.Linear(1, 2)), Split()).double()
+    assert chain.takes_context
+    assert not Chain(Flip()).takes_context
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    context = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def gradients(mode):
+        chain.memory = mode
+        latents, log_det = chain(x, context)
+        assert len(latents) == 3
+        loss = sum(z.square().sum() for z in latents) + log_det.sum()
+        return torch.autograd.grad(loss, [x, context, *chain.parameters()])
+
+    for found, expected in zip(gradients(memory), gradients("linear"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    latents, log_det = chain(x, context)
+    back, minus = chain.inverse(latents, context)
+    torch.testing.assert_close(back, x)
+    torch.testing.assert_close(minus, -log_det)
+    other, _ = chain(x, context + 1)
+    assert not torch.equal(other[0], latents[0])

@@ -134,6 +134,7 @@ def test_gradients_are_those_of_finite_differences(log_det):
         return torch.func.functional_call(block, dict(zip(names, parameters, strict=True)), (x,))
 
     x = double(2, 3).requires_grad_()
+    assert call(x, *block.parameters())[1].requires_grad  # or gradcheck leaves it out
     assert torch.autograd.gradcheck(call, (x, *block.parameters()))
 
 
@@ -216,12 +217,10 @@ def test_mean_of_the_unbiased_estimate_and_of_its_gradient_is_exact():
 
     exact = estimate(InvertibleResidual(network))
     torch.manual_seed(0)
-    num = 3000
+    num = 2000
     values = torch.stack([estimate(block) for _ in range(num)])
     errors = (values.mean(0) - exact).abs() / (values.std(0) / math.sqrt(num)).clamp(min=1e-12)
-    # of some forty numbers, one in ten times forty lies beyond 3 by chance
-    assert errors.max() < 3.5
-    assert errors.square().mean().sqrt() < 1.6
+    assert errors.max() < 3
     cut = estimate(InvertibleResidual(network, log_det="series", num_terms=1, num_probes=4000))
     assert ((cut - exact).abs() / (values.std(0) / math.sqrt(num)).clamp(min=1e-12)).max() > 6
 

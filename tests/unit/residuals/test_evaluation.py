@@ -129,7 +129,7 @@ def test_an_inverse_that_does_not_undo_forward_in_shape():
             x, log_det = super().inverse(y)
             return x[:, :5], log_det
 
-    model = Chain(Wrong(), memory="constant").double()
+    model = Chain(Shift(), Wrong(), memory="constant").double()
     with pytest.raises(ReplayError, match=r"An inverse must undo forward"):
         loss_of_all(model(leaf(4, 6))).backward()
 

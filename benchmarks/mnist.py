@@ -1,0 +1,121 @@
+"""RealNVP and Glow on MNIST, in linear and in constant memory: one run each, and its curve.
+
+    python benchmarks/mnist.py realnvp constant    # one run, printed as JSON
+
+Bits per dimension of 28 x 28 pixels with 256 levels: uniform dequantization, a logit of margin
+0.05 whose log-determinant counts, mean over the test part of one draw of noise.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from couplings import peak_and_held
+from lightning.pytorch.callbacks import Callback
+
+from recoup.recipes.flow.train import prepare
+from recoup.recipes.testing import quiet_trainer, tested
+
+MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist.npz"
+BATCH_SIZE = 128
+# What trains within an hour of one core; on a GPU the configurations as they are.
+SMALL = {
+    "realnvp": {"num_levels": 2, "num_steps": 2, "width": 16, "depth": 2},
+    "glow": {"num_levels": 2, "num_steps": 6, "width": 32},
+}
+EPOCHS = {"cpu": 5, "cuda": 20}
+MODELS, MEMORIES = tuple(SMALL), ("linear", "constant")
+
+
+def _now():
+    # Of one thread on CPU, whatever else the machine does.
+    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
+
+
+class CurveRecord(Callback):
+    """The training loss, averaged over 50 steps, and the validation loss of each epoch."""
+
+    def __init__(self):
+        self.rows = []
+        self.seconds = 0.0
+        self._losses = []
+        self._start = 0.0
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self._start = _now()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._losses.append(float(outputs["loss"]))
+        if len(self._losses) == 50:
+            self._add(trainer, "training", sum(self._losses) / 50)
+            self._losses = []
+
+    def on_validation_start(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.seconds += _now() - self._start
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            bits = float(trainer.callback_metrics["val_bits_per_dim"])
+            self._add(trainer, "validation", bits)
+
+    def _add(self, trainer, part, bits):
+        self.rows.append({"step": trainer.global_step, "part": part, "bits_per_dim": bits})
+        print(self.rows[-1], file=sys.stderr, flush=True)
+
+
+def one(name, memory, device="cpu"):
+    """Train one, test it, and measure the peak of a step."""
+    epochs = EPOCHS[device]
+    args = ["--config", f"{name}-mnist", "--data", str(MNIST), "--memory", memory]
+    args += ["--epochs", str(epochs), "--model.num_decay_steps", str(epochs * 422)]
+    args += ["--model.num_warmup_steps", "100", "--model.learning_rate", "4e-3"]
+    args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
+    if device == "cpu":
+        args += [f"--model.{key}={value}" for key, value in SMALL[name].items()]
+    record = CurveRecord()
+    with tempfile.TemporaryDirectory() as folder:
+        run = prepare([*args, "--out", folder])
+        run.fit(record)
+    trainer = quiet_trainer("gpu" if device == "cuda" else device)
+    metrics = tested(trainer, run.model, run.datamodule)
+    flow = run.model.flow.train().to(device)
+    batch = run.datamodule.parts["train"][:BATCH_SIZE].to(device)
+
+    def step():
+        flow.bits_per_dim(batch).mean().backward()
+        flow.zero_grad(set_to_none=False)  # gradients are alive before a step
+
+    step()
+    return {
+        "name": name,
+        "memory": memory,
+        "num_parameters": sum(p.numel() for p in flow.parameters()),
+        "epochs": epochs,
+        "num_steps": record.rows[-1]["step"],
+        "test_bits_per_dim": metrics["test_bits_per_dim"],
+        "seconds": record.seconds,
+        "peak_bytes": peak_and_held(step, device)[0],
+        "drift": max(flow.chain.drift.errors.values(), default=0.0),
+        "curve": record.rows,
+    }
+
+
+def suite(device):
+    """All runs, one after the other, each in a process of its own."""
+    rows = []
+    for name in MODELS:
+        for memory in MEMORIES:
+            command = [sys.executable, __file__, name, memory, device]
+            found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            rows.append(json.loads(found.stdout.splitlines()[-1]))
+    return {"runs": rows}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(one(*sys.argv[1:])))

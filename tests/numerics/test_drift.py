@@ -1,0 +1,262 @@
+"""The drift guard: stiff chains whose inverses lose their way, against the plain run."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import DriftError
+from recoup.invertible import (
+    AdditiveCoupling,
+    AffineCoupling,
+    Chain,
+    DriftGuard,
+    Flip,
+    InvertibleModule,
+    Split,
+)
+from recoup.schedules import Invert, Reverse, Schedule
+
+STIFF = 3.0
+
+
+def dense(scale, half=8, width=16):
+    network = nn.Sequential(nn.Linear(half, width), nn.Tanh(), nn.Linear(width, half))
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(scale)
+    return network
+
+
+def stiff(depth=60, scale=STIFF, **options):
+    torch.manual_seed(0)
+    blocks = [AdditiveCoupling(dense(scale), dense(scale)) for _ in range(depth)]
+    return Chain(*blocks, memory="constant", **options)
+
+
+def data():
+    return torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(chain, x):
+    x = x.detach().requires_grad_()
+    y, log_det = chain(x)
+    parts = (y,) if isinstance(y, torch.Tensor) else y
+    loss = sum(part.square().mean() for part in parts) + log_det.mean()
+    found = torch.autograd.grad(loss, [x, *chain.parameters()])
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+def error(chain, x):
+    plain = copy.deepcopy(chain)
+    plain.memory = "linear"
+    expected = gradients(plain, x)
+    return float((gradients(chain, x) - expected).norm() / expected.norm())
+
+
+def test_without_a_guard_the_gradient_is_wrong():
+    """What the guard is for; so that the tests below can fail."""
+    assert error(stiff(depth=200, drift="ignore"), data()) > 0.5
+
+
+def test_a_stiff_net_is_right_in_the_first_step_and_in_later_ones():
+    chain = stiff(depth=200)
+    x = data()
+    for _ in range(4):
+        assert error(chain, x) < 1e-3
+    assert 0 < len(chain.drift.kept) < 60
+
+
+def test_states_are_kept_so_that_little_is_run_twice():
+    chain = stiff(depth=80)
+    calls = []
+    for block in chain:
+        block.network.register_forward_hook(lambda *_: calls.append(1))
+    counts = []
+    for _ in range(8):
+        calls.clear()
+        gradients(chain, data())
+        counts.append(len(calls))
+    assert counts[0] > 2 * 80  # recomputed from the first state
+    # With the states it has learned to keep, at most a stage or two are run a third time.
+    assert counts[-1] <= 2 * 80 + 20
+    assert counts[-1] < counts[0]
+
+
+def test_the_error_that_is_reported_is_the_one_that_is_there():
+    torch.manual_seed(0)
+
+    class Off(InvertibleModule):
+        """An inverse that is off by a tenth."""
+
+        def __init__(self):
+            super().__init__()
+            self.two = nn.Parameter(torch.full((), 2.0))
+
+        def forward(self, x):
+            return self.two * x, x.new_zeros(len(x))
+
+        def inverse(self, y):
+            return y / 2 + 0.1 * (y / 2).roll(1, 0), y.new_zeros(len(y))
+
+    off = Off()  # shared: its own gradient needs its input
+    chain = Chain(off, Flip(), off, memory="constant", drift=DriftGuard("warn", 0.5))
+    gradients(chain, torch.randn(8, 40))
+    assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
+    large = torch.randn(8, 16, 32, 32)
+    gradients(chain, large)
+    assert 0.02 < chain.drift.errors[2] < 0.5  # an estimate from eight numbers
+
+
+def test_raising_names_the_stage_and_the_error():
+    with pytest.raises(DriftError, match=r"module `\d+` \(AdditiveCoupling\).*relative error"):
+        gradients(stiff(drift="raise"), data())
+
+
+def test_warning_once():
+    chain = stiff(drift="warn")
+    with pytest.warns(UserWarning, match="relative error"):
+        gradients(chain, data())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(chain, data())
+
+
+def test_an_ordinary_net_is_let_alone():
+    chain = stiff(depth=30, scale=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert error(chain, data()) < 1e-5
+    assert 0 < chain.drift.largest_error < 2e-5
+    assert not chain.drift.kept
+
+
+def test_early_latents_and_context_pass_by():
+    torch.manual_seed(0)
+    blocks = [AdditiveCoupling(dense(STIFF), dense(STIFF)) for _ in range(30)]
+    low = [AdditiveCoupling(dense(STIFF, 4), dense(STIFF, 4)) for _ in range(30)]
+    chain = Chain(*blocks, Split(), Flip(), *low, memory="constant")
+    for _ in range(2):
+        assert error(chain, data()) < 1e-3
+    assert chain.drift.kept
+
+
+def test_with_dropout_and_a_second_backward():
+    torch.manual_seed(0)
+    blocks = [
+        AdditiveCoupling(nn.Sequential(dense(STIFF), nn.Dropout(0.2)), dense(STIFF))
+        for _ in range(40)
+    ]
+    chain = Chain(*blocks, memory="constant")
+    plain = copy.deepcopy(chain)
+    plain.memory = "linear"
+    x = data().requires_grad_()
+    found = []
+    for model in (plain, chain):
+        torch.manual_seed(7)
+        loss = model(x)[0].square().mean()
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        second = torch.autograd.grad(loss, list(model.parameters()))
+        found += [torch.cat([g.flatten() for g in gradient]) for gradient in (first, second)]
+    for gradient in found[1:]:
+        assert (gradient - found[0]).norm() < 1e-3 * found[0].norm()
+    assert chain.drift.kept
+
+
+def test_affine_couplings_of_great_scale():
+    torch.manual_seed(0)
+
+    def block(condition):
+        network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16))
+        with torch.no_grad():
+            network[2].weight.mul_(4)
+        return AffineCoupling(network, condition=condition)
+
+    chain = Chain(*(block(("first", "second")[i % 2]) for i in range(12)), memory="constant")
+    assert error(chain, data()) < 1e-3
+
+
+def test_sequential_of_any_modules_is_guarded():
+    torch.manual_seed(0)
+    modules = [AdditiveCoupling(dense(STIFF), dense(STIFF)) for _ in range(60)]
+    chain = recoup.Sequential(*modules[:30], nn.Linear(16, 16), *modules[30:], memory="constant",
+                              otherwise="keep")  # fmt: skip
+
+    def run(model):
+        x = data().requires_grad_()
+        return torch.autograd.grad(model(x).square().mean(), [x, *chain.parameters()])
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            for module in chain:
+                x = module(x)
+                x = x[0] if isinstance(x, tuple) else x
+            return x
+
+    expected = torch.cat([g.flatten() for g in run(Plain())])
+    for _ in range(2):
+        found = torch.cat([g.flatten() for g in run(chain)])
+        assert (found - expected).norm() < 1e-3 * expected.norm()
+    assert chain.drift.kept
+
+
+def test_a_schedule_that_keeps_nothing_cannot_fall_back():
+    depth = 60
+    constant = recoup.schedules.constant(depth)
+    chain = stiff(depth)
+    chain.memory = constant
+    assert Invert(0) in constant.actions
+    assert Reverse(0) in constant.actions
+    assert isinstance(constant, Schedule)
+    with pytest.raises(DriftError, match="keeps no"):
+        gradients(chain, data())
+
+
+def test_values_that_are_not_finite_are_no_drift():
+    chain = stiff(depth=4, drift="raise")
+    x = data()
+    x[0, 0] = float("inf")
+    gradients(chain, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types(dtype):
+    chain = stiff(depth=6, scale=1.0).to(dtype)
+    assert error(chain, data().to(dtype)) < (1e-12 if dtype is torch.float64 else 0.1)
+
+
+def test_the_random_stream_and_what_is_saved_are_untouched():
+    chain = stiff(depth=4)
+    names = list(chain.state_dict())
+    torch.manual_seed(3)
+    gradients(chain, data())
+    after = torch.rand(3)
+    chain.drift = DriftGuard("ignore")
+    torch.manual_seed(3)
+    gradients(chain, data())
+    assert torch.equal(after, torch.rand(3))
+    assert list(chain.state_dict()) == names
+    assert copy.deepcopy(chain).drift.otherwise == "ignore"
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"`drift` is 'later'"):
+        Chain(Flip(), drift="later")
+    with pytest.raises(ValueError, match="`tolerance` is 2"):
+        DriftGuard(tolerance=2)
+
+
+def test_what_is_printed():
+    guard = DriftGuard()
+    assert "nothing was inverted" in str(guard)
+    chain = stiff(depth=60, drift=guard)
+    gradients(chain, data())
+    assert "largest relative error" in str(guard)
+    assert "states kept" in str(guard)
+    guard.reset()
+    assert not guard.kept
