@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
 from recoup.residuals.drift import Drift, DriftGuard
@@ -23,8 +25,10 @@ class Chain(InvertibleModule):
     """Invertible modules one after the other, with a choice of what backward remembers.
 
     With ``memory="constant"`` the chain keeps its output alone: backward inverts the modules one
-    by one, and every network runs once in forward and once in backward. The other modes keep and
-    recompute as `recoup.Sequential` does. The gradients are the same, to rounding.
+    by one, and every network runs once in forward and once in backward. A `DriftGuard` watches what
+    inverses deliver. Modules whose inverse is an iteration (`InvertibleResidual`) are recomputed
+    from their kept inputs instead, and a warning says so. The other modes keep and recompute as
+    `recoup.Sequential` does. The gradients are the same, to rounding.
 
     A chain among the modules counts as the modules in it, and this chain's `memory` decides; under
     "linear" its own does.
@@ -83,8 +87,22 @@ class Chain(InvertibleModule):
         num_stages = sum(1 for _ in self._named(flat=memory != "linear"))
         if num_stages:
             schedule_for(memory, num_stages)
+        if memory == "constant":
+            self._say_what_recomputes()
         self._memory: Memory = memory
         self._plan = None
+
+    def _say_what_recomputes(self) -> None:
+        names = [name for name, module in self._named(flat=True) if not module.inverts_in_backward]
+        if names:
+            shown_names = ", ".join(f"`{name}`" for name in names[:3])
+            warnings.warn(
+                f'Under memory="constant" {len(names)} of {len(list(self._named(flat=True)))} '
+                f"modules ({shown_names}{', ...' if len(names) > 3 else ''}) are recomputed from "
+                "their kept inputs: their inverses are iterations, which cost more and are not "
+                'exact. Memory grows by one input each; "sqrt" or "log" keep fewer.',
+                stacklevel=3,
+            )
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -130,7 +148,11 @@ class Chain(InvertibleModule):
             state = (state[0], context, *state[1:])
         log_dets: list[Tensor | None] = []
         for stage in reversed(self._stages(context)):
-            state, value = stage.invert(state)
+            try:
+                state, value = stage.invert(state)
+            except ConvergenceError as error:
+                error.add_note(f"It is {stage.name} of the chain.")
+                raise
             log_dets.append(value)
         log_dets.reverse()  # so that both directions add in the same order
         return state[0], self._sum(iter(log_dets), state[0], flat=self._is_flat)

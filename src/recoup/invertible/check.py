@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["Finding", "InvertibleReport", "check_invertible"]
 _MODES = ("sqrt", "constant")  # each against "linear"
 _MOST_SAMPLES = 2  # for the Jacobian: one backward pass a dimension and sample
 _SEED = 0
+
+Given = tuple[Tensor, ...]  # nothing, or a context
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,12 @@ class InvertibleReport:
 
 
 def check_invertible(
-    module: InvertibleModule, x: Tensor, *, tolerance: float = 1e-8, max_dims: int = 1024
+    module: InvertibleModule,
+    x: Tensor,
+    context: Tensor | None = None,
+    *,
+    tolerance: float = 1e-8,
+    max_dims: int = 1024,
 ) -> InvertibleReport:
     """Check inverse, log-determinant and the gradients of every memory mode of `module`.
 
@@ -92,6 +100,7 @@ def check_invertible(
     Args:
         module: What to check; a `Chain` is also run in the other memory modes.
         x: A batch of inputs ``(N, ...)`` such as the module is made for, N at least 1.
+        context: For a module that takes one, the context ``(N, ...)`` of these inputs.
         tolerance: The largest error that passes, relative to values above 1. An iterative inverse
             needs a larger one than the default.
         max_dims: The most numbers a sample may have, since the Jacobian has their square.
@@ -118,15 +127,18 @@ def check_invertible(
             f"have {dims**2} entries. Give a smaller `x`, or raise `max_dims`."
         )
     x = x.detach().double()
+    given = () if context is None else (context.detach().double(),)
     started = copy.deepcopy(module).double()
     with torch.no_grad():
-        with_seed(lambda: started(x), _SEED)  # a data-dependent start happens here, on the copy
+        with_seed(
+            lambda: started(x, *given), _SEED
+        )  # a data-dependent start happens here, on the copy
     still = copy.deepcopy(started).eval()
     for part in still.modules():
         if isinstance(part, Chain):
             part.memory = "linear"  # the Jacobian runs backward many times over one graph
-    findings = [*_round_trip(still, x, tolerance), _jacobian(still, x, tolerance)]
-    findings += [_gradients(started, x, mode, tolerance) for mode in _MODES]
+    findings = [*_round_trip(still, x, given, tolerance), _jacobian(still, x, given, tolerance)]
+    findings += [_gradients(started, x, given, mode, tolerance) for mode in _MODES]
     return InvertibleReport(type(module).__name__, tuple(findings))
 
 
@@ -145,15 +157,17 @@ def _reordered(tolerance: float, error: float, note: str) -> tuple[float, float,
     return error, tolerance, note
 
 
-def _round_trip(module: InvertibleModule, x: Tensor, tolerance: float) -> Iterator[Finding]:
+def _round_trip(
+    module: InvertibleModule, x: Tensor, given: Given, tolerance: float
+) -> Iterator[Finding]:
     with torch.no_grad():
-        y, log_det = with_seed(lambda: module(x), _SEED)
+        y, log_det = with_seed(lambda: module(x, *given), _SEED)
 
         def inverse() -> tuple[Tensor, Tensor]:
-            return with_seed(lambda: module.inverse(y), _SEED)
+            return with_seed(lambda: module.inverse(y, *given), _SEED)
 
         def again() -> Any:
-            return with_seed(lambda: module(inverse()[0])[0], _SEED)
+            return with_seed(lambda: module(inverse()[0], *given)[0], _SEED)
 
         yield _attempt("forward, then inverse", tolerance, lambda: (_error(inverse()[0], x), ""))
         yield _attempt(
@@ -166,19 +180,20 @@ def _round_trip(module: InvertibleModule, x: Tensor, tolerance: float) -> Iterat
         )
 
 
-def _jacobian(module: InvertibleModule, x: Tensor, tolerance: float) -> Finding:
+def _jacobian(module: InvertibleModule, x: Tensor, given: Given, tolerance: float) -> Finding:
     def compare() -> tuple[float, str]:
-        pairs = [_log_dets(module, one) for one in x[:_MOST_SAMPLES].unsqueeze(1)]
+        samples = [slice(i, i + 1) for i in range(min(len(x), _MOST_SAMPLES))]
+        pairs = [_log_dets(module, x[one], tuple(c[one] for c in given)) for one in samples]
         stated, true = (torch.cat(values) for values in zip(*pairs, strict=True))
         return _error(stated, true), ""
 
     return _attempt("log-det and autograd's Jacobian", tolerance, compare)
 
 
-def _log_dets(module: InvertibleModule, x: Tensor) -> tuple[Tensor, Tensor]:
+def _log_dets(module: InvertibleModule, x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
     """Return the log-determinant that `module` states for one sample, and the true one."""
     x = x.clone().requires_grad_()
-    y, log_det = with_seed(lambda: module(x), _SEED)
+    y, log_det = with_seed(lambda: module(x, *given), _SEED)
     values = _flat(y)[0]
     if values.numel() != x.numel():
         raise ValueError(f"{x.numel()} numbers a sample become {values.numel()}.")
@@ -188,10 +203,12 @@ def _log_dets(module: InvertibleModule, x: Tensor) -> tuple[Tensor, Tensor]:
     return log_det.detach(), true.reshape(1)
 
 
-def _gradients(module: InvertibleModule, x: Tensor, mode: str, tolerance: float) -> Finding:
+def _gradients(
+    module: InvertibleModule, x: Tensor, given: Given, mode: str, tolerance: float
+) -> Finding:
     def compare() -> tuple[float, str]:
-        expected = _gradients_by_name(module, x, "linear")
-        actual = _gradients_by_name(module, x, mode)
+        expected = _gradients_by_name(module, x, given, "linear")
+        actual = _gradients_by_name(module, x, given, mode)
         errors: dict[str, float] = {}
         for name, gradient in expected.items():
             other = actual[name]
@@ -213,21 +230,26 @@ def _gradients(module: InvertibleModule, x: Tensor, mode: str, tolerance: float)
     return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
 
 
-def _gradients_by_name(module: InvertibleModule, x: Tensor, mode: str) -> dict[str, Tensor | None]:
+def _gradients_by_name(
+    module: InvertibleModule, x: Tensor, given: Given, mode: str
+) -> dict[str, Tensor | None]:
     module = copy.deepcopy(module)
     stages = [*module] if isinstance(module, Chain) else [module]
     # A stage in front, so that the input of `module` too must be had by inversion.
     entrance = ActNorm(x.shape[1], device=x.device, dtype=x.dtype)
     entrance.started = True
-    # Nothing mends what an inverse gets wrong: that is to show in the gradients.
-    chain = Chain(entrance, *stages, memory=mode, drift="ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that some are recomputed under "constant" is no finding
+        # Nothing mends what an inverse gets wrong: that is to show in the gradients.
+        chain = Chain(entrance, *stages, memory=mode, drift="ignore")
     x = x.clone().requires_grad_()
-    wanted = {"the input": x}
+    given = tuple(context.clone().requires_grad_() for context in given)
+    wanted = dict(zip(("the input", "the context"), (x, *given), strict=False))
     wanted |= {f"a stage before ({name})": p for name, p in entrance.named_parameters()}
     wanted |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def loss() -> Tensor:
-        y, log_det = chain(x)
+        y, log_det = chain(x, *given)
         values = _flat(y)
         return (values * torch.randn_like(values)).sum() + (
             log_det * torch.randn_like(log_det)

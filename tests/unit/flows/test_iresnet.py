@@ -64,6 +64,7 @@ def gradients(flow, x):
     return loss.item(), {name: p.grad.clone() for name, p in flow.named_parameters()}
 
 
+@pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("log_det", ["exact", "series", "unbiased"])
 @pytest.mark.parametrize("memory", ["sqrt", "log", "constant"])
 def test_gradients_are_those_of_linear_memory(memory, log_det):

@@ -98,3 +98,18 @@ def test_modes_by_assignment():
 
 def test_an_error_of_invertibility_is_a_value_error():
     assert issubclass(NotInvertibleError, ValueError)
+
+
+def test_constant_memory_says_what_it_recomputes():
+    block = InvertibleResidual(nn.Sequential(LipschitzLinear(4, 4), nn.ELU()))
+    chain = Chain(Flip(), block, Flip(), block)
+    with pytest.warns(UserWarning, match=r"2 of 4 modules \(`1`, `3`\) are recomputed"):
+        chain.memory = "constant"
+    x = torch.randn(3, 4, requires_grad=True)
+    y, log_det = chain(x)
+    (y.square().sum() + log_det.sum()).backward()
+    given, x.grad = x.grad, None
+    chain.memory = "linear"
+    y, log_det = chain(x)
+    (y.square().sum() + log_det.sum()).backward()
+    torch.testing.assert_close(given, x.grad)

@@ -13,6 +13,7 @@ from recoup.invertible import (
     AffineCoupling,
     Chain,
     Dequantize,
+    Flip,
     InvertibleConv1x1,
     InvertibleModule,
     Logit,
@@ -203,3 +204,32 @@ def test_unsuitable_inputs_are_refused():
 
 def test_tolerance_is_the_bar():
     assert check_invertible(WrongInverse(), X, tolerance=0.1)
+
+
+class Scaled(InvertibleModule):
+    """Scales by what the context says."""
+
+    takes_context = True
+
+    def forward(self, x, context):
+        return x * context.exp(), context.sum(1)
+
+    def inverse(self, y, context):
+        return y * (-context).exp(), -context.sum(1)
+
+
+class Forgets(Scaled):
+    def inverse(self, y, context):
+        return y, -context.sum(1)
+
+
+def test_a_module_with_a_context():
+    x, context = torch.randn(3, 4), torch.randn(3, 4)
+    report = check_invertible(Scaled(), x, context)
+    assert report, str(report)
+    report = check_invertible(Chain(Scaled(), Flip(), Scaled()), x, context)
+    assert report, str(report)
+    report = check_invertible(Forgets(), x, context)
+    wrong = [finding for finding in report.findings if not finding.passed]
+    assert "forward, then inverse" in [finding.name for finding in wrong]
+    assert "the context" in wrong[-1].note

@@ -99,6 +99,7 @@ def test_the_whole_contract_in_every_memory_mode(build, shape):
     assert report, str(report)
 
 
+@pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("log_det", ["exact", "series", "unbiased"])
 @pytest.mark.parametrize("memory", ["sqrt", "log", 1, "constant"])
 def test_gradients_are_those_of_linear_memory(log_det, memory):

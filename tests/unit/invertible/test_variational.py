@@ -177,6 +177,7 @@ def test_gradients_are_the_same_in_every_memory_mode(memory):
         torch.testing.assert_close(gradients[memory][name], expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("memory", ["sqrt", "constant"])
 def test_within_a_chain_it_is_recomputed(memory):
     # In float32 at 256 levels, where the noise cannot be had back from the sum.
