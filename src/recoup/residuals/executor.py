@@ -38,7 +38,7 @@ from torch import Tensor
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.residuals.casts import geometry_of, laid_out
 from recoup.residuals.compiler import is_loaded, uncompiled
-from recoup.residuals.drift import DriftGuard, Watch
+from recoup.residuals.drift import DriftGuard
 from recoup.residuals.evaluation import is_answered
 from recoup.residuals.hooks import Kept, check_hooks_work, pair_in_force, storage_of
 from recoup.residuals.offload import moved_to_host
@@ -46,6 +46,7 @@ from recoup.residuals.prepared import Prepared
 from recoup.residuals.region import Region
 from recoup.residuals.stage import Stage, StageRun, State, is_said_in_place
 from recoup.residuals.values import HasTensor, Source, as_value, keep
+from recoup.residuals.watch import Watch
 from recoup.schedules import (
     Action,
     Advance,
@@ -170,7 +171,9 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan.prepared
-        self._watch: Watch | None = None if plan.guard is None else plan.guard.watch()
+        self._watch: Watch | None = None
+        if plan.guard is not None and plan.guard.otherwise != "ignore":
+            self._watch = Watch(plan.guard, len(self._plan.inverted))
         self._stages: list[Stage] = []
         self._runs: list[StageRun | None] = []
         self._swept: dict[int, tuple[HasTensor, ...]] = {}
@@ -399,7 +402,10 @@ class Run:
     def _compared(self, index: int, state: State, watch: Watch, *, is_taped: bool) -> State:
         """Return the state that an inverse delivered, or a better one (See Rule 8)."""
         if watch.is_within(index, state, self._stages[index].name):
-            return self._kept.get(index, state)
+            if index not in self._kept:
+                return state
+            watch.is_exact(index)
+            return self._kept[index]
         del state
         sources = [at for at in (*self._swept, *self._kept) if at <= index]
         if not sources:
@@ -413,6 +419,7 @@ class Run:
             if (index - at) % spacing == 0 and at not in self._kept:
                 self._kept[at] = self._state_at(at)
             self._advance(at)
+        watch.is_exact(index)
         state = self._state_at(index)
         if is_taped:
             self._run(index).fill(state)

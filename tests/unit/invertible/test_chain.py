@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from recoup.errors import NotInvertibleError
-from recoup.invertible import AdditiveCoupling, Chain, Flip, Split
+from recoup.invertible import (
+    AdditiveCoupling,
+    Chain,
+    Flip,
+    InvertibleResidual,
+    LipschitzLinear,
+    Split,
+)
 from recoup.schedules import constant, sqrt
 from tests.oracle import loss_of_all
 from tests.zoo import INVERTIBLE, invertible_chain_of, leaf, net

@@ -1,0 +1,187 @@
+"""Reversible networks that are no flows: ordinary classifiers, and another library's blocks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.invertible import AdditiveCoupling, Squeeze
+from tests.oracle import assert_same_step, assert_same_tensors, run_step
+
+
+def residual(channels, dropout):
+    return nn.Sequential(
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+    )
+
+
+def stage(channels, num_blocks, dropout):
+    half = channels // 2
+    return [
+        AdditiveCoupling(residual(half, dropout), residual(half, dropout), condition="second")
+        for _ in range(num_blocks)
+    ]
+
+
+def classifier(num_blocks=3, dropout=0.2, **options):
+    torch.manual_seed(0)
+    return recoup.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        *stage(8, num_blocks, dropout),
+        Squeeze(),
+        nn.Conv2d(32, 16, 1),
+        *stage(16, num_blocks, dropout),
+        nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(16, 10),
+        **options,
+    ).double()
+
+
+def images(n=8):
+    return torch.randn(n, 1, 8, 8, dtype=torch.float64)
+
+
+def cross_entropy(logits):
+    return nn.functional.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+
+
+@pytest.mark.parametrize("otherwise", ["keep", "recompute"])
+def test_gradients_norms_and_stream_are_those_of_linear(otherwise):
+    model = classifier(otherwise=otherwise)
+    x = images().requires_grad_()
+    want = run_step(model, x, memory="linear", loss=cross_entropy)
+    got = run_step(model, x, memory="constant", loss=cross_entropy)
+    assert_same_step(got, want, rtol=1e-9)
+    counts = [value for name, value in got.buffers.items() if name.endswith("num_batches_tracked")]
+    assert {int(count) for count in counts} == {1}
+
+
+def test_a_block_is_the_one_of_revnets():
+    f, g = residual(4, 0.0), residual(4, 0.0)
+    block = AdditiveCoupling(f, g, condition="second").eval()
+    x = torch.randn(2, 8, 6, 6)
+    first, second = x.chunk(2, dim=1)
+    first = first + f(second)
+    second = second + g(first)
+    torch.testing.assert_close(block(x)[0], torch.cat([first, second], dim=1))
+
+
+def test_twenty_steps_of_training_are_those_of_linear():
+    start, x = classifier(otherwise="keep"), images(16)
+    losses = {}
+    for memory in ("linear", "constant"):
+        model = copy.deepcopy(start)
+        model.memory = memory
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(5)
+        losses[memory] = []
+        for _ in range(20):
+            loss = cross_entropy(model(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[memory].append(loss.item())
+    assert losses["constant"] == pytest.approx(losses["linear"], rel=1e-8)
+    assert losses["linear"][-1] < 0.8 * losses["linear"][0]
+
+
+@pytest.mark.parametrize("otherwise", ["keep", "recompute"])
+def test_the_peak_does_not_grow_with_the_number_of_blocks(otherwise):
+    def peak(num_blocks, memory):
+        model = classifier(num_blocks, memory=memory, otherwise=otherwise)
+        x = images(16)
+
+        def step():
+            cross_entropy(model(x)).backward()
+
+        step()  # gradients are there from now on
+        return recoup.measure(step, repeats=0).peak_bytes
+
+    assert peak(12, "constant") <= 1.02 * peak(3, "constant")
+    assert peak(12, "linear") > 2 * peak(3, "linear")
+
+
+def test_what_has_no_inverse_is_named():
+    with pytest.raises(recoup.errors.NotInvertibleError, match=r"module `0` \(Conv2d\)"):
+        classifier(memory="constant")
+
+
+class Part(nn.Module):
+    """Attention or feed-forward of a Reformer, on ``(N, features, length)``."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        y = self.part(x.transpose(1, 2))
+        return getattr(y, "hidden_states", y).transpose(1, 2)
+
+
+def reformer(kinds, dropout):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ReformerConfig(
+        hidden_size=16, num_attention_heads=2, attention_head_size=8, feed_forward_size=32,
+        attn_layers=list(kinds), local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_hashes=2,
+        num_buckets=4, axial_pos_embds=False, max_position_embeddings=16, is_decoder=False,
+        hidden_dropout_prob=dropout, local_attention_probs_dropout_prob=dropout,
+        lsh_attention_probs_dropout_prob=dropout, vocab_size=20,
+    )  # fmt: skip
+    return transformers.ReformerModel(config).double().train().encoder.layers
+
+
+def reversible(layers, memory):
+    blocks = [
+        AdditiveCoupling(Part(layer.attention), Part(layer.feed_forward), condition="second")
+        for layer in layers
+    ]
+    return recoup.Sequential(*blocks, memory=memory)
+
+
+def of_layers(layers, x, run):
+    layers.zero_grad()
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    y = run(x)
+    (y * torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype)).sin().sum().backward()
+    return {"output": y.detach(), "input": x.grad} | {
+        name: p.grad for name, p in layers.named_parameters()
+    }
+
+
+def test_reformers_own_backward_gives_the_same():
+    from transformers.models.reformer.modeling_reformer import _ReversibleFunction
+
+    layers = reformer(("local",) * 4, dropout=0.0)
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+
+    def their_way(x):
+        x = torch.cat([x, x], dim=-1)  # as its encoder does
+        return _ReversibleFunction.apply(
+            x, layers, None, None, [], [], None, False, None, False, False
+        )
+
+    def our_way(memory):
+        model = reversible(layers, memory)
+        return lambda x: model(torch.cat([x, x], dim=-1).transpose(1, 2)).transpose(1, 2)
+
+    want = of_layers(layers, x, their_way)
+    for memory in ("linear", "constant"):
+        assert_same_tensors(of_layers(layers, x, our_way(memory)), want, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kinds", [("local", "local"), ("lsh", "local", "lsh")])
+def test_a_reformer_with_dropout_and_random_hashes(kinds):
+    layers = reformer(kinds, dropout=0.2)
+    x = torch.randn(2, 32, 16, dtype=torch.float64)
+    want = of_layers(layers, x, reversible(layers, "linear"))
+    for memory in ("constant", "sqrt"):
+        assert_same_tensors(of_layers(layers, x, reversible(layers, memory)), want, rtol=1e-9)
