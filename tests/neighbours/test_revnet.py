@@ -40,6 +40,7 @@ def classifier(num_blocks=3, dropout=0.2, **options):
         *stage(16, num_blocks, dropout),
         nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         nn.Linear(16, 10),
+        drift="raise",  # so that nothing mends a wrong inverse
         **options,
     ).double()
 
@@ -143,7 +144,7 @@ def reversible(layers, memory):
         AdditiveCoupling(Part(layer.attention), Part(layer.feed_forward), condition="second")
         for layer in layers
     ]
-    return recoup.Sequential(*blocks, memory=memory)
+    return recoup.Sequential(*blocks, memory=memory, drift="raise")
 
 
 def of_layers(layers, x, run):

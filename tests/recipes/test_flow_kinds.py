@@ -30,6 +30,7 @@ def fit(flow, *args):
     return "mine/checkpoints/best.ckpt"
 
 
+@pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("flow", FLOWS)
 def test_each_flow_learns_pictures(flow, capsys):
     extra = {"flowpp": ["--model.variational", "true"], "nice": ["--model.exact", "true"]}

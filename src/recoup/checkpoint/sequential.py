@@ -75,10 +75,19 @@ class Sequential(nn.Sequential):
         super().__init__(*modules)
         ways_of({}, otherwise)  # raises if it is unknown
         self.otherwise: Otherwise = otherwise
-        self.drift = DriftGuard.of(drift)
+        self._drift = DriftGuard.of(drift)
         self._plan: tuple[object, Plan] | None = None
         self._budget = Budget(self)
         self.memory = memory
+
+    @property
+    def drift(self) -> DriftGuard:
+        """What happens where inverses do not find their way back, and what was seen of them."""
+        return self._drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self._drift = DriftGuard.of(drift)
 
     @property
     def memory(self) -> Memory:

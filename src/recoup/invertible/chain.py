@@ -74,8 +74,17 @@ class Chain(InvertibleModule):
                 )
             self.add_module(str(index), module)
         self._plan: tuple[object, Plan] | None = None
-        self.drift = DriftGuard.of(drift)
+        self._drift = DriftGuard.of(drift)
         self.memory = memory
+
+    @property
+    def drift(self) -> DriftGuard:
+        """What happens where inverses do not find their way back, and what was seen of them."""
+        return self._drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self._drift = DriftGuard.of(drift)
 
     @property
     def memory(self) -> Memory:

@@ -39,7 +39,7 @@ _MARGIN = 2.0
 class DriftGuard:
     """What to do in backward where an inverse does not find its way back, and what was seen.
 
-    Kept for backward: 32 bytes a stage and tensor of its state, and, where the guard recomputes,
+    Kept for backward: eight numbers a stage and tensor of its state, and, where the guard recomputes,
     the first state of the chain and those it has learned to keep. Backward pays for looking at
     some of each state, and where errors were too large, a recomputation.
 

@@ -62,7 +62,7 @@ class Watch:
         self._num_stages = num_stages
         self._every = _EVERY if guard.is_calm(num_stages) else 1
         self._num_skipped = 0
-        self._sketches: dict[int, tuple[Tensor | None, ...]] = {}
+        self._sketches: dict[int, tuple[Tensor | list[float] | None, ...]] = {}
         self._tables: dict[tuple[object, ...], _Table | None] = {}
         self._is_autocast = _is_autocast()
         self._errors: dict[int, float] = {}
@@ -75,8 +75,11 @@ class Watch:
         if index % self._every:
             return
         passed = {id(value) for value in output}
+        sketches = (None if id(v) in passed else self._sketch(index, v) for v in state)
+        # Elsewhere numbers would have to be waited for.
         self._sketches[index] = tuple(
-            None if id(value) in passed else self._sketch(index, value) for value in state
+            _numbers(sketch) if sketch is not None and sketch.is_cpu else sketch
+            for sketch in sketches
         )
 
     def end_forward(self) -> None:
@@ -129,7 +132,8 @@ class Watch:
             again = None if sketch is None else self._sketch(index, value)
             if sketch is None or again is None:
                 continue
-            before, after = _numbers(sketch), _numbers(again)
+            before = _numbers(sketch) if isinstance(sketch, Tensor) else sketch
+            after = _numbers(again)
             was, difference = math.hypot(*before), math.dist(before, after)
             if math.isfinite(was):
                 error = difference / was if was > 0 else difference

@@ -77,7 +77,8 @@ def test_reparametrized_draws_have_gradients():
 
 
 def test_what_a_distribution_of_torch_can_do():
-    base = Logistic(0.0, torch.tensor([1.0, 2.0]))
+    # Said, since torch.compile turns the checks of all distributions off.
+    base = Logistic(0.0, torch.tensor([1.0, 2.0]), validate_args=True)
     wide = base.expand((3, 2))
     assert wide.batch_shape == (3, 2)
     assert wide.loc.shape == (3, 2)
@@ -86,7 +87,7 @@ def test_what_a_distribution_of_torch_can_do():
     for twin in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):
         assert torch.equal(twin.log_prob(torch.ones(2)), base.log_prob(torch.ones(2)))
     with pytest.raises(ValueError, match="scale"):
-        Logistic(0.0, -1.0)
+        Logistic(0.0, -1.0, validate_args=True)
     with pytest.raises(ValueError, match="support"):
         base.log_prob(torch.tensor([math.nan, 0.0]))
 

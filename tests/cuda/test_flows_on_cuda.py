@@ -1,0 +1,232 @@
+"""Flows on a GPU: constant memory against linear, the drift guard, samples, bases, autocast."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal
+
+import recoup
+from recoup.errors import DriftError
+from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, Logistic, RealNVP
+from recoup.invertible import (
+    ActNorm,
+    AdditiveCoupling,
+    AffineCoupling,
+    Chain,
+    VariationalDequantize,
+)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.filterwarnings("ignore:Under memory=:UserWarning"),
+]
+
+DEVICE = "cuda"
+SHAPE = (1, 8, 8)
+FLOWS = {
+    "nice": lambda **o: NICE(SHAPE, width=32, **o),
+    "nice exact": lambda **o: NICE(SHAPE, width=32, exact=True, **o),
+    "realnvp": lambda **o: RealNVP(SHAPE, width=16, **o),
+    "glow": lambda **o: Glow(SHAPE, width=16, num_steps=4, num_levels=2, **o),
+    "flow++": lambda **o: FlowPlusPlus(SHAPE, width=16, num_steps=2, num_components=4, **o),
+    "flow++ variational": lambda **o: FlowPlusPlus(
+        SHAPE, width=16, num_steps=2, num_components=4, variational=True, **o
+    ),
+}
+
+
+def stirred(flow, dtype=torch.float64):
+    """Past the start of its ActNorms, and off the start of its networks."""
+    for module in flow.modules():
+        if isinstance(module, ActNorm):
+            module.started = True
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    flow.chain.drift = "raise"  # so that nothing mends a wrong inverse
+    return flow.to(DEVICE, dtype)
+
+
+def pictures(n=16):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(17, (n, *SHAPE), generator=generator).to(DEVICE)
+
+
+def gradients(flow, x, labels=None):
+    flow.zero_grad()
+    torch.manual_seed(7)
+    loss = flow.bits_per_dim(x, labels).mean()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in flow.named_parameters() if p.grad is not None}
+    return loss.item(), found, torch.rand(1, device=DEVICE)
+
+
+def assert_close(got, want, rtol):
+    assert list(got) == list(want)
+    largest = max(value.abs().max() for value in want.values())
+    assert largest > 0
+    for name, value in want.items():
+        scale = value.abs().max().clamp(min=1e-3 * largest)
+        assert (got[name] - value).abs().max() <= rtol * scale, name
+
+
+@pytest.mark.parametrize("memory", ["constant", "sqrt"])
+@pytest.mark.parametrize("name", FLOWS)
+def test_gradients_and_stream_are_those_of_linear_with_dropout_and_labels(name, memory):
+    torch.manual_seed(0)
+    flow = stirred(FLOWS[name](levels=17, dropout=0.2, num_classes=3))
+    x, labels = pictures(), torch.arange(16, device=DEVICE) % 3
+    loss, want, stream = gradients(flow, x, labels)
+    flow.memory = memory
+    other, got, other_stream = gradients(flow, x, labels)
+    assert other == pytest.approx(loss, rel=1e-10)
+    assert torch.equal(stream, other_stream)
+    assert_close(got, want, 1e-8)
+
+
+@pytest.mark.parametrize("memory", ["constant", "sqrt"])
+@pytest.mark.parametrize("log_det", ["exact", "series", "unbiased"])
+def test_residual_flows_draw_the_same_probes_again(log_det, memory):
+    torch.manual_seed(0)
+    flow = stirred(IResNet((1, 4, 4), levels=17, num_steps=2, width=16, log_det=log_det))
+    x = pictures(4)[..., :4, :4]
+    loss, want, _ = gradients(flow, x)
+    flow.memory = memory
+    other, got, _ = gradients(flow, x)
+    assert other == pytest.approx(loss, rel=1e-10)
+    assert_close(got, want, 1e-8)
+    assert torch.equal(flow.eval().reconstruct(x), x.double())
+    assert flow.sample(3).shape == (3, 1, 4, 4)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_sample_follows_from_a_generator_on_the_device(name):
+    torch.manual_seed(0)
+    flow = stirred(FLOWS[name](levels=17, num_classes=3), torch.float32).eval()
+    labels = torch.arange(6) % 3  # wherever they are
+    before = torch.cuda.get_rng_state()
+
+    def draw(seed):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        return flow.sample(6, labels=labels, generator=generator, temperature=0.7)
+
+    first = draw(3)
+    assert first.device.type == DEVICE
+    assert first.shape == (6, *SHAPE)
+    assert torch.equal(first, draw(3))
+    assert not torch.equal(first, draw(4))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    assert torch.equal(flow.reconstruct(pictures(6), labels), pictures(6).float())
+
+
+@pytest.mark.parametrize("base", [Normal(0.5, 2.0), Logistic(0.0, 1.0)])
+def test_the_base_moves_to_the_device_and_back(base):
+    torch.manual_seed(0)
+    flow = RealNVP((2,), levels=None, num_steps=2, width=8, base=base)
+    x = torch.randn(5, 2)
+    want = flow.eval().log_prob(x)
+    moved = copy.deepcopy(flow).to(DEVICE)
+    assert moved.sample(3).device.type == DEVICE
+    torch.testing.assert_close(moved.log_prob(x.to(DEVICE)).cpu(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moved.cpu().log_prob(x), want)
+
+
+def test_learned_noise_is_drawn_where_the_data_are():
+    torch.manual_seed(0)
+    network = nn.Conv2d(1, 2, 3, padding=1)
+    layer = VariationalDequantize(17, Chain(AffineCoupling(network, split="checkerboard")))
+    layer = layer.to(DEVICE)
+    x = pictures(4)
+    torch.manual_seed(5)
+    first, log_det = layer(x)
+    torch.manual_seed(5)
+    assert torch.equal(layer(x)[0], first)
+    assert first.device.type == DEVICE
+    assert log_det.isfinite().all()
+    assert torch.equal(layer.inverse(first)[0], x.float())
+
+
+def dense(scale):
+    network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(scale)
+    return network
+
+
+def stiff(depth, **options):
+    torch.manual_seed(0)
+    blocks = [AdditiveCoupling(dense(3.0), dense(3.0)) for _ in range(depth)]
+    return Chain(*blocks, memory="constant", **options).to(DEVICE)
+
+
+def error_of(chain):
+    def gradient(chain):
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        found = torch.autograd.grad(chain(x)[0].square().mean(), list(chain.parameters()))
+        return torch.cat([value.flatten() for value in found])
+
+    plain = copy.deepcopy(chain)
+    plain.memory = "linear"
+    expected = gradient(plain)
+    return float((gradient(chain) - expected).norm() / expected.norm())
+
+
+def test_the_drift_guard_mends_a_stiff_net():
+    assert error_of(stiff(200, drift="ignore")) > 0.5
+    chain = stiff(200)
+    for _ in range(3):
+        assert error_of(chain) < 1e-3
+    assert 0 < len(chain.drift.kept) < 60
+    with pytest.raises(DriftError):
+        error_of(stiff(60, drift="raise"))
+
+
+def test_exact_couplings_need_no_guard():
+    chain = stiff(200, drift="ignore")
+    for block in chain:
+        block.exact = True
+    x = torch.randn(16, 16, device=DEVICE).mul(2**12).round().div(2**12)
+    with torch.no_grad():
+        assert torch.equal(chain.inverse(chain(x)[0])[0], x)
+    found = []
+    for memory in ("linear", "constant"):
+        chain.memory = memory
+        gradient = torch.autograd.grad(chain(x)[0].square().mean(), list(chain.parameters()))
+        found.append(torch.cat([value.flatten() for value in gradient]))
+    assert (found[1] - found[0]).norm() <= 1e-5 * found[0].norm()
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_autocast_in_constant_memory_and_in_linear(name):
+    found = {}
+    for memory in ("linear", "constant"):
+        torch.manual_seed(0)
+        flow = stirred(FLOWS[name](levels=17, memory=memory), torch.float32)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            bits = flow.bits_per_dim(pictures(64))
+        assert bits.dtype is torch.float32
+        bits.mean().backward()
+        found[memory] = {key: p.grad for key, p in flow.named_parameters()}
+    assert_close(found["constant"], found["linear"], 0.05)
+
+
+def test_the_peak_of_a_flow_does_not_grow_with_its_steps():
+    peaks = {}
+    for num_steps in (4, 32):
+        flow = Glow((3, 32, 32), levels=256, num_levels=1, num_steps=num_steps, width=64,
+                    memory="constant").to(DEVICE)  # fmt: skip
+        x = torch.randint(256, (16, 3, 32, 32), device=DEVICE)
+
+        def step(flow=flow, x=x):
+            flow.bits_per_dim(x).mean().backward()
+
+        step()  # gradients are there from now on
+        peaks[num_steps] = recoup.measure(step, device=DEVICE, repeats=0).peak_bytes
+    assert peaks[32] <= 1.05 * peaks[4]
