@@ -22,6 +22,8 @@ from recoup.invertible import (
 )
 from recoup.schedules import Invert, Reverse, Schedule
 
+pytestmark = pytest.mark.drifts
+
 STIFF = 3.0
 
 

@@ -134,6 +134,7 @@ class Sequential(nn.Sequential):
         found = super().__getitem__(index)
         if isinstance(found, Sequential) and isinstance(index, slice):
             found.otherwise = self.otherwise
+            found.drift = self._drift.anew()
             found.memory = self._carried
         return found
 
@@ -141,11 +142,15 @@ class Sequential(nn.Sequential):
         return ways_of(self._links(), self.otherwise) if memory == "constant" else None
 
     def __add__(self, other: Any) -> Sequential:
-        return Sequential(*self, *other, memory=self._carried, otherwise=self.otherwise)
+        return self._of([*self, *other])
 
     def __mul__(self, other: int) -> Sequential:
-        modules = [module for _ in range(other) for module in self]
-        return Sequential(*modules, memory=self._carried, otherwise=self.otherwise)
+        return self._of([module for _ in range(other) for module in self])
+
+    def _of(self, modules: list[Any]) -> Sequential:
+        return Sequential(
+            *modules, memory=self._carried, otherwise=self.otherwise, drift=self._drift.anew()
+        )
 
     @property
     def _carried(self) -> Memory:

@@ -83,7 +83,7 @@ class Base(nn.Module):
         """Draw latents of `shape` ``(N, ...)``, with `temperature` times the spread."""
         base = self.distribution()
         loc: Tensor | None = getattr(base, "loc", None)
-        if temperature < 0 or (temperature != 1 and loc is None):
+        if not temperature >= 0 or (temperature != 1 and loc is None):
             raise ValueError(
                 f"`temperature` is {temperature}, but must be at least 0, and 1 for a base without "
                 f"a `loc`, as {type(base).__name__} is. Use 1, or a location-scale base."

@@ -15,6 +15,7 @@ from recoup.flows.base import Base
 from recoup.flows.labels import one_hot
 from recoup.flows.latents import Latents, as_latents, as_tuple, chosen, temperature_of_each
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
+from recoup.residuals.drift import Drift, DriftGuard
 from recoup.residuals.seeds import with_seed
 from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory
@@ -99,6 +100,15 @@ class Flow(nn.Module):
             self.dequantize.memory = memory
 
     @property
+    def drift(self) -> DriftGuard:
+        """What happens in constant memory where inverses drift; a string may be assigned."""
+        return self.chain.drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self.chain.drift = drift
+
+    @property
     def levels(self) -> int | None:
         """Number of grey levels of the data, None for continuous data."""
         return None if self.dequantize is None else self.dequantize.levels
@@ -137,7 +147,15 @@ class Flow(nn.Module):
 
         With other `labels` than those of the data it shows them as another class.
         """
-        x, _ = self.chain.inverse(latents, *self._context(labels, len(as_tuple(latents)[0])))
+        parts = as_tuple(latents)
+        shapes = [tuple(z.shape[1:]) for z in parts]
+        needed = [tuple(shape) for shape in self._shapes_of_latents()]
+        if shapes != needed:
+            raise ValueError(
+                f"`latents` have the shapes {shapes} a sample, but this flow's are {needed}: give "
+                "them in the form that `forward` returns."
+            )
+        x, _ = self.chain.inverse(latents, *self._context(labels, len(parts[0])))
         if self.dequantize is None:
             return x
         return Dequantize.inverse(self.dequantize, x)[0]  # a learned noise has no part in it
@@ -233,6 +251,13 @@ class Flow(nn.Module):
         Returns:
             Data ``(steps, N, *shape)``; the first is `x0` and the last `x1`, up to rounding.
         """
+        if steps < 1:
+            raise ValueError(f"`steps` is {steps}, but must be at least 1.")
+        if x0.shape != x1.shape:
+            raise ValueError(
+                f"`x0` has shape {tuple(x0.shape)} and `x1` {tuple(x1.shape)}, but both must have "
+                "one shape: each sample goes to the one in its place."
+            )
         starts, ends = (as_tuple(self(x, labels)[0]) for x in (x0, x1))
         frames: list[Tensor] = []
         for step in range(steps):
@@ -250,6 +275,8 @@ class Flow(nn.Module):
         self, n: int, temperature: float | Sequence[float], generator: torch.Generator | None
     ) -> list[Callable[[], Tensor]]:
         """Return for each latent what draws it."""
+        if not isinstance(n, int) or n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"`n` is {n!r}, but must be a whole number of at least 0.")
         shapes = self._shapes_of_latents()
         return [
             partial(self.base.sample, (n, *shape), t, generator)

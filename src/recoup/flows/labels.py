@@ -35,6 +35,8 @@ def one_hot(
             f"`labels` are missing: this flow has {num_classes} classes. Give whole numbers of "
             f"shape ({num_samples},), 0 to {num_classes - 1}."
         )
+    if not isinstance(labels, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`labels` is a {type(labels).__name__}, but must be a tensor.")
     if labels.shape != (num_samples,):
         raise ValueError(
             f"`labels` has shape {tuple(labels.shape)}, but must be ({num_samples},): one label a "

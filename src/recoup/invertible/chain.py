@@ -125,7 +125,7 @@ class Chain(InvertibleModule):
         if isinstance(index, int):
             return modules[index]
         memory = "linear" if isinstance(self._memory, Schedule) else self._memory
-        return Chain(*modules[index], memory=memory)
+        return Chain(*modules[index], memory=memory, drift=self._drift.anew())
 
     def __iter__(self) -> Iterator[InvertibleModule]:
         return cast("Iterator[InvertibleModule]", iter(self._modules.values()))
@@ -137,6 +137,7 @@ class Chain(InvertibleModule):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Any, Tensor]:
         """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""
+        self._check_context(context)
         stages = self._stages(context)
         state: State = (x,) if context is None else (x, context)
         log_dets: list[Tensor | None] = []
@@ -152,6 +153,7 @@ class Chain(InvertibleModule):
 
     def inverse(self, y: Any, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
+        self._check_context(context)
         state = _to_state(y)
         if context is not None:
             state = (state[0], context, *state[1:])
@@ -165,6 +167,13 @@ class Chain(InvertibleModule):
             log_dets.append(value)
         log_dets.reverse()  # so that both directions add in the same order
         return state[0], self._sum(iter(log_dets), state[0], flat=self._is_flat)
+
+    def _check_context(self, context: Tensor | None) -> None:
+        if context is not None and not self.takes_context:
+            raise ValueError(
+                "`context` is given, but no module of the chain takes one, so it would change "
+                "nothing. Leave it out, or give couplings networks with `takes_context = True`."
+            )
 
     def _ready_plan(self, stages: Sequence[_Stage]) -> Plan:
         ways = tuple[Way, ...](stage.way for stage in stages)

@@ -71,12 +71,13 @@ class InvertibleConv1x1(InvertibleModule):
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        undone: Tensor = _linalg.inv(self.weight)
-        return _mix(y, undone), -self._log_det(y)
+        undone: Tensor = _linalg.inv(_wide(self.weight))
+        return _mix(y, undone.to(self.weight.dtype)), -self._log_det(y)
 
     def _log_det(self, x: Tensor) -> Tensor:
-        log_abs_det: Tensor = _linalg.slogdet(self.weight)[1]
-        return (log_abs_det * num_positions(x)).expand(x.shape[0])
+        log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
+        log_det = log_abs_det * num_positions(x)
+        return log_det.to(self.weight.dtype).expand(x.shape[0])
 
     def extra_repr(self) -> str:
         """Show the number of channels."""
@@ -154,10 +155,10 @@ class InvertibleConv1x1LU(InvertibleModule):
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
         lower, upper = self._triangles()
         undone: Tensor = _linalg.solve_triangular(
-            lower, self.permutation.T, upper=False, unitriangular=True
+            _wide(lower), _wide(self.permutation).T, upper=False, unitriangular=True
         )
-        undone = _linalg.solve_triangular(upper, undone, upper=True)
-        return _mix(y, undone), -self._log_det(y)
+        undone = _linalg.solve_triangular(_wide(upper), undone, upper=True)
+        return _mix(y, undone.to(upper.dtype)), -self._log_det(y)
 
     def _triangles(self) -> tuple[Tensor, Tensor]:
         diagonal = torch.diag_embed(self.sign * self.log_s.exp())
@@ -193,6 +194,11 @@ def _rotation(num_channels: int) -> Tensor:
     if float(_linalg.det(rotation)) < 0:
         rotation[:, 0] *= -1
     return rotation.contiguous()  # QR's is transposed, and some optimizers flatten with a view
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    """Return a matrix of half precision, which is not factorised, in single precision."""
+    return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
 
 
 def _mix(x: Tensor, weight: Tensor) -> Tensor:

@@ -179,12 +179,9 @@ class _Bend(NamedTuple):
         share = 1 - self.least_slope
         alone = target.unsqueeze(1) + share * self.means * self.rates
         alone = alone / (share * self.rates + self.least_slope)
-        if not bool(alone.isfinite().all()):
-            raise NotInvertibleError(
-                "The inverse of MixtureCoupling met values that are not finite. Check the latents "
-                "and what the network returns for NaN and inf; a smaller learning rate or `bound` "
-                "helps a network that runs away."
-            )
+        # What is not finite comes back as NaN, as from any layer; a zero takes its part here.
+        is_finite = alone.isfinite().all(1)
+        alone = alone.where(is_finite.unsqueeze(1), 0.0)
         low, high = alone.amin(1), alone.amax(1)
         x = (alone * self.log_weights.exp()).sum(1).clamp(low, high)
         step_before = high - low
@@ -194,8 +191,8 @@ class _Bend(NamedTuple):
             step = residual / slope
             near = eps * x.abs().clamp(min=1)
             done = (residual.abs() <= eps * target.abs().clamp(min=1)) | (step.abs() <= near)
-            if bool((done | (high - low <= near)).all()):
-                return x
+            if bool((done | (high - low <= near) | ~is_finite).all()):
+                return x.where(is_finite, torch.nan)
             low = torch.where(residual < 0, x, low)
             high = torch.where(residual < 0, high, x)
             newton = x - step

@@ -39,9 +39,9 @@ _MARGIN = 2.0
 class DriftGuard:
     """What to do in backward where an inverse does not find its way back, and what was seen.
 
-    Kept for backward: eight numbers a stage and tensor of its state, and, where the guard recomputes,
-    the first state of the chain and those it has learned to keep. Backward pays for looking at
-    some of each state, and where errors were too large, a recomputation.
+    Kept for backward: eight numbers a stage and tensor of its state, and, where the guard
+    recomputes, the first state of the chain and those it has learned to keep. Backward pays for
+    looking at some of each state, and where errors were too large, a recomputation.
 
     Args:
         otherwise: what happens past the tolerance. "recompute": the stage is run from its true
@@ -85,6 +85,10 @@ class DriftGuard:
     def of(cls, drift: Drift) -> DriftGuard:
         """Return the guard that `drift` means: itself, or one that does what it says."""
         return drift if isinstance(drift, DriftGuard) else cls(drift)
+
+    def anew(self) -> DriftGuard:
+        """Return a guard of the same kind for another chain."""
+        return DriftGuard(self.otherwise, self.tolerance)
 
     @property
     def largest_error(self) -> float:
