@@ -38,7 +38,7 @@ setup: .venv/.ready
 
 # Without what they ask for: pyproject.toml says why.
 .venv/.bench: .venv/.ready
-	@$(INSTALL) --no-deps memcnn pytorch-nlp returnn revlib revtorch torch_remat
+	@$(INSTALL) --no-deps FrEIA memcnn nflows normflows pytorch-nlp returnn revlib revtorch torch_remat zuko
 	@touch $@
 
 demo: setup

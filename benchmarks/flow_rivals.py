@@ -79,11 +79,14 @@ class TakesContext(nn.Sequential):
 # --- RealNVP on points ---------------------------------------------------------------------------
 
 
-def recoup_moons(memory: str) -> Contestant:
-    couplings = [
-        AffineCoupling(dense(1, 2), condition="first" if index % 2 == 0 else "second")
-        for index in range(NUM_COUPLINGS)
-    ]
+def recoup_moons(memory: str, in_pairs: bool = False) -> Contestant:
+    if in_pairs:
+        couplings = [AffineCoupling(dense(1, 2), dense(1, 2)) for _ in range(NUM_COUPLINGS // 2)]
+    else:
+        couplings = [
+            AffineCoupling(dense(1, 2), condition="first" if index % 2 == 0 else "second")
+            for index in range(NUM_COUPLINGS)
+        ]
     return _of_recoup(Chain(*couplings, memory=memory), (2,))
 
 
@@ -156,6 +159,8 @@ def zuko_moons() -> Contestant:
 MOONS = {
     "recoup linear": partial(recoup_moons, "linear"),
     "recoup constant": partial(recoup_moons, "constant"),
+    "recoup linear, pairs": partial(recoup_moons, "linear", in_pairs=True),
+    "recoup constant, pairs": partial(recoup_moons, "constant", in_pairs=True),
     "nflows": nflows_moons,
     "normflows": normflows_moons,
     "FrEIA": freia_moons,

@@ -29,18 +29,19 @@ def write() -> None:
     """Put the table between the marks; leave the README alone where a result is missing."""
     results = ROOT / "benchmarks" / "results"
     names = ("couplings", "chains", "regions", "weights", "gradients", "language_model")
-    names = (*names, "language_model_curve", "plans")
+    names = (*names, "language_model_curve", "plans", "flows")
     paths = [results / f"{name}_cpu.json" for name in names]
     if not all(path.exists() for path in paths):
         return
     found = (json.loads(path.read_text()) for path in paths)
-    couplings, chains, regions, weights, gradients, language_model, curve, plans = found
+    couplings, chains, regions, weights, gradients, language_model, curve, plans, flows = found
     parts = (
         _table(couplings, chains, regions),
         _weights_table(weights),
         _gradients(gradients),
         _language_model(language_model, curve),
         _plans(plans),
+        _flows(flows),
     )
     _put(ROOT / "README.md", "\n\n".join(parts))
     _put(ROOT / "docs" / "plans.md", _plans_table(plans))
@@ -192,6 +193,35 @@ def _plans(found: dict) -> str:
         f"Least peak: {', '.join(least)}. [All of them](docs/plans.md#measured)."
     )
     return "\n".join(["![Time of a step against its peak](docs/images/plans.png)", "", sentence])
+
+
+def _flows(found: dict) -> str:
+    """A row a library: its steps over ours in linear memory, and the peak at two depths."""
+    lines = [
+        "| flows | RealNVP: training | log_prob | sampling | Glow: training | MiB, 2 steps | 16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    glow = {(row["name"], row["num_steps"]): row for row in found["glow"]}
+    moons = {row["name"]: row for row in found["moons"]}
+    for name in dict.fromkeys([*moons, *(row["name"] for row in found["glow"])]):
+        point, image = moons.get(name), glow.get((name, 8))
+        tasks = ("training", "log_prob", "sampling")
+        cells = [
+            f"**{name}**" if name.startswith("recoup") else name,
+            *(f"{point[f'{task}_median_over_ours']:.2f}" if point else "-" for task in tasks),
+            f"{image['training_median_over_ours']:.2f}" if image else "-",
+            *(_mebibytes(glow[name, k]["peak_bytes"]) if image else "-" for k in (2, 16)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = found["versions"]
+    libraries = ", ".join(f"{n} {versions[n]}" for n in ("nflows", "normflows", "FrEIA", "zuko"))
+    conditions = (
+        "<sub>Time of a step over `recoup linear`: 8 couplings on 2-D moons, and a Glow of two "
+        "scales with 8 steps each on 3x16x16; processor time of one thread, median of interleaved "
+        f"rounds. {found['device_name']}, {found['date']}, torch {versions['torch']}, {libraries}."
+        "</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
 
 
 def _plans_table(found: dict) -> str:

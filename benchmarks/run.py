@@ -1,6 +1,6 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
-    python benchmarks/run.py [couplings chains regions weights gradients language_model plans]
+    python benchmarks/run.py [couplings chains regions weights gradients language_model plans flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import chains
 import couplings
+import flows
 import gradients
 import language_model
 import plans
@@ -47,6 +48,7 @@ SUITES = {
         "long_windows": language_model.long_windows(device),
     },
     "plans": plans.suite,
+    "flows": flows.suite,
 }
 # Only when they are named.
 LONG_SUITES = {
@@ -58,6 +60,7 @@ ON_ALL_CORES = {"weights", "language_model", "language_model_curve", "plans"}
 def conditions(device: str) -> dict:
     versions = {"python": platform.python_version()}
     rivals = ("memcnn", "revtorch", "revlib", "returnn", "pytorch-nlp", "torch_remat")
+    rivals += ("nflows", "normflows", "FrEIA", "zuko")
     for package in ("torch", *rivals, "transformers"):
         try:
             versions[package] = metadata.version(package)

@@ -11,7 +11,6 @@ import torch
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from recoup.errors import NotInvertibleError
 from recoup.flows import NICE, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.invertible import ActNorm, AdditiveCoupling, AffineCoupling
 from tests.neighbours.flows_ddp_worker import CASES
@@ -247,12 +246,8 @@ def test_nan_in_the_data(name, memory):
     x[0, 0, 0, 0] = float("nan")
     bits = flow.bits_per_dim(x)
     assert bits.isnan().tolist() == [True, False, False, False]
-    if name == "flow++" and memory == "constant":
-        with pytest.raises(NotInvertibleError, match="not finite"):
-            bits.mean().backward()
-    else:
-        bits.mean().backward()
-        assert any(p.grad.isnan().any() for p in flow.parameters())
+    bits.mean().backward()
+    assert any(p.grad.isnan().any() for p in flow.parameters())
 
 
 def test_levels_that_are_none_are_not_checked():
@@ -266,10 +261,10 @@ def test_levels_that_are_none_are_not_checked():
 @pytest.mark.parametrize("name", ["nice", "realnvp", "glow", "flow++", "i-resnet"])
 def test_flows_in_half_precision(name, dtype):
     flow = build(name, dtype, memory="constant")
-    if name in ("glow", "flow++", "i-resnet"):
+    if name == "i-resnet":
         with pytest.raises(RuntimeError, match="Low precision"):
             flow.bits_per_dim(pictures())
         return
     loss, found = gradients(flow, pictures())
-    assert loss == pytest.approx(gradients(build(name), pictures())[0], rel=0.02)
+    assert loss == pytest.approx(gradients(build(name), pictures())[0], rel=0.05)
     assert all(value.isfinite().all() for value in found.values())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Normal
 
 from recoup.residuals.seeds import with_seed
 
@@ -61,6 +62,12 @@ class Base(nn.Module):
             self.distribution()
         except TypeError:  # needs more than its parameters
             self._names = ()
+        self._is_standard = (
+            type(distribution) is Normal
+            and not distribution.loc.is_meta
+            and not bool((distribution.loc != 0).any() | (distribution.scale != 1).any())
+            and not distribution.batch_shape
+        )
         self.register_buffer("like", torch.empty(0), persistent=False)  # where the flow is
 
     def distribution(self) -> Distribution:
@@ -74,6 +81,9 @@ class Base(nn.Module):
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Return the log-density ``(N,)`` of latents ``(N, ...)``, summed over one sample."""
+        if self._is_standard:  # four operations in place of eleven, and nothing kept but `z`
+            squares = z.square().flatten(1).sum(1)
+            return -0.5 * squares - 0.5 * math.log(2 * math.pi) * z.shape[1:].numel()
         log_prob = self.distribution().log_prob(z)
         return log_prob.flatten(1).sum(1) if log_prob.dim() > 1 else log_prob
 

@@ -65,15 +65,13 @@ class ActNorm(InvertibleModule):
         check_channels(x, self.num_channels)
         if self.training and not self.started:
             self._start(x)
-        scale = self.log_scale.exp()
-        y = torch.addcmul(per_channel(self.bias * scale, x), x, per_channel(scale, x))
+        y = (x + per_channel(self.bias, x)) * per_channel(self.log_scale.exp(), x)
         return y, self._log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
         check_channels(y, self.num_channels)
-        scale = (-self.log_scale).exp()
-        x = torch.addcmul(per_channel(-self.bias, y), y, per_channel(scale, y))
+        x = y * per_channel((-self.log_scale).exp(), y) - per_channel(self.bias, y)
         return x, -self._log_det(y)
 
     def _log_det(self, x: Tensor) -> Tensor:

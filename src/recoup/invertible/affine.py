@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.invertible.coupling import Condition, Coupling, Partition, takes_a_context
+from recoup.invertible.shapes import per_sample
 
 __all__ = ["AffineCoupling"]
 
@@ -17,15 +18,17 @@ class AffineCoupling(Coupling):
     and ``log_scale = bound * tanh(raw / bound)``. The scale stays between ``exp(-bound)`` and
     ``exp(bound)`` whatever the network says, so one layer of the inverse never magnifies an error
     by more than ``exp(bound)``; a network of zeros makes the identity. The network need not be
-    invertible; it runs once in forward and once in inverse.
+    invertible; it runs once in forward and once in inverse. With a second one, ``g``, the given
+    half is then changed in the same way by what ``g`` computes from ``y2``.
 
-    Autograd keeps what the network keeps, the input, and two tensors of the size of the changed
-    half.
+    Autograd keeps what the networks keep, the input, and two tensors of the size of each half that
+    is changed.
 
     Args:
         network: Maps the conditioning half to twice the channels of the other half. The first half
             of C channels has ``(C + 1) // 2``, the second ``C // 2``.
-        condition: Which half the network sees, "first" or "second".
+        g: Optional second network, from the changed half to twice the channels of the other.
+        condition: Which half `network` sees, "first" or "second".
         split: "channels", or "checkerboard" for images: see `Coupling`.
         bound: The largest absolute log-scale, above 0.
 
@@ -47,6 +50,7 @@ class AffineCoupling(Coupling):
     def __init__(
         self,
         network: nn.Module,
+        g: nn.Module | None = None,
         *,
         condition: Condition = "first",
         split: Partition = "channels",
@@ -56,27 +60,45 @@ class AffineCoupling(Coupling):
         if not bound > 0:
             raise ValueError(f"`bound` is {bound}, but must be above 0; 2.0 is usual.")
         self.network = network
+        self.g = g
         self.bound = bound
-        self.takes_context = takes_a_context(network)
+        self.takes_context = takes_a_context(network) or takes_a_context(g)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
         given, changed = self._halves(x)
-        shift, log_scale = self._shift_and_log_scale(given, changed, context)
-        changed = torch.addcmul(shift, changed, log_scale.exp())
-        return self._join(given, changed), log_scale.flatten(1).sum(1)
+        changed, log_det = self._scaled(self.network, given, changed, context)
+        if self.g is not None:
+            given, more = self._scaled(self.g, changed, given, context)
+            log_det = log_det + more
+        return self._join(given, changed), log_det
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
         given, changed = self._halves(y)
-        shift, log_scale = self._shift_and_log_scale(given, changed, context)
-        changed = (changed - shift) * (-log_scale).exp()
-        return self._join(given, changed), -log_scale.flatten(1).sum(1)
+        more: Tensor | None = None
+        if self.g is not None:
+            given, more = self._unscaled(self.g, changed, given, context)
+        changed, log_det = self._unscaled(self.network, given, changed, context)
+        return self._join(given, changed), log_det if more is None else log_det + more
+
+    def _scaled(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        shift, log_scale = self._shift_and_log_scale(network, given, changed, context)
+        return torch.addcmul(shift, changed, log_scale.exp()), per_sample(log_scale)
+
+    def _unscaled(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        shift, log_scale = self._shift_and_log_scale(network, given, changed, context)
+        negative = -log_scale
+        return (changed - shift) * negative.exp(), per_sample(negative)
 
     def _shift_and_log_scale(
-        self, given: Tensor, changed: Tensor, context: Tensor | None
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        shift, raw = self._ask(self.network, given, changed, 2, context).chunk(2, dim=1)
+        shift, raw = self._ask(network, given, changed, 2, context).chunk(2, dim=1)
         return shift, self.bound * torch.tanh(raw / self.bound)
 
     def extra_repr(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,13 +15,6 @@ __all__ = ["InvertibleConv1x1", "InvertibleConv1x1LU"]
 
 _linalg: Any = torch.linalg  # torch leaves the types of its functions unknown
 
-_MIX: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    2: functional.linear,
-    3: functional.conv1d,
-    4: functional.conv2d,
-    5: functional.conv3d,
-}
-
 
 class InvertibleConv1x1(InvertibleModule):
     """Mix the channels with one learned matrix, the same at every position.
@@ -35,7 +27,7 @@ class InvertibleConv1x1(InvertibleModule):
     be undone.
 
     Args:
-        num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``, of 2 to 5 dimensions.
+        num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``.
         device: Device of the matrix.
         dtype: Floating-point type of the matrix.
 
@@ -67,17 +59,22 @@ class InvertibleConv1x1(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        return _mix(x, self.weight), self._log_det(x)
+        log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
+        return _mix(x, self.weight), self._at_each(log_abs_det, x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        undone: Tensor = _linalg.inv(_wide(self.weight))
-        return _mix(y, undone.to(self.weight.dtype)), -self._log_det(y)
+        # One factorisation for both, where `inv` and `slogdet` would make one each.
+        weight = _wide(self.weight)
+        factors, pivots = _linalg.lu_factor(weight)
+        undone: Tensor = _linalg.lu_solve(
+            factors, pivots, torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+        )
+        log_abs_det: Tensor = factors.diagonal().abs().log().sum()
+        return _mix(y, undone.to(self.weight.dtype)), self._at_each(-log_abs_det, y)
 
-    def _log_det(self, x: Tensor) -> Tensor:
-        log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
-        log_det = log_abs_det * num_positions(x)
-        return log_det.to(self.weight.dtype).expand(x.shape[0])
+    def _at_each(self, log_abs_det: Tensor, x: Tensor) -> Tensor:
+        return (log_abs_det * num_positions(x)).to(self.weight.dtype).expand(x.shape[0])
 
     def extra_repr(self) -> str:
         """Show the number of channels."""
@@ -94,7 +91,7 @@ class InvertibleConv1x1LU(InvertibleModule):
     Autograd keeps the input and the factors; backward is two 1x1 convolutions.
 
     Args:
-        num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``, of 2 to 5 dimensions.
+        num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``.
         device: Device of the factors.
         dtype: Floating-point type of the factors.
 
@@ -203,10 +200,16 @@ def _wide(matrix: Tensor) -> Tensor:
 
 def _mix(x: Tensor, weight: Tensor) -> Tensor:
     check_channels(x, weight.shape[0])
-    if x.dim() not in _MIX:
-        raise ValueError(
-            f"`x` has {x.dim()} dimensions, but a 1x1 convolution needs (N, C) and at most three "
-            f"more. Flatten the positions of `x` into one dimension."
-        )
-    with torch.autocast(x.device.type, enabled=False):
-        return _MIX[x.dim()](x, weight.view(*weight.shape, *(1,) * (x.dim() - 2)))
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return _product(x, weight)
+    return _product(x, weight)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return functional.linear(x, weight)
+    # One product of matrices: of so few channels a convolution takes two to three times as long
+    # on a CPU, and on CUDA it would round to TF32, from which there is no way back.
+    columns = x.transpose(0, 1)
+    return (weight @ columns.flatten(1)).view(columns.shape).transpose(0, 1)

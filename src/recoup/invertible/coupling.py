@@ -63,8 +63,8 @@ class Coupling(InvertibleModule):
         takes_context = context is not None and takes_a_context(network)
         inputs = (given, cast("Tensor", context)) if takes_context else (given,)
         values = self.evaluate(network, *inputs)
-        sizes = given.shape[2:] if is_board else changed.shape[2:]
-        needed = (changed.shape[0], copies * changed.shape[1], *sizes)
+        num_samples, num_channels, *sizes = changed.shape
+        needed = (num_samples, copies * num_channels, *(given.shape[2:] if is_board else sizes))
         if values.shape != needed:
             raise ValueError(
                 f"The network of {type(self).__name__} returned shape {tuple(values.shape)} for "
@@ -97,8 +97,7 @@ def _channels(x: Tensor) -> tuple[Tensor, Tensor]:
         )
     # Views, and of one split: backward then joins two gradients, where two slices would pad
     # each with zeros and add. An odd channel goes to the first half.
-    middle = (x.shape[1] + 1) // 2
-    return cast("tuple[Tensor, Tensor]", x.split((middle, x.shape[1] - middle), dim=1))
+    return cast("tuple[Tensor, Tensor]", x.chunk(2, dim=1))
 
 
 def _colours(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,8 +47,7 @@ class MixtureCoupling(Coupling):
     Raises:
         ValueError: When an argument is out of range, when the input cannot be split, or when the
             network returns another shape than needed.
-        NotInvertibleError: In inverse, when the search does not converge: the input or what the
-            network says of it is not finite.
+        NotInvertibleError: In inverse, when the search does not converge.
 
     Example:
         >>> import torch

@@ -6,7 +6,14 @@ import math
 
 from torch import Tensor
 
-__all__ = ["check_channels", "check_not_batch", "num_positions", "per_channel", "zero_log_det"]
+__all__ = [
+    "check_channels",
+    "check_not_batch",
+    "num_positions",
+    "per_channel",
+    "per_sample",
+    "zero_log_det",
+]
 
 
 def num_positions(x: Tensor) -> int:
@@ -17,6 +24,11 @@ def num_positions(x: Tensor) -> int:
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
     """View `values` of shape ``(C,)`` so that it broadcasts over `x` of shape ``(N, C, ...)``."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))
+
+
+def per_sample(values: Tensor) -> Tensor:
+    """Sum `values` of shape ``(N, ...)`` over all but the batch, to ``(N,)``."""
+    return values.sum(tuple(range(1, values.dim())))
 
 
 def zero_log_det(x: Tensor) -> Tensor:

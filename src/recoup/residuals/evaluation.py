@@ -51,6 +51,8 @@ def evaluate(network: nn.Module, inputs: Inputs) -> Any:
         return network(*inputs)  # seeds do not go into a graph; compiled draws are its own anyway
     answer = _local.answer
     if answer is None:
+        if draws_nothing(network):
+            return network(*inputs)
         return _run(network, inputs, SeededCall())
     with _Answering(None):
         return answer(network, inputs)

@@ -37,7 +37,13 @@ def draws_nothing(module: nn.Module) -> bool:
         return not module.training or own.get("p") == 0
     # A subclass may do anything, but for a sequence that only brings its modules along, and for a
     # class (not one derived from it) that says of itself that nothing draws but the modules within.
-    says_so = vars(kind).get("draws_only_in_modules", False)
-    if kind not in QUIET and kind.forward is not nn.Sequential.forward and not says_so:
+    if (
+        kind not in QUIET
+        and kind.forward is not nn.Sequential.forward
+        and not vars(kind).get("draws_only_in_modules", False)
+    ):
         return False
-    return all(child is None or draws_nothing(child) for child in module._modules.values())
+    for child in module._modules.values():  # a loop: this runs at every evaluation of a network
+        if child is not None and not draws_nothing(child):
+            return False
+    return True

@@ -61,6 +61,7 @@ BUILDERS: dict[str, Callable[[], tuple[InvertibleModule, Tensor]]] = {
     "additive-two": lambda: (AdditiveCoupling(conv(2, 1), conv(1, 2)), images(3, 2, 2)),
     "revnet": lambda: (AdditiveCoupling(mlp(1, 2), mlp(2, 1), condition="second"), images(3)),
     "affine": lambda: (AffineCoupling(conv(2, 4)), images(4, 2, 3)),
+    "affine-two": lambda: (AffineCoupling(conv(2, 2), conv(1, 4)), images(3, 2, 2)),
     "affine-vectors": lambda: (AffineCoupling(mlp(2, 2)), images(3)),
     "affine-second": lambda: (AffineCoupling(mlp(1, 4), condition="second"), images(3)),
     "additive-board": lambda: (
