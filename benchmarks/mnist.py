@@ -1,4 +1,4 @@
-"""RealNVP and Glow on MNIST, in linear and in constant memory: one run each, and its curve.
+"""Flows on MNIST: RealNVP and Glow in linear and in constant memory, NICE with exact couplings.
 
     python benchmarks/mnist.py realnvp constant    # one run, printed as JSON
 
@@ -7,6 +7,7 @@ Bits per dimension of 28 x 28 pixels with 256 levels: uniform dequantization, a 
 """
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import torch
 from couplings import peak_and_held
 from lightning.pytorch.callbacks import Callback
 
+from recoup.flows import Glow, RealNVP
 from recoup.recipes.flow.train import prepare
 from recoup.recipes.testing import quiet_trainer, tested
 
@@ -26,9 +28,18 @@ BATCH_SIZE = 128
 SMALL = {
     "realnvp": {"num_levels": 2, "num_steps": 2, "width": 16, "depth": 2},
     "glow": {"num_levels": 2, "num_steps": 6, "width": 32},
+    "nice": {},
+    "nice-exact": {},
 }
 EPOCHS = {"cpu": 5, "cuda": 20}
-MODELS, MEMORIES = tuple(SMALL), ("linear", "constant")
+RUNS = (
+    ("realnvp", "linear"),
+    ("realnvp", "constant"),
+    ("glow", "linear"),
+    ("glow", "constant"),
+    ("nice", "constant"),
+    ("nice-exact", "constant"),
+)
 
 
 def _now():
@@ -71,9 +82,20 @@ class CurveRecord(Callback):
 def one(name, memory, device="cpu"):
     """Train one, test it, and measure the peak of a step."""
     epochs = EPOCHS[device]
-    args = ["--config", f"{name}-mnist", "--data", str(MNIST), "--memory", memory]
+    args = [
+        "--config",
+        f"{name.removesuffix('-exact')}-mnist",
+        "--data",
+        str(MNIST),
+        "--memory",
+        memory,
+    ]
     args += ["--epochs", str(epochs), "--model.num_decay_steps", str(epochs * 422)]
-    args += ["--model.num_warmup_steps", "100", "--model.learning_rate", "4e-3"]
+    args += ["--model.num_warmup_steps", "100"]
+    if name in ("realnvp", "glow"):
+        args += ["--model.learning_rate", "4e-3"]
+    if name == "nice-exact":
+        args += ["--model.exact", "true"]
     args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
     if device == "cpu":
         args += [f"--model.{key}={value}" for key, value in SMALL[name].items()]
@@ -105,15 +127,53 @@ def one(name, memory, device="cpu"):
     }
 
 
+def seconds(device, rounds=8):
+    """Time of a training step in constant over linear memory, the two in turn."""
+    rows = []
+    for name in ("realnvp", "glow"):
+        steps = {memory: _step(name, memory, device) for memory in ("linear", "constant")}
+        times = {memory: [] for memory in steps}
+        for _ in range(rounds):
+            for memory, step in steps.items():
+                start = _now()
+                step()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                times[memory].append(_now() - start)
+        best = {memory: min(found) for memory, found in times.items()}
+        rows.append(
+            {
+                "name": name,
+                "linear_seconds": best["linear"],
+                "constant_over_linear": best["constant"] / best["linear"],
+                "median_over_linear": statistics.median(times["constant"])
+                / statistics.median(times["linear"]),
+            }
+        )
+    return rows
+
+
+def _step(name, memory, device):
+    torch.manual_seed(0)
+    build = {"realnvp": RealNVP, "glow": Glow}[name]
+    flow = build((1, 28, 28), levels=256, memory=memory, **SMALL[name]).to(device)
+    batch = torch.randint(256, (BATCH_SIZE, 1, 28, 28), device=device)
+
+    def step():
+        flow.bits_per_dim(batch).mean().backward()
+
+    step()
+    return step
+
+
 def suite(device):
     """All runs, one after the other, each in a process of its own."""
     rows = []
-    for name in MODELS:
-        for memory in MEMORIES:
-            command = [sys.executable, __file__, name, memory, device]
-            found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-            rows.append(json.loads(found.stdout.splitlines()[-1]))
-    return {"runs": rows}
+    for name, memory in RUNS:
+        command = [sys.executable, __file__, name, memory, device]
+        found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        rows.append(json.loads(found.stdout.splitlines()[-1]))
+    return {"runs": rows, "seconds": seconds(device)}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py [couplings chains regions weights gradients language_model plans flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
+    python benchmarks/run.py mnist                   # an hour on one core
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
 turn; that of weights, of the language model and of plans is wall time of all cores. Numbers are
@@ -21,6 +22,7 @@ import couplings
 import flows
 import gradients
 import language_model
+import mnist
 import plans
 import readme
 import regions
@@ -52,6 +54,7 @@ SUITES = {
 }
 # Only when they are named.
 LONG_SUITES = {
+    "mnist": mnist.suite,
     "language_model_curve": lambda device: {"curve": language_model.curve(device)},
 }
 ON_ALL_CORES = {"weights", "language_model", "language_model_curve", "plans"}
