@@ -57,14 +57,14 @@ def device(request):
 def drift_is_no_way_out(request, monkeypatch):
     """Let the drift guard mend nothing, or a wrong inverse would pass for a right one."""
     if request.node.get_closest_marker("drifts") is None:
-        objects = DriftGuard.objects
+        objects = DriftGuard._objects
 
         def raises(guard, total, name):
             if guard.otherwise == "recompute":
                 raise DriftError(f"The test should not drift, but {name} does: {total:.1e}.")
             return objects(guard, total, name)
 
-        monkeypatch.setattr(DriftGuard, "objects", raises)
+        monkeypatch.setattr(DriftGuard, "_objects", raises)
 
 
 @pytest.fixture(autouse=True)

@@ -276,11 +276,11 @@ def test_a_calm_chain_is_looked_at_less_often_until_it_drifts():
         sketched.append(len(set(errors)))
     assert sketched[0] > 25  # each its own
     assert sketched[1] <= 8  # one in four
-    assert chain.drift.is_calm(31)
+    assert chain.drift._is_calm(31)
     with torch.no_grad():
         for p in chain.parameters():
             p.mul_(4 * STIFF)
     with pytest.warns(UserWarning, match="began to drift suddenly.*stages late"):
         gradients(chain, data())
-    assert not chain.drift.is_calm(31)
+    assert not chain.drift._is_calm(31)
     assert error(chain, data()) < 1e-3

@@ -118,7 +118,7 @@ class DriftGuard:
             for at, way in enumerate(ways)
         )
 
-    def allowance(
+    def _allowance(
         self, num_done: int, num_stages: int, least: float, *, at_once: bool = True
     ) -> float:
         """Return the largest sum of errors after `num_done` of `num_stages` (See Rule 2).
@@ -133,7 +133,7 @@ class DriftGuard:
         share = max(share, _AT_ONCE) if at_once else share
         return max(share * self.tolerance / _PER_ERROR, num_done * _ROUNDINGS * least)
 
-    def objects(self, total: float, name: str) -> bool:
+    def _objects(self, total: float, name: str) -> bool:
         """Whether a state is to be recomputed with which the errors sum to `total`; or raise."""
         if self.otherwise == "recompute":
             return True
@@ -148,13 +148,13 @@ class DriftGuard:
         self._warn(text)
         return False
 
-    def is_calm(self, num_stages: int) -> bool:
+    def _is_calm(self, num_stages: int) -> bool:
         """Whether the last backward through all these stages was far within the tolerance."""
         if len(self.errors) < num_stages:
             return False
         return self.total_error * _CALM <= self.tolerance / _PER_ERROR
 
-    def say_late(self, name: str) -> None:
+    def _say_late(self, name: str) -> None:
         """Warn that drift was found after some gradients were made, which nobody had looked at."""
         self._warn(
             f"Inverses began to drift suddenly, and it was found at {name}, up to three stages "
@@ -167,7 +167,7 @@ class DriftGuard:
             self._has_warned = True
             warnings.warn(text, stacklevel=2)
 
-    def learn(self, errors: dict[int, float], index: int, top: int, rate: float) -> None:
+    def _learn(self, errors: dict[int, float], index: int, top: int, rate: float) -> None:
         """Take down where a state is to be kept, after that at `index` came out too far.
 
         Args:

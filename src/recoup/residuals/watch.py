@@ -60,7 +60,7 @@ class Watch:
     def __init__(self, guard: DriftGuard, num_stages: int) -> None:
         self._guard = guard
         self._num_stages = num_stages
-        self._every = _EVERY if guard.is_calm(num_stages) else 1
+        self._every = _EVERY if guard._is_calm(num_stages) else 1
         self._num_skipped = 0
         self._sketches: dict[int, tuple[Tensor | list[float] | None, ...]] = {}
         self._tables: dict[tuple[object, ...], _Table | None] = {}
@@ -109,18 +109,18 @@ class Watch:
             self._errors[at] = error
         skipped, self._num_skipped = self._num_skipped, 0
         self._sum += skipped * error
-        allowed = self._guard.allowance(len(self._errors), self._num_stages, self._least)
-        if self._sum + error <= allowed or not self._guard.objects(self._sum + error, name):
+        allowed = self._guard._allowance(len(self._errors), self._num_stages, self._least)
+        if self._sum + error <= allowed or not self._guard._objects(self._sum + error, name):
             self._sum += error
             return True
         if skipped:
-            self._guard.say_late(name)
+            self._guard._say_late(name)
         return False
 
     def learn(self, index: int) -> int:
         """Take down that the state at `index` was too far; return how far an inverse may go."""
-        rate = self._guard.allowance(1, self._num_stages, self._least, at_once=False)
-        self._guard.learn(self._errors, index, self._top, rate)
+        rate = self._guard._allowance(1, self._num_stages, self._least, at_once=False)
+        self._guard._learn(self._errors, index, self._top, rate)
         spacing = max(1, self._top - index)
         self._errors[index] = 0.0  # it is not used
         return spacing
