@@ -14,9 +14,9 @@ __all__ = ["main"]
 _USAGE = """\
 recoup: training that remembers less
 
-  recoup flow fit        train a flow on your pictures, or on the built-in digits
+  recoup flow fit        train a flow on pictures, points, or the built-in digits
   recoup flow evaluate   say how well it codes pictures that it has not seen
-  recoup flow sample     draw pictures from it
+  recoup flow sample     draw from it: pictures, or the density of points
   recoup flow demo       train in three memory modes, and compare them
   recoup lm fit          train a language model on your text, or on Python's documentation
   recoup lm evaluate     say how well it predicts text that it has not seen
