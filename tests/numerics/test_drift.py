@@ -11,7 +11,9 @@ from torch import nn
 
 import recoup
 from recoup.errors import DriftError
+from recoup.flows import NICE, Glow
 from recoup.invertible import (
+    ActNorm,
     AdditiveCoupling,
     AffineCoupling,
     Chain,
@@ -284,3 +286,123 @@ def test_a_calm_chain_is_looked_at_less_often_until_it_drifts():
         gradients(chain, data())
     assert not chain.drift._is_calm(31)
     assert error(chain, data()) < 1e-3
+
+
+def moved(x=1e6):
+    """Two ActNorms that together do nothing, and lose in between what a float cannot hold."""
+    layers = [ActNorm(4), ActNorm(4)]
+    for layer, bias in zip(layers, (x, -x), strict=True):
+        layer.started = True
+        with torch.no_grad():
+            layer.bias.fill_(bias)
+    return layers
+
+
+def affine():
+    network = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 4))
+    return AffineCoupling(network)
+
+
+class Same(InvertibleModule):
+    """Returns its very input."""
+
+    def forward(self, x):
+        return x, x.new_zeros(len(x))
+
+    def inverse(self, y):
+        return y, y.new_zeros(len(y))
+
+
+def few(generator=1):
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(generator))
+
+
+@pytest.mark.filterwarnings("ignore:Inverses began:UserWarning")
+@pytest.mark.parametrize("between", [[], [Same()]])
+def test_a_calm_chain_is_not_blind_at_its_bottom_nor_behind_what_passes(between):
+    torch.manual_seed(0)
+    first = moved(0.0)
+    chain = Chain(*between, affine(), *first, *between, affine(), *moved(0.0), memory="constant")
+    for _ in range(2):
+        gradients(chain, few())
+    assert chain.drift._is_calm(len(chain) - 1)
+    with torch.no_grad():
+        first[0].bias.fill_(1e6)
+        first[1].bias.fill_(-1e6)
+    gradients(chain, few())
+    for _ in range(2):
+        assert error(chain, few()) < 1e-3
+
+
+def test_a_guard_that_had_to_recompute_is_not_calm():
+    torch.manual_seed(0)
+    chain = Chain(*(m for _ in range(4) for m in (affine(), *moved())), memory="constant")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is found late
+        for _ in range(4):
+            assert error(chain, few()) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Inverses began:UserWarning")
+def test_one_inverse_that_is_not_finite_costs_one_state():
+    torch.manual_seed(0)
+
+    class Broken(Same):
+        def forward(self, x):
+            return 1.0 * x, x.new_zeros(len(x))
+
+        def inverse(self, y):
+            return y * torch.nan, y.new_zeros(len(y))
+
+    def coupling():
+        return AdditiveCoupling(nn.Linear(2, 2))
+
+    chain = Chain(
+        *(coupling() for _ in range(10)), Broken(), *(coupling() for _ in range(10)),
+        memory="constant",
+    )  # fmt: skip
+    for _ in range(3):
+        assert error(chain, few()) < 1e-3
+    assert chain.drift.kept <= {10, 11}
+
+
+def test_every_late_find_is_said():
+    torch.manual_seed(0)
+    chain = stiff(depth=32, scale=1.0)
+    for _ in range(2):
+        with torch.no_grad():
+            for p in chain.parameters():
+                p.mul_(1 / (4 * STIFF))
+        chain.drift.reset()
+        for _ in range(2):
+            gradients(chain, data())
+        with torch.no_grad():
+            for p in chain.parameters():
+                p.mul_(4 * STIFF * 4 * STIFF)
+        with pytest.warns(UserWarning, match="began to drift suddenly"):
+            gradients(chain, data())
+        with torch.no_grad():
+            for p in chain.parameters():
+                p.mul_(1 / (4 * STIFF))
+
+
+@pytest.mark.parametrize("flow", [Glow, NICE])
+def test_flows_of_pictures_become_calm(flow):
+    torch.manual_seed(0)
+    model = flow((1, 8, 8), levels=17, width=4, memory="constant")
+    x = torch.randint(17, (4, 1, 8, 8)).float()
+    for _ in range(3):
+        model.bits_per_dim(x).mean().backward()
+    num_inverted = len(model.chain._plan[1].prepared.inverted)
+    assert model.drift._is_calm(num_inverted)
+
+
+def test_drift_of_sharded_stages_is_an_error():
+    class Sharded(AdditiveCoupling):
+        def unshard(self):
+            """As FSDP2 gives its modules."""
+
+    torch.manual_seed(0)
+    blocks = [Sharded(dense(STIFF), dense(STIFF)) for _ in range(60)]
+    with pytest.raises(DriftError, match="is sharded"):
+        gradients(Chain(*blocks, memory="constant"), data())

@@ -141,3 +141,8 @@ def test_the_picture_shows_the_density_where_it_is():
     right = array[120:-60, array.shape[1] // 2 + 60 : -60]
     middle = right.shape[1] // 2
     assert right[:, middle + 30 :].min() > 300 > 60 > right[:, : middle - 30].max()
+
+
+def test_no_epoch_is_no_mistake(capsys):
+    assert main(["flow", "fit", "--epochs", "0", "--out", "none"]) == 0
+    assert "Traceback" not in capsys.readouterr().err

@@ -28,7 +28,7 @@ class Sequential(nn.Sequential):
     ``"sqrt"``      about ``sqrt(2 n)`` states and tapes        less than one forward
     ``"log"``       about ``log4(n)`` states and tapes          at most about log4(n) forwards
     a number        that many states, a tape before each        the fewest forwards possible
-    ``"constant"``  the output                                  one inverse of each module
+    ``"constant"``  the output, and the input for a guard       one inverse of each module
     ``"2 GiB"``     what fits, by `recoup.plan`                 the least that this allows
     ==============  ==========================================  ================================
 

@@ -107,6 +107,8 @@ class Flow(nn.Module):
     @drift.setter
     def drift(self, drift: Drift) -> None:
         self.chain.drift = drift
+        if isinstance(self.dequantize, VariationalDequantize):
+            self.dequantize.chain.drift = self.chain.drift.anew()
 
     @property
     def levels(self) -> int | None:

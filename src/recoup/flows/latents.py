@@ -23,13 +23,16 @@ def as_latents(parts: Sequence[Tensor]) -> Latents:
 
 
 def temperature_of_each(
-    temperature: float | Sequence[float], num_latents: int
+    temperature: float | Sequence[float] | Tensor, num_latents: int
 ) -> tuple[float, ...]:
     """Return one temperature a latent.
 
     Raises:
         ValueError: When there is another number of them than of latents.
     """
+    if isinstance(temperature, Tensor):
+        temperature = [float(value) for value in temperature.flatten()]
+        temperature = temperature[0] if len(temperature) == 1 else temperature
     if not isinstance(temperature, Sequence):
         return (temperature,) * num_latents
     if len(temperature) != num_latents:

@@ -26,6 +26,7 @@ __all__ = ["NICE"]
 
 # Of the grid of exact couplings: 256 places or more between two levels, and exact sums to 1024.
 _FRACTION_BITS = 14
+_MOST_LEVELS = 2**14
 
 
 class NICE(Flow):
@@ -88,6 +89,11 @@ class NICE(Flow):
         size = flatten.shape.numel()
         if size < 2:
             raise ValueError(f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values.")
+        if exact and levels is not None and levels > _MOST_LEVELS:
+            raise ValueError(
+                f"`levels` is {levels}, but with `exact` at most {_MOST_LEVELS} can be told "
+                "apart on the grid. Use `exact=False`, or fewer levels."
+            )
         stages: list[InvertibleModule] = [] if levels is None else [_scaling(levels)]
         # The even entries first: the halves of a coupling are then the even and the odd ones.
         stages += [flatten, Permute([*range(0, size, 2), *range(1, size, 2)])]

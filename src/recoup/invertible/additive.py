@@ -19,12 +19,14 @@ class AdditiveCoupling(Coupling):
     zero. The networks need not be invertible; each runs once in forward and once in inverse.
 
     With ``exact=True`` values lie on a grid of multiples of ``2**-fraction_bits``: the input and
-    what the networks return are rounded to it (their gradients go straight through), and the sum
-    of two such numbers is exact while it is below ``2**(24 - fraction_bits)`` in float32. So
-    `inverse` returns the very bits, through any number of such couplings and of layers that only
-    move values (`Permute`, `Flip`, `Squeeze`, `Split`, `Flatten`), and constant memory gives the
-    very gradients of the other modes. Each call looks once for the largest value it made. Layers
-    that multiply (`ActNorm`, 1x1 convolutions) leave the grid: put them behind the last coupling.
+    what the networks return are rounded to it (their gradients go straight through), and the sum of
+    two such numbers is exact while it is below ``2**(24 - fraction_bits)`` in float32. So `inverse`
+    returns the very bits if the networks do: given the same batch on the same device, by
+    deterministic kernels (for a batch of another size they round otherwise). This holds through any
+    number of such couplings and of layers that only move values (`Permute`, `Flip`, `Squeeze`,
+    `Split`, `Flatten`), and constant memory gives the very gradients of the other modes. Each call
+    looks once for the largest value it made. Layers that multiply (`ActNorm`, 1x1 convolutions)
+    leave the grid: put them behind the last coupling.
 
     Autograd keeps what the networks keep, and of its own nothing.
 

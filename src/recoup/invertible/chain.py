@@ -24,14 +24,15 @@ __all__ = ["Chain"]
 class Chain(InvertibleModule):
     """Invertible modules one after the other, with a choice of what backward remembers.
 
-    With ``memory="constant"`` the chain keeps its output alone: backward inverts the modules one
-    by one, and every network runs once in forward and once in backward. A `DriftGuard` watches what
-    inverses deliver. Modules whose inverse is an iteration (`InvertibleResidual`) are recomputed
-    from their kept inputs instead, and a warning says so. The other modes keep and recompute as
-    `recoup.Sequential` does. The gradients are the same, to rounding.
+    With ``memory="constant"`` the chain keeps its output, and its input for the guard: backward
+    inverts the modules one by one, and every network runs once in forward and once in backward. A
+    `DriftGuard` watches what inverses deliver. Modules whose inverse is an iteration
+    (`InvertibleResidual`) are recomputed from their kept inputs instead, and a warning says so. The
+    other modes keep and recompute as `recoup.Sequential` does. The gradients are the same, to
+    rounding.
 
-    A chain among the modules counts as the modules in it, and this chain's `memory` decides; under
-    "linear" its own does.
+    A chain among the modules counts as the modules in it, and this chain's `memory` and `drift`
+    decide; under "linear" its own do.
 
     A `context` (labels as numbers, features of another network) is handed to the modules that take
     one, and gets its gradient from them.
@@ -134,6 +135,11 @@ class Chain(InvertibleModule):
     def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether a module in it takes a context."""
         return any(module.takes_context for module in self)
+
+    @property
+    def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether every module in it does, as a stage of another chain."""
+        return all(module.inverts_in_backward for module in self)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Any, Tensor]:
         """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""

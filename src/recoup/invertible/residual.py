@@ -73,8 +73,8 @@ class InvertibleResidual(InvertibleModule):
             larger.
         continuation: The chance of one more term, above 0 and below 1.
         tolerance: The inverse ends when no entry of ``x + network(x) - y`` is larger than this,
-            relative to entries of `y` above 1; None for 128 times the rounding of the type. The
-            error of `x` is at most 1 / (1 - L) times that.
+            relative to entries of the sample's `y` above 1; None for 128 times the rounding of the
+            type. The error of `x` is at most 1 / (1 - L) times that.
         max_iterations: How many repetitions to try.
 
     Raises:
@@ -200,21 +200,28 @@ class InvertibleResidual(InvertibleModule):
         if y.numel() == 0:
             return y
         tolerance = self.tolerance or _ROUNDING * torch.finfo(y.dtype).eps
-        allowed = tolerance * max(1.0, float(y.detach().abs().max()))
-        x, residual, num_done = y, math.inf, 0
+        # Of each sample: a large one beside it must not make it less exact.
+        allowed = tolerance * y.detach().abs().flatten(1).amax(1).clamp(min=1)
+        x, worst, num_done = y, math.inf, 0
         for num_done in range(1, self.max_iterations + 1):  # noqa: B007 - the error says it
             before, x = x, y - self._shift(x)
             # What is left of `before + network(before) - y`: one repetition later x is nearer.
-            residual = float((x - before).detach().abs().max())
-            if residual <= allowed:
+            residual = (x - before).detach().abs().flatten(1).amax(1)
+            worst = float((residual / allowed).max())
+            if worst <= 1:
                 return x
-            if not math.isfinite(residual):
+            if not math.isfinite(worst):
                 break
+        if not bool(y.isfinite().all()):
+            raise ConvergenceError(
+                "`y` has values that are not finite, of which InvertibleResidual has no inverse. "
+                "Look for what made them so."
+            )
         raise ConvergenceError(
             f"The inverse of InvertibleResidual over {type(self.network).__name__}, for `y` of "
             f"shape {tuple(y.shape)}, did not converge: after {num_done} repetitions of "
-            f"`max_iterations` {self.max_iterations} the residual is {residual:.1e}, and "
-            f"`tolerance` allows {allowed:.1e}. If it still falls, raise `max_iterations` or "
+            f"`max_iterations` {self.max_iterations} a residual is {worst:.1e} times what "
+            f"`tolerance` {tolerance:.1e} allows. If it still falls, raise `max_iterations` or "
             "`tolerance`; if not, the network does not contract: build it of LipschitzLinear and "
             "LipschitzConv2d with a smaller `coefficient`, and of activations such as LipSwish."
         )

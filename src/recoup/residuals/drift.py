@@ -10,8 +10,8 @@ Rule 2. The sum may grow with the stages that are done, so that those to come ha
         tenth of it may be used at once.
 Rule 3. A stage whose input comes out too far is run again from its true input, had by running the
         stages before it from the nearest kept state. From the errors on the way the guard learns
-        where the next forward is to keep a state, so that this happens once: it marks the stage
-        as one to be recomputed, whose input a schedule keeps.
+        where the next forward is to keep a state, so that this soon ends: it marks the stage as
+        one to be recomputed, whose input a schedule keeps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class DriftGuard:
 
     Kept for backward: eight numbers a stage and tensor of its state, and, where the guard
     recomputes, the first state of the chain and those it has learned to keep. Backward pays for
-    looking at some of each state, and where errors were too large, a recomputation.
+    looking at some of each state, and where errors were too large, a recomputation. A guard is for
+    one chain, whose errors it remembers.
 
     Args:
         otherwise: what happens past the tolerance. "recompute": the stage is run from its true
@@ -79,6 +80,7 @@ class DriftGuard:
         self.tolerance = tolerance
         self.errors: dict[int, float] = {}
         self.kept: frozenset[int] = frozenset()
+        self._num_recomputed = 0  # states, in the last backward
         self._has_warned = False
 
     @classmethod
@@ -104,6 +106,7 @@ class DriftGuard:
         """Forget the errors and where states are kept, after weights have changed much."""
         self.errors = {}
         self.kept = frozenset()
+        self._num_recomputed = 0
 
     def ways(self, ways: Sequence[Way]) -> tuple[Way, ...]:
         """Return the ways of the stages of a chain, with those recomputed whose input is kept."""
@@ -150,16 +153,18 @@ class DriftGuard:
 
     def _is_calm(self, num_stages: int) -> bool:
         """Whether the last backward through all these stages was far within the tolerance."""
-        if len(self.errors) < num_stages:
+        # A state that was computed again has no error, but its stage is as stiff as it was.
+        if len(self.errors) < num_stages or self._num_recomputed:
             return False
         return self.total_error * _CALM <= self.tolerance / _PER_ERROR
 
     def _say_late(self, name: str) -> None:
         """Warn that drift was found after some gradients were made, which nobody had looked at."""
-        self._warn(
+        warnings.warn(  # each time: these gradients are used
             f"Inverses began to drift suddenly, and it was found at {name}, up to three stages "
             "late: the gradients of this step may be off by more than the `tolerance` of "
-            f"{self.tolerance:g}. From the next step on every stage is looked at."
+            f"{self.tolerance:g}. From the next step on every stage is looked at.",
+            stacklevel=2,
         )
 
     def _warn(self, text: str) -> None:

@@ -138,6 +138,12 @@ class Evaluations:
         """Whether inverse can make the residuals (See Rule 3)."""
         return all(len(same) == 1 for same in self._by_network.values())
 
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any residual of a network can still be asked for."""
+        regions = (one.region() for same in self._by_network.values() for one in same)
+        return any(region is not None and region.is_wanted for region in regions)
+
     def recording(self, make_region: Callable[[], Region]) -> _Answering:
         """Around the first forward; each evaluation gets a region, made by `make_region`."""
         return _Answering(partial(self._record, make_region))

@@ -173,7 +173,7 @@ class Run:
         self._plan = plan.prepared
         self._watch: Watch | None = None
         if plan.guard is not None and plan.guard.otherwise != "ignore":
-            self._watch = Watch(plan.guard, len(self._plan.inverted))
+            self._watch = Watch(plan.guard, self._plan.inverted)
         self._stages: list[Stage] = []
         self._runs: list[StageRun | None] = []
         self._swept: dict[int, tuple[HasTensor, ...]] = {}
@@ -220,10 +220,16 @@ class Run:
             self._swept[len(self._stages)] = self._keep(len(self._stages), state)
         self._position = self._plan.sweep_end
         if self._watch is not None:
-            self._watch.end_forward()
+            self._watch.end_forward(self._lowest_wanted)
         for kept in self._swept.values():
             for value in kept:
                 value.check("before forward had ended")
+
+    @property
+    def _lowest_wanted(self) -> int:
+        """The lowest stage that has residuals to give."""
+        runs = enumerate(self._runs)
+        return next((at for at, run in runs if run is not None and run.is_wanted), len(self._runs))
 
     @property
     def _is_whole(self) -> bool:
@@ -405,7 +411,8 @@ class Run:
             if index not in self._kept:
                 return state
             watch.is_exact(index)
-            return self._kept[index]
+            # Kept for a recomputation on the way down, which is past it now.
+            return self._kept[index] if index in self._swept else self._kept.pop(index)
         del state
         sources = [at for at in (*self._swept, *self._kept) if at <= index]
         if not sources:
@@ -413,9 +420,11 @@ class Run:
                 f"The inverse of {self._stages[index].name} drifted, and the schedule keeps no "
                 'state to compute its input from. Keep one in the schedule, or use drift="raise".'
             )
+        start = max(sources)
+        self._check_alone(start, index)
         spacing = watch.learn(index)
-        self._load(max(sources))
-        for at in range(max(sources), index):
+        self._load(start)
+        for at in range(start, index):
             if (index - at) % spacing == 0 and at not in self._kept:
                 self._kept[at] = self._state_at(at)
             self._advance(at)
@@ -424,6 +433,16 @@ class Run:
         if is_taped:
             self._run(index).fill(state)
         return state
+
+    def _check_alone(self, start: int, stop: int) -> None:
+        """Raise if running these stages again would wait for other ranks, which may not drift."""
+        for stage in self._stages[start:stop]:
+            if any(hasattr(part, "unshard") for one in stage.modules for part in one.modules()):
+                raise DriftError(
+                    f"The inverse of {self._stages[stop].name} drifted, and its input cannot be "
+                    f"computed again: {stage.name} is sharded, so that all ranks must run it "
+                    'together. Bound the scale of the layers, or use memory="sqrt".'
+                )
 
     def _drop(self, index: int) -> None:
         self._kept.pop(index, None)

@@ -124,6 +124,14 @@ class StageRun:
         return result
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether any residual of the stage, or of a network in it, can still be asked for."""
+        evaluations = self._evaluations
+        return self._wanted_region() is not None or (
+            evaluations is not None and evaluations.are_wanted
+        )
+
+    @property
     def inputs(self) -> State | None:
         """What a later run was given, while its residuals can be asked for."""
         region = self._region() if self._region is not None else None

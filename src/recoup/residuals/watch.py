@@ -11,15 +11,18 @@ Rule 2. Reading all of a large value costs more than the guard is worth: of such
         come from a fixed seed; they are made anew in backward.
 Rule 3. A value is compared before autograd is given anything that was made of it, or the gradient
         of one stage would be wrong before anybody knew.
-        Where the last backward was far within the tolerance, every fourth stage is compared: those
-        between count as the next one below, and it is said if that one is too far.
+        Where the last backward was far within the tolerance, every fourth stage is compared, and
+        the last of each run of inverses, below which nothing would show: those between count as
+        the next one below, and it is said if that one is too far.
 Rule 4. What passes a stage by (early latents, a context) is not sketched before that stage, but
-        before the first one that does change it: that inverse is what delivers it.
+        before the first one that does change it: that inverse is what delivers it. Where stages
+        are left out that one may be among them, so there all of a state is sketched.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +43,14 @@ class Watch:
 
     Args:
         guard: the guard of the chain.
-        num_stages: how many of its stages are inverted.
+        inverted: which of its stages are inverted.
     """
 
     __slots__ = (
         "_errors",
         "_every",
         "_guard",
+        "_inverted",
         "_is_autocast",
         "_least",
         "_num_skipped",
@@ -55,12 +59,15 @@ class Watch:
         "_sum",
         "_tables",
         "_top",
+        "_unasked",
     )
 
-    def __init__(self, guard: DriftGuard, num_stages: int) -> None:
+    def __init__(self, guard: DriftGuard, inverted: Collection[int]) -> None:
         self._guard = guard
-        self._num_stages = num_stages
-        self._every = _EVERY if guard._is_calm(num_stages) else 1
+        self._inverted = inverted
+        self._num_stages = len(inverted)
+        self._unasked: tuple[int, ...] = ()
+        self._every = _EVERY if guard._is_calm(self._num_stages) else 1
         self._num_skipped = 0
         self._sketches: dict[int, tuple[Tensor | list[float] | None, ...]] = {}
         self._tables: dict[tuple[object, ...], _Table | None] = {}
@@ -72,9 +79,9 @@ class Watch:
 
     def see(self, index: int, state: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         """Take down the input of a stage that is to be inverted (See Rule 4)."""
-        if index % self._every:
+        if index % self._every and index - 1 in self._inverted:
             return
-        passed = {id(value) for value in output}
+        passed = {id(value) for value in output} if self._every == 1 else set[int]()
         sketches = (None if id(v) in passed else self._sketch(index, v) for v in state)
         # Elsewhere numbers would have to be waited for.
         self._sketches[index] = tuple(
@@ -82,16 +89,22 @@ class Watch:
             for sketch in sketches
         )
 
-    def end_forward(self) -> None:
-        """Let go of the signs until backward (See Rule 2)."""
+    def end_forward(self, lowest: int) -> None:
+        """Let go of the signs until backward (See Rule 2).
+
+        Args:
+            lowest: the lowest stage that backward can ask for; those below are not inverted.
+        """
         self._tables.clear()
+        self._unasked = tuple(index for index in self._inverted if index < lowest)
 
     def begin_backward(self) -> None:
         """Say that the errors of a new backward follow."""
-        self._errors = {}
+        self._errors = dict.fromkeys(self._unasked, 0.0)
         self._sum = 0.0
         self._num_skipped = 0
         self._guard.errors = self._errors
+        self._guard._num_recomputed = 0
         self._is_autocast = _is_autocast()
 
     def is_exact(self, index: int) -> None:
@@ -108,10 +121,10 @@ class Watch:
         for at in range(index, index + self._num_skipped + 1):
             self._errors[at] = error
         skipped, self._num_skipped = self._num_skipped, 0
-        self._sum += skipped * error
+        total = self._sum + (skipped + 1) * error
         allowed = self._guard._allowance(len(self._errors), self._num_stages, self._least)
-        if self._sum + error <= allowed or not self._guard._objects(self._sum + error, name):
-            self._sum += error
+        if total <= allowed or not self._guard._objects(total, name):
+            self._sum = total
             return True
         if skipped:
             self._guard._say_late(name)
@@ -123,6 +136,7 @@ class Watch:
         self._guard._learn(self._errors, index, self._top, rate)
         spacing = max(1, self._top - index)
         self._errors[index] = 0.0  # it is not used
+        self._guard._num_recomputed += 1
         return spacing
 
     def _error_of(self, index: int, state: tuple[Tensor, ...]) -> float:

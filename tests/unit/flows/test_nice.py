@@ -136,3 +136,8 @@ def test_the_first_step_is_the_same_in_every_mode():
         torch.testing.assert_close(
             results["constant"][1][name], gradient, rtol=1e-10, atol=1e-10, msg=name
         )
+
+
+def test_more_levels_than_the_grid_has_places_are_refused():
+    with pytest.raises(ValueError, match="`levels` is 131072, but with `exact`"):
+        NICE((1, 4, 4), levels=131072, exact=True)

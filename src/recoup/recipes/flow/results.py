@@ -26,6 +26,8 @@ def write_results(run: TrainingCLI) -> None:
     of training, metrics of the test part of the data by the weights that were best in validation,
     and bytes and seconds of one training step.
     """
+    if not (run.out / "metrics.csv").is_file():
+        return  # there was no epoch
     trainer: Any = run.trainer
     model, data = run.model, run.datamodule
     has_test = bool(len(data.parts["test"]))
