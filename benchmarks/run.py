@@ -1,6 +1,7 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
-    python benchmarks/run.py [couplings chains regions weights gradients language_model plans flows]
+    python benchmarks/run.py [couplings chains regions weights gradients language_model plans
+        drift flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
     python benchmarks/run.py mnist                   # an hour on one core
 
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import chains
 import couplings
+import drift
 import flows
 import gradients
 import language_model
@@ -50,6 +52,7 @@ SUITES = {
         "long_windows": language_model.long_windows(device),
     },
     "plans": plans.suite,
+    "drift": drift.suite,
     "flows": flows.suite,
 }
 # Only when they are named.

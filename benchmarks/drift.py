@@ -1,0 +1,79 @@
+"""What inverses lose: gradients of stiff chains with and without the guard, and what it costs."""
+
+import statistics
+import time
+
+import torch
+from couplings import SHAPE, networks
+from torch import nn
+
+from recoup.invertible import AdditiveCoupling, Chain, DriftGuard
+
+HALF, WIDTH, BATCH = 32, 64, 64
+
+
+def dense(scale: float) -> nn.Module:
+    network = nn.Sequential(nn.Linear(HALF, WIDTH), nn.Tanh(), nn.Linear(WIDTH, HALF))
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(scale)
+    return network
+
+
+def gradient(chain: Chain, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    y, _ = chain(x)
+    found = torch.autograd.grad(y.square().mean(), [x, *chain.parameters()])
+    return torch.cat([part.flatten() for part in found])
+
+
+def stiff(device: str) -> list[dict]:
+    """Error of the gradient, relative to that of linear memory; the worst of three steps."""
+    rows = []
+    for scale in (1.0, 2.0, 3.0):
+        for depth in (10, 50, 200, 500):
+            torch.manual_seed(0)
+            pairs = [(dense(scale), dense(scale)) for _ in range(depth)]
+            chain = Chain(*(AdditiveCoupling(f, g) for f, g in pairs)).to(device)
+            x = torch.randn(BATCH, 2 * HALF, device=device)
+            expected = gradient(chain, x)
+            chain.memory = "constant"
+            row = {"scale": scale, "depth": depth}
+            for name, guard in (("unguarded", "ignore"), ("guarded", "recompute")):
+                chain.drift = DriftGuard(guard)
+                errors = [(gradient(chain, x) - expected).norm() for _ in range(3)]
+                row[f"{name}_error"] = float(max(errors) / expected.norm())
+            row["num_kept"] = len(chain.drift.kept)
+            rows.append(row)
+    return rows
+
+
+def overhead(device: str, rounds: int = 40) -> list[dict]:
+    """Time of a step of 16 conv couplings with the guard over one without."""
+    pairs = networks(16, 0.0)
+    chain = Chain(*(AdditiveCoupling(f, g, condition="second") for f, g in pairs)).to(device)
+    chain.memory = "constant"
+    x = torch.randn(SHAPE, device=device)
+    guards = {name: DriftGuard(name) for name in ("ignore", "recompute")}
+    times = {name: [] for name in guards}
+    for _ in range(rounds):
+        for name, guard in guards.items():
+            chain.drift = guard
+            start = time.process_time()
+            gradient(chain, x)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            times[name].append(time.process_time() - start)
+    best = {name: min(found) for name, found in times.items()}
+    median = {name: statistics.median(found) for name, found in times.items()}
+    return [
+        {
+            "rounds": rounds,
+            "guarded_over_unguarded": best["recompute"] / best["ignore"],
+            "median_over_unguarded": median["recompute"] / median["ignore"],
+        }
+    ]
+
+
+def suite(device: str) -> dict:
+    return {"stiff": stiff(device), "overhead": overhead(device)}
