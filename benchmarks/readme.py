@@ -289,11 +289,12 @@ def _drift(found: dict) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     cost = found["overhead"][0]
+    best = max(0.0, cost["guarded_over_unguarded"] - 1)
     conditions = (
         "<sub>Error of the gradient in constant memory, relative to linear memory, the worst of "
         "three steps; networks of 32, 64 and 32 units with tanh, batches of 64. The guard costs "
-        f"{max(0.0, cost['guarded_over_unguarded'] - 1):.1%} of a step of 16 conv couplings (the fastest of "
-        f"{cost['rounds']} rounds; of medians {cost['median_over_unguarded'] - 1:.1%}). "
+        f"{best:.1%} of a step of 16 conv couplings (the fastest of {cost['rounds']} rounds; of "
+        f"medians {cost['median_over_unguarded'] - 1:.1%}). "
         f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}.</sub>"
     )
     return "\n".join([*lines, "", conditions])
