@@ -9,10 +9,13 @@ Rule 2. Hooks of parameters do not run: one that steps an optimizer would train.
 Rule 3. Buffers, the attributes of modules with the lists and dicts among them, and the random
         streams of torch, Python and numpy are put back. A parameter that a forward changes is an
         error, since a copy of all parameters may not fit.
+Rule 4. The garbage collector does not run. What cycles hold would be freed at one moment on one
+        rank and at another on the next; peaks would differ, and the plans that follow from them.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Generator, Iterable, Sequence
@@ -39,7 +42,7 @@ def rehearsal(module: nn.Module) -> Generator[None]:
     buffers = [(m._buffers, m._buffers.copy()) for m in module.modules()]
     attributes = [_Attributes(m) for m in module.modules()]
     torch.clear_autocast_cache()  # casts that were made before would not be counted
-    with generators_restored(), _streams_restored(), _lent(parameters):
+    with generators_restored(), _streams_restored(), _lent(parameters), _uncollected():
         try:
             yield
         finally:
@@ -66,6 +69,19 @@ def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> None:
     own = set(map(id, model.parameters()))
     with _lent([leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]):
         torch.autograd.backward(losses)
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Around what is measured: nothing is left of before, and nothing collected (See Rule 4)."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
