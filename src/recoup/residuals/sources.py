@@ -30,14 +30,21 @@ from recoup.errors import ReplayError
 __all__ = ["looked_at", "own_generator"]
 
 _NOTHING = nullcontext()
-_own: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
+
+
+class _OwnGenerator(torch.Generator):
+    """A generator that weak references can be made to: torch 2.11's own class has none."""
+
+
+_own: weakref.WeakSet[_OwnGenerator] = weakref.WeakSet()
 _own_lock = threading.Lock()
 _seen: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
 
 
 def own_generator(device: torch.device, seed: int) -> torch.Generator:
     """Return a generator of `seed`, which a region has written down (See Rule 3)."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = _OwnGenerator(device)
+    generator.manual_seed(seed)
     with _own_lock:  # threads of a draw make them, too
         _own.add(generator)
     return generator
