@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Self
 
@@ -14,26 +15,50 @@ from recoup.gradients.container import Container
 from recoup.gradients.merging import check_fits, scaled
 from recoup.gradients.targets import said
 
-__all__ = ["Algebra", "check_is_store", "check_scales"]
+__all__ = ["Algebra", "check_is_store", "check_scales", "check_weight"]
 
 
 class Algebra(Container):
     """What can be done with gradients as with vectors; what is absent is zero."""
 
-    def extend_(self, *others: Container, alpha: float = 1.0, consume: bool = True) -> Self:
-        """Add other stores, in place.
+    def extend_(
+        self,
+        *others: Container,
+        weight: float = 1.0,
+        alpha: float | None = None,
+        consume: bool = True,
+    ) -> Self:
+        """Add other stores, in place: as more of what was collected, or as vectors.
+
+        The weight of a store is what its gradients count for in `mean_`. Merged stores add their
+        weights, so that the mean is over all that they collected. Gradient surgery (``alpha=``)
+        changes the direction of a gradient and collects nothing: it leaves the weight alone.
 
         Args:
             others: what to add; one that is named twice is added twice.
-            alpha: a factor for them, and for their weights.
+            weight: what the others count for, as in `backward`: their gradients and their weights
+                are multiplied by it.
+            alpha: if given, ``alpha * other`` is added as a vector, and the weight of this store
+                stays as it is.
             consume: whether they are emptied, each gradient as soon as it is added.
 
         Raises:
             GradientError: one was unscaled and another not, or a store is not usable.
-            ValueError: shapes or placements differ, or something is no store.
+            ValueError: shapes or placements differ, something is no store, `weight` is not above
+                zero, or `weight` and `alpha` are both given.
+
+        Example:
+            >>> import recoup, torch
+            >>> p = torch.nn.Parameter(torch.zeros(2))
+            >>> a = recoup.GradStore.from_backward(p.sum(), [p])
+            >>> b = recoup.GradStore.from_backward(-p[0], [p])
+            >>> a.extend_(b, alpha=0.5, consume=False)[p], a.weight  # surgery
+            (tensor([0.5000, 1.0000]), 1.0)
+            >>> a.extend_(b, weight=3)[p], a.weight  # three batches more
+            (tensor([-2.5000,  1.0000]), 4.0)
         """
         self._check_is_whole()
-        alpha = float(alpha)
+        factor, counted = _factors(weight, alpha)
         counts: dict[Container, int] = {}
         for other in others:
             check_is_store("others", other)
@@ -43,13 +68,13 @@ class Algebra(Container):
         num_own = counts.pop(self, 0)
         if num_own:
             # Before the others come in, or it would be their multiple too.
-            self._map(lambda gradient: scaled(gradient, 1 + alpha * num_own))
-            self.weight *= 1 + alpha * num_own
+            self._map(lambda gradient: scaled(gradient, 1 + factor * num_own))
+            self.weight *= 1 + counted * num_own
         for other, count in counts.items():
-            self._extend_by(other, alpha * count, consume=consume)
+            self._extend_by(other, factor * count, counted * count, consume=consume)
         return self
 
-    def _extend_by(self, other: Container, alpha: float, *, consume: bool) -> None:
+    def _extend_by(self, other: Container, factor: float, counted: float, *, consume: bool) -> None:
         gradients = other._entries.gradients
         for each, gradient in gradients.items():
             check_fits(gradient, each, said(each))
@@ -60,13 +85,13 @@ class Algebra(Container):
             with self._guarded():
                 for each in list(gradients):
                     gradient = gradients.pop(each) if consume else gradients[each]
-                    self._entries.add(each, gradient, alpha, is_ours=consume)
+                    self._entries.add(each, gradient, factor, is_ours=consume)
         except BaseException as error:
             if len(gradients) < num_before:
                 other._damage = f"{type(error).__name__}: {error}"
             raise
         self._entries.are_local |= other._entries.are_local
-        self.weight += alpha * other.weight
+        self.weight += counted * other.weight
         self.params = self.params or other.params
         if consume:
             other.clear()
@@ -74,7 +99,7 @@ class Algebra(Container):
     merge_ = extend_
 
     def scale_(self, factor: float | Tensor) -> Self:
-        """Multiply all gradients by a number. Weights stay, so that `mean_` is scaled too."""
+        """Multiply all gradients by a number. The weight stays, so that `mean_` is scaled too."""
         factor = _number(factor)
         return self._map(lambda gradient: scaled(gradient, factor))
 
@@ -89,7 +114,8 @@ class Algebra(Container):
         if not self.weight > 0:
             raise GradientError(
                 f"The weights of what the store holds sum to {self.weight:g}. Collect with "
-                "`backward(loss, weight=...)`, or divide with `scale_`."
+                "`backward(loss, weight=...)`, merge with `extend_(other)` or "
+                "`extend_(other, weight=...)` (`alpha` adds no weight), or divide with `scale_`."
             )
         if self.weight != 1:
             self.scale_(1 / self.weight)
@@ -148,8 +174,17 @@ class Algebra(Container):
 
         Like `dot`, it has a graph where gradients have one (``create_graph``): a penalty on it
         reaches the parameters.
+
+        Raises:
+            ValueError: `norm_type` is not above zero.
         """
-        return arithmetic.norm(self.coalesce_().values(), float(norm_type))
+        order = float(norm_type)
+        if not order > 0:
+            raise ValueError(
+                f"`norm_type` is {norm_type!r}, but the order of a norm is a number above zero: 2 "
+                "for the Euclidean one, math.inf for the largest entry."
+            )
+        return arithmetic.norm(self.coalesce_().values(), order)
 
     def cosine(self, other: Algebra) -> Tensor:
         """Return the cosine of the angle to another store; zero if one of them is zero."""
@@ -171,7 +206,7 @@ class Algebra(Container):
 
         Args:
             max_norm: the largest norm, at least 0.
-            norm_type: order of the norm.
+            norm_type: order of the norm, above 0.
             error_if_nonfinite: whether to raise, before anything is changed, on a norm that is
                 infinite or NaN; this waits for the device.
 
@@ -180,11 +215,9 @@ class Algebra(Container):
 
         Raises:
             GradientError: the norm is not finite, and that is an error.
-            ValueError: `max_norm` is no number, or below 0.
+            ValueError: `max_norm` is no number, or below 0; or `norm_type` is not above 0.
         """
-        given: object = max_norm
-        if not isinstance(given, Tensor) and not (isinstance(given, Real) and given >= 0):
-            raise ValueError(f"`max_norm` is {given!r}, but must be a number of at least 0.")
+        _check_bound("max_norm", max_norm)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
             raise GradientError(
@@ -197,10 +230,15 @@ class Algebra(Container):
     def clip_value_(self, clip_value: float) -> Self:
         """Clip each entry to ``[-clip_value, clip_value]``.
 
+        Args:
+            clip_value: the largest magnitude of an entry, at least 0.
+
         Raises:
             GradientError: a gradient is complex, which has no order.
+            ValueError: `clip_value` is no number, or below 0.
         """
         self._check_is_whole()
+        clip_value = _check_bound("clip_value", clip_value)
         for each, gradient in self.items():
             if gradient.is_complex():
                 raise GradientError(
@@ -236,6 +274,39 @@ def check_scales(*stores: Container) -> None:
     holders = [store for store in stores if store._entries.gradients]
     for store in holders[1:]:
         holders[0]._check_scale(store._scale, "Another store")
+
+
+def _factors(weight: object, alpha: object) -> tuple[float, float]:
+    """Return by what `extend_` multiplies gradients, and by what it multiplies weights."""
+    counted = float(_number(weight))
+    if alpha is not None:
+        if counted != 1:
+            raise ValueError(
+                f"`weight` is {weight!r} and `alpha` is {alpha!r}, but a store is either collected "
+                "(give `weight`) or added as a vector (give `alpha`). Leave one of them out."
+            )
+        return float(_number(alpha)), 0.0
+    check_weight(counted)
+    return counted, counted
+
+
+def check_weight(weight: float) -> None:
+    """Raise unless a batch may count for `weight`."""
+    if not (math.isfinite(weight) and weight > 0):
+        raise ValueError(
+            f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
+            "nothing is left out."
+        )
+
+
+def _check_bound(argument: str, given: object) -> float:
+    """Return a bound of a clip as a number, or raise; of a tensor this waits for the device."""
+    number = math.nan
+    if isinstance(given, Real) or (isinstance(given, Tensor) and given.numel() == 1):
+        number = float(given)
+    if not number >= 0:
+        raise ValueError(f"`{argument}` is {given!r}, but must be a number of at least 0.")
+    return number
 
 
 def _number(factor: object) -> float | Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recoup.errors import GradientError
+from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Backward, Mode, collect, collecting, mode_for
 from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import named_in, said
@@ -246,11 +246,7 @@ def _begun(
     scaler: Any,
 ) -> tuple[list[Tensor], list[Tensor | None] | None]:
     """Return where backward begins, with which gradients."""
-    if not (math.isfinite(weight) and weight > 0):
-        raise ValueError(
-            f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
-            "nothing is left out."
-        )
+    check_weight(weight)
     begin: list[Tensor] = []
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
         if not isinstance(output, Tensor):

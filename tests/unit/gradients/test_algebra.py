@@ -119,9 +119,8 @@ def test_in_place_operators_keep_the_object_and_the_memory():
     [
         (lambda a, b: a.extend_(a), 2),
         (lambda a, b: a.extend_(a, a), 3),
-        (lambda a, b: a.extend_(a, a, alpha=0.5), 2),
+        (lambda a, b: a.extend_(a, a, weight=0.5), 2),
         (lambda a, b: a.__iadd__(a), 2),
-        (lambda a, b: a.__isub__(a), 0),
         (lambda a, b: a + a, 2),
         (lambda a, b: a.extend_(b, b, consume=False), 3),
         (lambda a, b: a.extend_(b, b), 3),

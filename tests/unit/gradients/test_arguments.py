@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,16 @@ WRONG = {
     "other": (lambda s: s.dot(3), "`other` has a int"),
     "others": (lambda s: s.extend_(3), "`others` has a int"),
     "max_norm": (lambda s: s.clip_norm_(-1.0), "`max_norm` is -1.0"),
+    "max_norm, not a number": (lambda s: s.clip_norm_(math.nan), "`max_norm` is nan"),
+    "max_norm, a tensor": (lambda s: s.clip_norm_(torch.tensor(-1.0)), "`max_norm` is tensor"),
+    "norm_type": (lambda s: s.clip_norm_(1.0, 0), "`norm_type` is 0"),
+    "norm_type, not a number": (lambda s: s.norm(math.nan), "`norm_type` is nan"),
+    "clip_value": (lambda s: s.clip_value_(-1), "`clip_value` is -1"),  # N7
+    "clip_value, not a number": (lambda s: s.clip_value_(math.nan), "`clip_value` is nan"),
+    "clip_value, a tensor": (lambda s: s.clip_value_(torch.tensor(-1.0)), "`clip_value` is tensor"),
+    "clip_value, text": (lambda s: s.clip_value_("1"), "`clip_value` is '1'"),
+    "weight of a merge": (lambda s: s.extend_(full(), weight=-2), "`weight` is -2"),
+    "weight and alpha": (lambda s: s.extend_(full(), weight=2, alpha=2), "Leave one of them out"),
     "max_norm, text": (lambda s: s.clip_norm_("1"), "`max_norm` is '1'"),
     "param": (lambda s: s.add_(3, X), "`param` has a int"),
     "grad": (lambda s: s.add_(MODEL.weight, 3), "`grad` has a int"),

@@ -95,9 +95,12 @@ def test_itself():
     assert_same(store.extend_(store), {a: 2 * gradient})
     assert store.weight == 2
     assert_same(store.extend_(store, alpha=-0.5), {a: gradient})
-    assert store.weight == 1
+    assert store.weight == 2
     store += store
     assert_same(store, {a: 2 * gradient})
+    store -= store
+    assert_same(store, {a: 0 * gradient})
+    assert store.weight == 4
 
 
 @pytest.mark.parametrize("layout", [dense, sparse])
@@ -243,7 +246,7 @@ def test_mean_of_unequal_parts(sizes, mode):
     assert store.weight == 1
     total = GradStore()
     for half, weight in halves:
-        total.extend_(half, alpha=weight)
+        total.extend_(half, weight=weight)
     assert_holds(total.mean_(), module, want, 1e-14)
 
 

@@ -58,7 +58,7 @@ def test_vector_space(a, b, c, x, y):
 # -- means -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["weight", "alpha", "stores"])
+@pytest.mark.parametrize("how", ["weight", "weight of a store", "stores"])
 def test_a_mean_over_tokens_is_that_of_the_whole_batch(how):
     """Windows of unequal micro-batches, the last of them incomplete."""
     model = nn.Linear(5, 1).double()
@@ -78,9 +78,9 @@ def test_a_mean_over_tokens_is_that_of_the_whole_batch(how):
             match how:
                 case "weight":
                     store.backward(loss, weight=size)
-                case "alpha":
+                case "weight of a store":
                     part = recoup.GradStore.from_backward(loss, model.parameters())
-                    store.extend_(part, alpha=size)
+                    store.extend_(part, weight=size)
                 case _:
                     parts.append(recoup.GradStore(model.parameters()))
                     parts[-1].backward(loss, weight=size)
@@ -101,7 +101,7 @@ def test_scaling_scales_the_mean_too():
 def test_a_weight_stays_a_number():
     params = targets("one")
     a, b = holding(params, torch.ones(4)), holding(params, torch.ones(4), weight=4.0)
-    assert a.extend_(b, alpha=torch.tensor(0.5)).weight == 3.0
+    assert a.extend_(b, weight=torch.tensor(0.5)).weight == 3.0
     assert isinstance(a.weight, float)
 
 
@@ -232,3 +232,32 @@ def test_pcgrad_of_three_tasks_with_shared_and_private_parameters():
         for store, vector in zip(stores, vectors, strict=True):
             assert torch.equal(flat(store, params), vector)
     assert conflicts, "no two of these tasks are at odds"
+
+
+@pytest.mark.parametrize("how", ["alpha", "-="])
+@pytest.mark.parametrize("factor", [-0.4, 0.4, 1.0])
+def test_surgery_leaves_the_weight_alone(how, factor):
+    """N7: a correction changes the direction of a gradient, not how many batches it stands for."""
+    params = targets("one")
+    mine, other = (holding(params, torch.randn(4), weight=w) for w in (3.0, 2.0))
+    want = flat(mine, params) - factor * flat(other, params)
+    if how == "alpha":
+        mine.extend_(other, alpha=-factor, consume=False)
+    else:
+        mine -= factor * other
+    close(flat(mine, params), want)
+    assert (mine.weight, other.weight) == (3.0, 2.0)
+    mine.clip_norm_(0.5)
+    mine.clip_value_(0.2)
+    assert mine.weight == 3.0
+    assert (mine + other).weight == 5.0, "what was collected is summed"
+
+
+def test_the_mean_of_a_pcgrad_is_over_its_tasks():
+    """N7: weights that were raised by each correction made the mean too small."""
+    params = targets("one")
+    rows = [[1.0, 0, 0, 1], [-1.0, 1, 0, 1], [0.0, -1, 1, -1]]
+    vectors = list(torch.tensor(rows, dtype=torch.float64))
+    total = pcgrad([holding(params, vector) for vector in vectors])
+    assert total.weight == 3.0
+    close(flat(total.mean_(), params), pcgrad_of_vectors(vectors) / 3)
