@@ -230,3 +230,23 @@ def test_evaluation_is_exported_as_the_plain_module():
     assert called == [torch.ops.aten.linear.default] * 2
     assert torch.equal(exported.module()(x), module(x))
     assert torch.equal(torch.fx.symbolic_trace(module)(x), module(x))
+
+
+@pytest.mark.parametrize("before", [nn.LSTM, nn.GRU])
+def test_what_was_not_compiled_leaves_others_alone(before):
+    """R11: the compiler passes by code objects, and no two classes of ours share one."""
+    recurrent = recoup.weight_dropout(before(8, 8), r"weight.*")
+    torch.compile(recurrent, backend="aot_eager")(torch.randn(3, BATCH, 8))
+    module, x = recoup.weight_dropout(nn.Linear(8, 8)), torch.randn(BATCH, 8)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(compiled, x, 0)[0], step(module, x, 0)[0])
+
+
+def test_kinds_of_layers_do_not_share_the_limit_of_compilations():
+    """R11: the compiler gives up on a code object that it has compiled eight times."""
+    kinds = [type(f"Linear{number}", (nn.Linear,), {}) for number in range(10)]
+    x = torch.randn(BATCH, 8)
+    for kind in kinds:
+        module = recoup.weight_dropout(kind(8, 8))
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(step(compiled, x, 0)[0], step(module, x, 0)[0])

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from recoup.weights.graph import register_operators
-from recoup.weights.matching import check, check_is_module, has_forward, matching, named
+from recoup.weights.matching import (
+    check,
+    check_is_module,
+    check_types,
+    has_forward,
+    matching,
+    named,
+)
 from recoup.weights.place import Place
 from recoup.weights.reparametrization import Reparametrization
 from recoup.weights.swapped import attach, attached_to, restore_class, swap_class
@@ -25,6 +32,8 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
     steps: list[Reparametrization] = []
     for each in found:
         step = make()
+        if not steps:
+            check_types(step.kind, pattern, found)
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
         steps.append(step)

@@ -15,7 +15,15 @@ from torch.nn.parameter import is_lazy
 from recoup.weights.reparametrization import Reparametrization
 from recoup.weights.swapped import attached_to
 
-__all__ = ["Named", "check", "check_is_module", "has_forward", "matching", "named"]
+__all__ = [
+    "Named",
+    "check",
+    "check_is_module",
+    "check_types",
+    "has_forward",
+    "matching",
+    "named",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -109,16 +117,27 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
             )
 
 
+def check_types(kind: str, pattern: str, found: list[Named]) -> None:
+    """Raise if parameters that match have a type without noise, and name a pattern without them."""
+    others = [each for each in found if each.parameter.dtype not in _DTYPES]
+    if not others:
+        return
+    names = "|".join(re.escape(each.name) for each in others)
+    text = pattern if type(pattern) is str else ".*"
+    way_out = f"Let `pattern` leave it out: r'(?!({names})$)({text})'."
+    if len(others) == len(found):
+        way_out = "Let `pattern` match others."
+    raise ValueError(
+        f"`{others[0].name}` is {others[0].parameter.dtype}, and {kind} needs a floating-point "
+        f"type of 16 bits or more. {way_out}"
+    )
+
+
 def _check_parameter(step: Reparametrization, each: Named) -> None:
     if is_lazy(each.parameter):
         raise ValueError(
             f"`{each.name}` has no shape yet. Run a batch through its "
             f"{type(each.owner).__name__} first."
-        )
-    if each.parameter.dtype not in _DTYPES:
-        raise ValueError(
-            f"`{each.name}` is {each.parameter.dtype}, and {step.kind} needs a floating-point type "
-            "of 16 bits or more. Let `pattern` leave it out."
         )
 
 

@@ -118,6 +118,12 @@ def value_of(
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"`{name}` has shape {tuple(value.shape)}, but must be {needed}.")
+        if value.requires_grad:
+            raise ValueError(
+                f"`{name}` is a {type(value).__name__} that requires a gradient, but a draw has no "
+                f"gradient for it, so it would never be trained. Give `{name}.detach()`, which "
+                "shares its memory, or a function from the step to a number."
+            )
         value = value.item()
     is_number = isinstance(value, Real)  # numpy's are among them
     number = float(value) if is_number and value is not True else math.nan

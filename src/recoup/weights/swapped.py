@@ -9,6 +9,9 @@ Rule 1. The class is a subclass of the module's own, with the same name and sign
 Rule 2. There is one such class for each class and set of names. It cannot be imported, so a module
         is copied and pickled as its own class and the names.
 Rule 3. Whatever belongs to one module is in its `__dict__`, and travels with it.
+Rule 4. The forward of each class has a code object of its own. The compiler writes down by code
+        object what it compiled, how often, and what it found that it cannot compile; shared by all
+        classes, one recurrent layer would keep every other layer from being compiled.
 """
 
 from __future__ import annotations
@@ -108,7 +111,10 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reducing(base, names),
-        "forward": _forward_through(base.forward, run, may_be_compiled=not is_recurrent),
+        "forward": _with_own_code(
+            _forward_through(base.forward, run, may_be_compiled=not is_recurrent),
+            f"{base.__qualname__}.forward",
+        ),
         "register_parameter": _registering(base),
         "extra_repr": _shown(base),
         "_load_from_state_dict": _loading(base),
@@ -163,6 +169,12 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
         return uncompiled(in_progress)(self, attached, args, kwargs)
 
     return forward_in_progress
+
+
+def _with_own_code(forward: Any, qualname: str) -> Any:
+    """Return `forward` with a code object that no other class has (See Rule 4)."""
+    forward.__code__ = forward.__code__.replace(co_qualname=qualname)
+    return forward
 
 
 def _slicing(base: type[nn.ParameterList]) -> Any:

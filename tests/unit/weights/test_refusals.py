@@ -149,6 +149,36 @@ def test_std_out_of_range(std):
     refused(linear, lambda: recoup.weight_noise(linear, std=std), "`std`", "0 or more")
 
 
+RATES = {
+    "parameter": nn.Parameter(torch.tensor(0.5)),
+    "tensor": torch.tensor(0.5, requires_grad=True),
+    "result": nn.Parameter(torch.tensor(0.5)).square(),
+    "function": lambda step: torch.tensor(0.5, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize(
+    ("apply", "name"), [(recoup.weight_dropout, "p"), (recoup.weight_noise, "std")]
+)
+def test_a_rate_that_would_never_be_trained(apply, name, rate):
+    """R5: a draw has no gradient for its rate, so one that asks for a gradient is refused."""
+    linear = nn.Linear(2, 2)
+    call = lambda: apply(linear, **{name: RATES[rate]})  # noqa: E731
+    refused(linear, call, f"`{name}`", "never be trained", f"`{name}.detach()`")
+
+
+def test_a_rate_that_comes_to_require_a_gradient():
+    """R5: also where the rate was a plain tensor when it was applied."""
+    rate = torch.tensor(0.5)
+    linear = recoup.weight_noise(nn.Linear(2, 2), std=rate)
+    frozen = recoup.weight_noise(nn.Linear(2, 2), std=nn.Parameter(rate, requires_grad=False))
+    linear(torch.ones(1, 2)), frozen(torch.ones(1, 2))
+    rate.requires_grad_()
+    with pytest.raises(ValueError, match=r"`std` .* never be trained"):
+        linear(torch.ones(1, 2))
+
+
 @pytest.mark.parametrize("p", [0, 1, 0.0, 1.0, torch.tensor(0.5), torch.tensor(1), lambda _: 0])
 def test_p_in_range(p):
     linear = recoup.weight_dropout(nn.Linear(2, 2), p=p)
@@ -234,6 +264,18 @@ def test_types_without_noise(apply, dtype):
     module.whole = nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
     refused(module, lambda: apply(module, "whole"), "`whole`", "`pattern`")
     refused(module, lambda: apply(module, ".*"), "`whole`")
+
+
+def test_types_without_noise_among_others(apply):
+    """Left out without a word, they would be taken for noisy; the error has the pattern."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].whole = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    model[1].complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"`0\.whole` is torch.int64") as error:
+        apply(model, r".*weight|.*whole|.*complex")
+    pattern = re.search(r"r'(.*)'", str(error.value))[1]
+    names = [each.name for each in applied(apply(model, pattern))]
+    assert names == ["0.weight", "1.weight"]
 
 
 def test_a_forward_replaced_on_the_instance(apply):
