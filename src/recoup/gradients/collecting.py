@@ -34,7 +34,7 @@ from recoup.gradients.targets import said
 from recoup.residuals.graph import ends_of, hidden_leaves
 from recoup.residuals.ownership import is_alone, owned, shared
 
-__all__ = ["Backward", "Mode", "collect", "collecting", "mode_for"]
+__all__ = ["Backward", "Mode", "check_mode", "collect", "collecting", "mode_for"]
 
 Mode = Literal["auto", "accumulate", "grad", "harvest", "stream"]
 _MODES = ("auto", "accumulate", "grad", "harvest", "stream")
@@ -73,10 +73,15 @@ class Backward(NamedTuple):
 # -- which mode ------------------------------------------------------------------------------------
 
 
-def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
-    """Return the mode that "auto" means, or raise if `mode` cannot do it."""
+def check_mode(mode: object) -> None:
+    """Raise unless there is such a mode."""
     if mode not in _MODES:
         raise ValueError(f"`mode` is {mode!r}, but must be one of {', '.join(_MODES)}.")
+
+
+def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
+    """Return the mode that "auto" means, or raise if `mode` cannot do it."""
+    check_mode(mode)
     everything = [*backward.targets, *backward.inputs]
     reason = _why_not_in_grad(backward, everything)
     if mode == "auto":

@@ -3,33 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from recoup.gradients.collecting import Mode
+from recoup.gradients.algebra import check_weight
+from recoup.gradients.collecting import Mode, check_mode
 from recoup.gradients.store import GradStore
+from recoup.gradients.targets import named_in
 from recoup.residuals.drift import DriftGuard
 from recoup.residuals.links import Otherwise, plan_for, run_through, value_of, ways_of
+from recoup.residuals.tree import flatten
 from recoup.schedules.memory import Memory
 
 __all__ = ["segments_backward"]
 
 
+@overload
 def segments_backward(
     segments: Iterable[Callable[[Any], Any]],
     input: Any,
     loss_fn: Callable[[Any], Tensor],
     store: GradStore,
     *,
+    has_aux: Literal[False] = False,
     memory: Memory = "inputs",
     otherwise: Otherwise = None,
     params: Iterable[Tensor] | None = None,
     weight: float = 1.0,
     scaler: Any = None,
     mode: Mode = "auto",
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def segments_backward(
+    segments: Iterable[Callable[[Any], Any]],
+    input: Any,
+    loss_fn: Callable[[Any], tuple[Tensor, Any]],
+    store: GradStore,
+    *,
+    has_aux: Literal[True],
+    memory: Memory = "inputs",
+    otherwise: Otherwise = None,
+    params: Iterable[Tensor] | None = None,
+    weight: float = 1.0,
+    scaler: Any = None,
+    mode: Mode = "auto",
+) -> tuple[Tensor, Any]: ...
+def segments_backward(
+    segments: Iterable[Callable[[Any], Any]],
+    input: Any,
+    loss_fn: Callable[[Any], Any],
+    store: GradStore,
+    *,
+    has_aux: bool = False,
+    memory: Memory = "inputs",
+    otherwise: Otherwise = None,
+    params: Iterable[Tensor] | None = None,
+    weight: float = 1.0,
+    scaler: Any = None,
+    mode: Mode = "auto",
+) -> Tensor | tuple[Tensor, Any]:
     """Run segments one after the other and add the gradients of the loss to a store.
 
     Kept: the inputs of the segments, and what one of them keeps while backward is in it; other
@@ -37,13 +71,19 @@ def segments_backward(
     gradients are those of the whole chain, bit for bit: segments may share parameters, draw, and
     have batch norms. No parameter changes; step once, afterwards.
 
+    After an error the store is as before. For that, gradients that come to a store that is not
+    empty are collected apart and added at the end, which takes their bytes once more.
+
     Args:
         segments: modules or functions, called in order; what goes from one to the next may be
             tensors in tuples, lists and dicts. One may occur several times.
         input: what the first is given.
-        loss_fn: from what the last returns to the loss, a scalar.
+        loss_fn: from what the last returns to the loss, a scalar; with `has_aux`, to the loss and
+            anything else.
         store: where the gradients go. The gradient of `input` goes there, too, if it is one of
             `params`.
+        has_aux: whether `loss_fn` returns ``(loss, aux)``, as in ``torch.func.grad``. The loss is
+            reversed, and `aux` is returned without a graph.
         memory: as for `recoup.Sequential`: "inputs", "linear", "sqrt", "log", "constant", a number
             of slots, or a `recoup.schedules.Schedule`. Within
             ``torch.autograd.graph.save_on_cpu()``, what it keeps is offloaded.
@@ -54,10 +94,11 @@ def segments_backward(
         mode: likewise.
 
     Returns:
-        The loss, without a graph.
+        The loss, without a graph; with `has_aux` ``(loss, aux)``.
 
     Raises:
-        ValueError: there is no segment, or an argument is not what it must be.
+        ValueError: there is no segment, an argument is not what it must be, or `loss_fn` returned
+            something else than a scalar.
         ChangedError: in backward, when something that a segment used has changed since.
         ReplayError: when a segment does what cannot be repeated.
         GradientError: as in `GradStore.backward`.
@@ -83,10 +124,48 @@ def segments_backward(
             "`segments_backward` was called in inference mode, which has no backward. Leave the "
             "mode, or use torch.no_grad() for the code around."
         )
+    # What can be wrong is found before anything runs: segments may draw, and count batches.
+    check_weight(weight)
+    check_mode(mode)
+    params = None if params is None else tuple(named_in("params", params))
     with torch.enable_grad():
-        loss = loss_fn(_run(links, input, memory, otherwise))
-        store.backward(loss, params=params, weight=weight, scaler=scaler, mode=mode)
-    return loss.detach()
+        returned = loss_fn(_run(links, input, memory, otherwise))
+        loss, aux = _loss_in(returned, has_aux=has_aux)
+        with store._unchanged_by_errors() as collected:
+            collected.backward(loss, params=params, weight=weight, scaler=scaler, mode=mode)
+    return (loss.detach(), aux) if has_aux else loss.detach()
+
+
+def _loss_in(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
+    """Return the loss in what `loss_fn` returned, and what is beside it, without a graph."""
+    loss: Any = returned
+    aux: Any = None
+    if has_aux:
+        if not (type(returned) in (tuple, list) and len(returned) == 2):
+            raise ValueError(
+                f"`has_aux` is True, but `loss_fn` returned {_shown(returned)}. Return the loss "
+                "and one value beside it: (loss, aux)."
+            )
+        loss, aux = returned
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        way_out = (
+            "Say has_aux=True if there is more beside the loss."
+            if type(loss) in (tuple, list)
+            else "Sum it, or take its mean."
+        )
+        raise ValueError(
+            f"`loss_fn` returned {_shown(loss)}{' as the loss' if has_aux else ''}, but the loss "
+            f"must be a real tensor of one number. {way_out}"
+        )
+    tensors, tree = flatten(aux)
+    return loss, tree.unflatten(tuple(tensor.detach() for tensor in tensors))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    kind: str = type(value).__name__
+    return f"a {kind} of {len(value)} values" if kind in ("tuple", "list") else f"a {kind}"
 
 
 def _named(segments: object) -> dict[str, Any]:

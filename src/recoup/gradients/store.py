@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -203,6 +203,22 @@ class GradStore(Stepping, Transfer):
                 self._check_received(num_received[0], len(targets))
         self.weight += 1.0
         self._scale = None  # a store that was emptied one by one may have had another
+
+    @contextmanager
+    def _unchanged_by_errors(self) -> Generator[Self]:
+        """Yield a store to collect in, so that an error leaves this one as it was.
+
+        That is this one where it is empty. Where a reducer has yet to be shown what is in it, it
+        must be this one too: an error then makes it unusable, as in `backward`.
+        """
+        self._check_is_whole()
+        if not self or self._entries.are_local:
+            yield self
+            return
+        apart = self._derived(())
+        apart.weight, apart._scale = 0.0, None
+        yield apart
+        self.extend_(apart)
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -17,6 +17,10 @@ def full():
     return recoup.GradStore.from_backward(MODEL(X).sum(), MODEL.parameters())
 
 
+def never(x):
+    raise AssertionError("a segment ran before the arguments were looked at")
+
+
 WRONG = {
     "outputs, a number": (lambda s: s.backward(3.0), "`outputs` is, or holds, a float"),
     "outputs, numbers": (lambda s: s.backward([3.0]), "`outputs` is, or holds, a float"),
@@ -52,7 +56,31 @@ WRONG = {
     ),
     "loss_fn": (
         lambda s: recoup.segments_backward([MODEL], X, lambda y: 3.0, s),
-        "`outputs` is, or holds, a float",
+        "`loss_fn` returned a float",
+    ),
+    "loss_fn, a loss and more": (
+        lambda s: recoup.segments_backward([MODEL], X, lambda y: (y.sum(), y.mean()), s),
+        "`loss_fn` returned a tuple of 2 values.*has_aux=True",
+    ),
+    "loss_fn, several losses": (
+        lambda s: recoup.segments_backward([MODEL], X, lambda y: y, s),
+        r"`loss_fn` returned a tensor of shape \(1, 2\).*Sum it",
+    ),
+    "loss_fn, nothing beside the loss": (
+        lambda s: recoup.segments_backward([MODEL], X, torch.sum, s, has_aux=True),
+        r"`has_aux` is True, but `loss_fn` returned a tensor",
+    ),
+    "mode of segments": (
+        lambda s: recoup.segments_backward([never], X, torch.sum, s, mode="x"),
+        "`mode` is 'x'",
+    ),
+    "weight of segments": (
+        lambda s: recoup.segments_backward([never], X, torch.sum, s, weight=-1.0),
+        "`weight` is -1.0",
+    ),
+    "params of segments": (
+        lambda s: recoup.segments_backward([never], X, torch.sum, s, params=[3]),
+        "`params` has a int",
     ),
     "stores": (lambda s: recoup.step(torch.optim.SGD(MODEL.parameters(), lr=0.1)), "`stores` is"),
     "op": (lambda s: s.all_reduce_(op="max"), "`op` is 'max'"),

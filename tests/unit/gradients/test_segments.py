@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,10 +127,34 @@ def test_a_step_for_each_segment_is_another_training():
     assert worst > 1e-3
 
 
-def test_the_loop_by_hand_sums_to_the_same():
-    cell, x = block(), torch.randn(4, 6)
-    want, _ = in_segments(cell, [cell] * 5, x)
-    inputs = [x]
+def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
+    """R6: the loop that docs/gradients.md prints, whose second runs used to draw anew."""
+    page = (Path(__file__).parents[3] / "docs" / "gradients.md").read_text(encoding="utf-8")
+    printed = re.search(r"loop, by hand.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    start, loop = printed.split("for _ in range", 1)
+    names = {}
+    torch.manual_seed(0)
+    exec(start, names)
+    plain, x = copy.deepcopy(names["cell"]), names["x"]
+    assert any(isinstance(module, nn.Dropout) and module.p for module in plain)
+    assert recoup.weights.applied(plain), "it is to be right under weight noise, too"
+    stream = torch.get_rng_state()
+    exec(f"for _ in range{loop}", names)
+    after = torch.get_rng_state()
+    torch.set_rng_state(stream)
+    whole([plain] * 16, x).backward()
+    assert torch.equal(torch.get_rng_state(), after)
+    for got, want in zip(names["cell"].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(names["store"][got], want.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(names["gradient"], x.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loop_by_hand_that_calls_segments_twice_is_another_function():
+    """R6: the negative control of the loop above."""
+    cell, inputs = block(dropout=0.3), [torch.randn(4, 6)]
+    torch.manual_seed(1)
+    want, _ = in_segments(cell, [cell] * 5, inputs[0])
+    torch.manual_seed(1)
     for _ in range(4):
         inputs.append(cell(inputs[-1]).detach())
     store, gradient = recoup.GradStore(cell.parameters()), None
@@ -136,8 +162,7 @@ def test_the_loop_by_hand_sums_to_the_same():
         y = cell(given.requires_grad_())
         outputs = loss_fn(y) if gradient is None else y
         (gradient,) = store.backward(outputs, gradient, inputs=given)
-    for each in cell.parameters():
-        assert torch.equal(store[each], want[each])
+    assert store.cosine(want) < 0.999
 
 
 def test_no_parameter_changes_before_the_step():
@@ -338,6 +363,62 @@ def test_an_exception_leaves_all_as_it_was(when):
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     recoup.segments_backward([cell] * 2, x, loss_fn, store)
     assert len(store) == 2
+
+
+class BreaksInBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fails = True
+
+    def forward(self, x):
+        x = x * 1.0
+        x.register_hook(self.hook)
+        return x
+
+    def hook(self, gradient):
+        if self.fails:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("mode", ["auto", "grad", "stream", "harvest"])
+@pytest.mark.parametrize("was_empty", [True, False])
+def test_an_error_in_backward_leaves_the_store_as_it_was(mode, was_empty):
+    """R7: gradients of the segments that were reversed before it stay out of the store."""
+    first, last, middle, x = block(), block(), BreaksInBackward(), torch.randn(2, 6)
+    params = [*first.parameters(), *last.parameters()]
+    store = recoup.GradStore(params)
+    if not was_empty:
+        recoup.segments_backward([first, last], x, loss_fn, store, weight=3.0)
+    before, weight = {each: value.clone() for each, value in store.items()}, store.weight
+    with pytest.raises(ZeroDivisionError):
+        recoup.segments_backward([first, middle, last], x, loss_fn, store, mode=mode)
+    assert store.weight == weight
+    assert set(store) == set(before)
+    assert all(torch.equal(store[each], value) for each, value in before.items())
+    assert all(each.grad is None for each in params)
+    middle.fails = False
+    recoup.segments_backward([first, middle, last], x, loss_fn, store, mode=mode)
+    assert store.weight == weight + 1
+    want = torch.autograd.grad(loss_fn(last(first(x))), params)
+    for each, gradient in zip(params, want, strict=True):
+        torch.testing.assert_close(store[each], gradient * 4 if before else gradient)
+
+
+@pytest.mark.parametrize("memory", ["inputs", "linear"])
+def test_a_loss_with_more_beside_it(memory):
+    """R7: the loss alone is reversed; what is beside it comes back without a graph."""
+    cell, x = block(dropout=0.3), torch.randn(4, 6)
+    torch.manual_seed(1)
+    want, _ = in_segments(cell, [cell] * 3, x, memory)
+    torch.manual_seed(1)
+    store = recoup.GradStore(cell.parameters())
+    loss, aux = recoup.segments_backward(
+        [cell] * 3, x, lambda y: (loss_fn(y), {"y": y, "n": 3}), store, memory=memory, has_aux=True
+    )
+    assert all(torch.equal(store[each], want[each]) for each in cell.parameters())
+    assert torch.equal(loss, loss_fn(aux["y"]))
+    assert aux["n"] == 3
+    assert not aux["y"].requires_grad
 
 
 def test_what_cannot_be_right_raises():
