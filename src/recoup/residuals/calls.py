@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError
-from recoup.residuals.held import Held, code_of
+from recoup.residuals.codes import codes_of
+from recoup.residuals.held import Held
 from recoup.residuals.hooks import pair_in_force
 from recoup.residuals.snapshots import Snapshot, is_left_alone
 from recoup.residuals.stage import State
@@ -86,7 +87,9 @@ class Call:
         if module is None:
             self.held = Held(fn)
             self.modules = (*self.held.modules, *self._tree.modules())
-            self.code: object = fn if isinstance(fn, nn.Module) else code_of(fn)
+            others = self._tree.others()
+            is_bare = isinstance(fn, nn.Module) and not others
+            self.code: object = fn if is_bare else codes_of(fn, others)
         else:
             self.modules = (module, *self._tree.modules())
             self.code = module

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from recoup.errors import ChangedError
 from recoup.residuals.hooks import version_of
 
-__all__ = ["Held", "code_of"]
+__all__ = ["Held"]
 
 _MOST_ENTRIES = 64
 _DEEPEST = 4
@@ -138,15 +138,6 @@ def _values(path: str, value: Any, depth: int, *, is_cell: bool) -> Iterator[tup
         for key, entry in list(getattr(value, "__dict__", {}).items())[:_MOST_ENTRIES]:
             if isinstance(entry, (nn.Module, Tensor)):
                 yield f"{path}.{key}", entry
-
-
-def code_of(fn: Any) -> object:
-    """Return the code that calling `fn` runs, or None if it cannot be told."""
-    if isinstance(fn, functools.partial):
-        return None  # its arguments decide, too
-    if not hasattr(fn, "__code__") and not isinstance(fn, types.BuiltinFunctionType):
-        fn = type(fn).__call__
-    return getattr(fn, "__code__", None)
 
 
 def _is_users(fn: types.FunctionType) -> bool:

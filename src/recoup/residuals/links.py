@@ -8,9 +8,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from recoup.errors import NotInvertibleError, ReplayError
+from recoup.residuals.codes import codes_of
 from recoup.residuals.drift import DriftGuard
 from recoup.residuals.executor import Plan
-from recoup.residuals.held import Held, code_of
+from recoup.residuals.held import Held
 from recoup.residuals.stage import State
 from recoup.residuals.tree import Tree, flatten
 from recoup.schedules import Way
@@ -93,7 +94,7 @@ class _Link:
         self.modules: tuple[nn.Module, ...] = (
             (link,) if self.held is None else tuple(self.held.modules)
         )
-        self.code: object = link if is_module else code_of(link)
+        self.code: object = link if is_module else codes_of(link)
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         output = self._link(self._trees[self._index].unflatten(state))

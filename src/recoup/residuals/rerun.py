@@ -23,7 +23,7 @@ class Rerun:
     Args:
         name: what errors call it.
         modules: whose parameters, buffers and modes must not change in between.
-        code: what is run, a module or the code object of a function.
+        code: what is run, a module or the `Codes` of a function.
         held: what a function reads beside its arguments, if it is one.
     """
 

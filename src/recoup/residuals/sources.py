@@ -7,7 +7,9 @@ Rule 1. A region repeats what torch's default generators give. What comes from a
         that is an attribute of a module would be another number in the second run, so that is an
         error, in the first run.
 Rule 2. Looking costs a dispatch mode and two generator states. So a piece of code is looked at in
-        its first run in each mode (training or not), and taken at its word from then on.
+        its first run in each mode (training or not), and taken at its word from then on. Which
+        code it is says NOTE [ Told by what is wrapped ]. Where a generator is in sight of a
+        function, the function is looked at in every first run: it may be given another one.
 Rule 3. Generators of our own are made from a seed that is repeated; they are known here.
 """
 
@@ -26,6 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.errors import ReplayError
+from recoup.residuals.codes import Codes
 
 __all__ = ["looked_at", "own_generator"]
 
@@ -56,35 +59,40 @@ def looked_at(
     """Around a first run: raise if it draws from elsewhere, unless it was looked at before.
 
     Args:
-        code: a module, or the code object of a function; None to look every time.
+        code: a module, or the `Codes` of a function.
         modules: what the code uses: the same code may be run with other ones.
         is_training: the mode it runs in.
         name: what an error calls it.
     """
     seen = _seen[is_training]
-    if code is not None and code in seen and all(module in seen for module in modules):
+    codes: list[Any] = code.codes if isinstance(code, Codes) else [code]
+    generators: list[Any] = code.generators if isinstance(code, Codes) else []
+    if not generators and all(one in seen for one in codes) and all(m in seen for m in modules):
         return _NOTHING
-    return _looking((code, *modules), seen, name)
+    return _looking((*codes, *modules), generators, seen, name)
 
 
 @contextmanager
-def _looking(codes: tuple[Any, ...], seen: weakref.WeakSet[Any], name: str) -> Generator[None]:
+def _looking(
+    codes: tuple[Any, ...], generators: list[Any], seen: weakref.WeakSet[Any], name: str
+) -> Generator[None]:
     numpy = sys.modules.get("numpy.random")
     python_before = random.getstate()
     numpy_before = None if numpy is None else _numpy_state(numpy)
-    own: list[Any] = list(_generators_in(codes))
+    own: list[Any] = [g for g in generators if not isinstance(g, torch.Generator)]
+    own.extend(_generators_in(codes))
     own_before = [_own_state(generator) for generator in own]
     with _Generators(name):
         yield
-    for generator, before in zip(own, own_before, strict=True):
-        if _own_state(generator) != before:
-            kind = "random.Random" if isinstance(generator, random.Random) else "numpy Generator"
-            raise ReplayError(_message(name, f"a {kind} of its own"))
     if random.getstate() != python_before:
         raise ReplayError(_message(name, "Python's `random`"))
     if numpy is not None and _numpy_state(numpy) != numpy_before:
         raise ReplayError(_message(name, "numpy's global generator"))
-    seen.update(code for code in codes if code is not None)
+    for generator, before in zip(own, own_before, strict=True):
+        if _own_state(generator) != before:
+            kind = "random.Random" if isinstance(generator, random.Random) else "numpy Generator"
+            raise ReplayError(_message(name, f"a {kind} of its own"))
+    seen.update(codes)
 
 
 def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
@@ -99,6 +107,8 @@ def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
 def _own_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if not hasattr(generator, "bit_generator"):  # a RandomState of numpy
+        return _numpy_state(generator)
     return repr(generator.bit_generator.state)
 
 

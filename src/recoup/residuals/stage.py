@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError
+from recoup.residuals.codes import Codes
 from recoup.residuals.evaluation import Evaluations
 from recoup.residuals.filling import Filled, Filling, Untaped
 from recoup.residuals.guards import is_in_place
@@ -54,7 +55,7 @@ class Stage(Protocol):
 
     @property
     def code(self) -> object:
-        """What it runs: a module, or the code object of a function; None if it cannot be told."""
+        """What it runs: a module, or the `Codes` of a function."""
         ...
 
     @property
@@ -241,4 +242,5 @@ class StageRun:
 
 def is_said_in_place(stage: Stage) -> bool:
     """Whether the module of `stage` says that it changes its input in place (See Rule 2)."""
-    return isinstance(stage.code, nn.Module) and is_in_place(stage.code)
+    code = stage.code.codes[0] if isinstance(stage.code, Codes) else stage.code
+    return isinstance(code, nn.Module) and is_in_place(code)

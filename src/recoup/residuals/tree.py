@@ -55,6 +55,10 @@ class Tree:
         """Return the modules among the rest."""
         return tuple(leaf for leaf in self._leaves if isinstance(leaf, nn.Module))
 
+    def others(self) -> list[Any]:
+        """Return what is no tensor."""
+        return [leaf for leaf in self._leaves if leaf is not _TENSOR]
+
     def unflatten(self, tensors: tuple[Tensor, ...]) -> Any:
         """Put `tensors` back in their places."""
         if self._spec is None:

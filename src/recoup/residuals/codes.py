@@ -1,0 +1,140 @@
+"""The code that a call runs, as far as it can be told without running it.
+
+NOTE [ Told by what is wrapped ]
+
+Rule 1. A `functools.partial`, a lambda or a bound method may be made anew for every call. It is
+        told by what it wraps: a function by its code object, a module by itself, an object by the
+        code of its class; and so are the functions in closures, defaults, arguments and attributes,
+        which decide what runs as much.
+Rule 2. A generator of random numbers is no code: the next call may have another one, or none. Its
+        presence is reported, so that such a call can be looked at every time.
+Rule 3. Nothing here holds on to what it found. Whoever remembers codes holds them weakly.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Codes", "codes_of"]
+
+_DEEPEST = 4
+_MOST_ENTRIES = 64
+_WRAPPERS = (types.FunctionType, types.MethodType, functools.partial)
+# Each of these is an object that stays.
+_ONESELF = (nn.Module, type, types.BuiltinFunctionType, torch._ops.OperatorBase)
+
+
+class Codes:
+    """The codes that a call runs, and the generators of random numbers that it can reach.
+
+    Attributes:
+        codes: modules, code objects, classes and builtin functions.
+        generators: generators of torch, Python and numpy, other than torch's default ones.
+    """
+
+    __slots__ = ("_followed", "_kinds", "codes", "generators")
+
+    def __init__(self) -> None:
+        self.codes: list[Any] = []
+        self.generators: list[Any] = []
+        self._followed: list[types.FunctionType] = []
+        numpy = sys.modules.get("numpy.random")
+        own = (random.Random, torch.Generator)
+        self._kinds = own if numpy is None else (*own, numpy.Generator, numpy.RandomState)
+
+    def call(self, fn: Any, depth: int = 0) -> None:
+        """Note what calling `fn` runs (See Rule 1)."""
+        if isinstance(fn, functools.partial):
+            partial = cast("functools.partial[Any]", fn)
+            self.call(partial.func, depth)
+            self.values((*partial.args, *partial.keywords.values()), depth)
+        elif isinstance(fn, types.MethodType):
+            self.call(fn.__func__, depth)
+            if isinstance(fn.__self__, type):
+                self._note(fn.__self__)  # a class method: that of `autograd.Function` is one code
+            else:
+                self.values((fn.__self__,), depth)
+        elif isinstance(fn, types.FunctionType):
+            self._note(fn.__code__)
+            # Two functions that a decorator made have one code, and hold different functions.
+            if all(fn is not known for known in self._followed):
+                self._followed.append(fn)
+                self.values(_held_by(fn), depth)
+        elif isinstance(fn, _ONESELF):
+            self._note(fn)
+            self.values((getattr(fn, "__self__", None),), depth)
+        else:
+            kind = cast("type[Any]", type(fn))
+            self._note(getattr(kind.__call__, "__code__", kind))
+            self._attributes(fn, depth)
+
+    def values(self, values: Iterable[Any], depth: int) -> None:
+        """Note what the code can call or draw from among `values`."""
+        for value in values:
+            if value is None or isinstance(value, (Tensor, str, int, float)):
+                continue
+            if isinstance(value, self._kinds):
+                if not _is_default(value):
+                    self.generators.append(value)
+            elif depth >= _DEEPEST:
+                continue
+            elif isinstance(value, (tuple, list)):
+                self.values(cast("list[Any]", value)[:_MOST_ENTRIES], depth + 1)
+            elif isinstance(value, dict):
+                entries = list(cast("dict[Any, Any]", value).values())
+                self.values(entries[:_MOST_ENTRIES], depth + 1)
+            elif callable(value):
+                self.call(value, depth + 1)
+            else:
+                self._attributes(value, depth)
+
+    def _attributes(self, value: Any, depth: int) -> None:
+        kinds = (*_WRAPPERS, nn.Module, *self._kinds)
+        entries = list(getattr(value, "__dict__", {}).values())[:_MOST_ENTRIES]
+        self.values([entry for entry in entries if isinstance(entry, kinds)], depth + 1)
+
+    def _note(self, code: Any) -> None:
+        if all(code is not known for known in self.codes):
+            self.codes.append(code)
+
+
+def codes_of(fn: Any, arguments: Iterable[Any] = ()) -> Codes:
+    """Return the codes that calling `fn` runs.
+
+    Args:
+        fn: what is called.
+        arguments: what it is given beside tensors.
+    """
+    found = Codes()
+    found.call(fn)
+    found.values(arguments, 0)
+    found._followed.clear()  # See Rule 3
+    return found
+
+
+def _held_by(fn: types.FunctionType) -> Iterator[Any]:
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+
+
+def _is_default(generator: Any) -> bool:
+    if not isinstance(generator, torch.Generator):
+        return False
+    known: list[Any] = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        known.extend(torch.cuda.default_generators)
+    # An operator is given a new Python object for the same generator.
+    return any(cast("Any", generator)._cdata == each._cdata for each in known)
