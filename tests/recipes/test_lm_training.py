@@ -132,7 +132,6 @@ def test_a_folder_that_was_moved_is_gone_on_with_where_it_is(lm_run, text):
 
 
 # red: the checkpoints of the first run are replaced
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_that_goes_on_elsewhere_leaves_the_first_as_it_was(lm_run, text):
     lm_run("--data", text, "--epochs", "1", "--out", "first")
     resume = ["--resume", "first/checkpoints/last.ckpt", "--epochs", "2", "--out", "second"]
@@ -141,10 +140,13 @@ def test_a_run_that_goes_on_elsewhere_leaves_the_first_as_it_was(lm_run, text):
     assert saved("second/checkpoints/last.ckpt")["epoch"] == 1
 
 
-def test_a_folder_of_checkpoints_that_was_asked_for_is_kept(lm_run, text):
+def test_a_folder_of_checkpoints_that_was_asked_for_is_kept(lm_run, text, refusal):
     lm_run("--data", text, "--epochs", "1", "--out", "run", "--checkpoint.dirpath", "kept")
-    assert main(["lm", "fit", "--resume", "kept/last.ckpt", "--epochs", "2"]) == 0
+    resume = ["lm", "fit", "--resume", "kept/last.ckpt", "--epochs", "2"]
+    assert "did not save in its own folder" in refusal(*resume)
+    assert main([*resume, "--out", "run"]) == 0
     assert saved("kept/last.ckpt")["epoch"] == 1
+    assert len(rows_of("run")) == 2
 
 
 # -- what is refused -------------------------------------------------------------------------------

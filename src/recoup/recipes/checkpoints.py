@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
-__all__ = ["check_same_network", "data_path_in", "noted_path", "read_checkpoint", "settings_in"]
+from recoup.recipes.plain_settings import is_plain
+
+__all__ = [
+    "check_same_network",
+    "damage_reported",
+    "data_path_in",
+    "noted_path",
+    "read_checkpoint",
+    "settings_in",
+]
+
+_SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
@@ -41,7 +54,19 @@ def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
             f"`{option}` is {path}, which is not a checkpoint of a training run. Give a .ckpt file "
             "that `fit` wrote."
         )
+    for key in _SETTINGS:
+        settings: Any = checkpoint.get(key, {})
+        if not isinstance(settings, dict) or not all(map(_is_plain_setting, settings.items())):
+            raise ValueError(
+                f"`{option}` is {path}, whose `{key}` are not plain settings. Give a .ckpt file "
+                "that `fit` wrote."
+            )
     return checkpoint
+
+
+def _is_plain_setting(setting: tuple[object, object]) -> bool:
+    name, value = setting
+    return isinstance(name, str) and is_plain(value)
 
 
 def settings_in(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
@@ -56,6 +81,23 @@ def settings_in(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not name.startswith("_")}
 
 
+@contextmanager
+def damage_reported(path: str | Path, what: str) -> Generator[None]:
+    """Say in a ValueError that the parts of a checkpoint do not make a model or its data.
+
+    Args:
+        path: The checkpoint.
+        what: What such checkpoints are of, such as "a flow".
+    """
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"`--checkpoint` is {path}, which is not a checkpoint of {what}, or is damaged. Give "
+            "one that `fit` wrote."
+        ) from error
+
+
 def data_path_in(checkpoint: dict[str, Any], key: str) -> str | None:
     """Return where the data are that a checkpoint was trained on; None for built-in ones.
 
@@ -65,8 +107,10 @@ def data_path_in(checkpoint: dict[str, Any], key: str) -> str | None:
         checkpoint: The checkpoint.
         key: Under which the data module keeps its state.
     """
-    given: str | None = settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
-    noted: str | None = checkpoint.get(key, {}).get("path")
+    given: Any = settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
+    noted: Any = checkpoint.get(key, {}).get("path")
+    if not all(path is None or isinstance(path, str) for path in (given, noted)):
+        raise TypeError("A path in a checkpoint is not a string.")
     if given is None or noted is None or not Path(noted).exists():
         return given
     return given if Path(given).resolve() == Path(noted) else noted
@@ -79,7 +123,10 @@ def noted_path(path: str | None) -> str | None:
 
 def check_same_network(checkpoint: dict[str, Any], model: LightningModule, path: str) -> None:
     """Raise a ValueError that says where the network of a checkpoint differs from `model`'s."""
-    found, wanted = (_shapes(state) for state in (checkpoint["state_dict"], model.state_dict()))
+    state = checkpoint["state_dict"]
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is a damaged checkpoint: it has no weights by name.")
+    found, wanted = (_shapes(each) for each in (state, model.state_dict()))
     if found == wanted:
         return
     theirs, ours = checkpoint["hyper_parameters"], dict(model.hparams)

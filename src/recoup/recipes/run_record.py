@@ -16,6 +16,12 @@ SETTINGS = "recoup_settings"  # under which they are in a checkpoint
 COMMAND = "recoup_command"  # and the command that wrote it
 
 
+def _there(noted: str, folder: Path) -> str | None:
+    """Return the path of a checkpoint in a folder, if it is there by the name that was noted."""
+    path = folder / Path(noted).name
+    return str(path) if path.suffix == ".ckpt" and path.is_file() else None
+
+
 class RunRecord(SaveConfigCallback):
     """Writes the settings of a run into its folder, and into its checkpoints."""
 
@@ -35,18 +41,28 @@ class RunRecord(SaveConfigCallback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Know the best checkpoint where it is, if the folder of the run was moved."""
+        """Know the checkpoints of the run by their names, where they are now.
+
+        Lightning removes files by the paths that a checkpoint has: only those count that are files
+        in the folder that this run saves in.
+        """
         callbacks: Any = trainer.checkpoint_callbacks
         for callback in callbacks:
             state, folder = checkpoint["callbacks"].get(callback.state_key), Path(callback.dirpath)
-            if state is None or not (folder / Path(state["best_model_path"]).name).is_file():
+            if state is None:
+                continue
+            if _there(state["best_model_path"], folder) is None:
+                del checkpoint["callbacks"][
+                    callback.state_key
+                ]  # the best of this folder is to come
                 continue
             state["dirpath"] = str(folder)
             for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
-                state[name] = state[name] and str(folder / Path(state[name]).name)
+                state[name] = _there(state[name], folder) or ""
             state["best_k_models"] = {
-                str(folder / Path(path).name): value
-                for path, value in state["best_k_models"].items()
+                path: value
+                for noted, value in state["best_k_models"].items()
+                if (path := _there(noted, folder)) is not None
             }
 
     def _text(self) -> str:

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from recoup.recipes.checkpoints import check_same_network, read_checkpoint
 from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.plain_settings import folders_noted, plain_settings
 from recoup.recipes.progress import MetricsFile, Progress
 from recoup.recipes.quiet import quiet_lightning
 from recoup.recipes.run_record import COMMAND, CONFIG_FILE, SETTINGS, RunRecord
@@ -80,6 +81,7 @@ class TrainingCLI(LightningCLI):
         self.recipe = recipe
         self.resume: str | None = None
         self.finetune: str | None = None
+        self._options_of = {"model": model_class, "data": data_class}
         self._configs = configs
         self._default_config = default_config
         self._short_names = short_names
@@ -165,7 +167,9 @@ class TrainingCLI(LightningCLI):
         shown = progress or Progress(self._monitor)
         trainer.callbacks += [MetricsFile(), shown, *callbacks, last]
         with self.threads(), quiet_lightning():
-            trainer.fit(self.model, self.datamodule, ckpt_path=self.resume)
+            trainer.fit(
+                self.model, self.datamodule, ckpt_path=self.resume, weights_only=bool(self.resume)
+            )
 
     @contextmanager
     def threads(self) -> Generator[None]:
@@ -234,17 +238,33 @@ class TrainingCLI(LightningCLI):
             raise ValueError(
                 f"`{option}` is {path}, which `{theirs}` wrote. Give one that `{parser.prog}` did."
             )
-        settings = checkpoint.get(SETTINGS)
-        if settings is not None:
-            trainer, saving = settings.get("trainer", {}), settings.get("checkpoint", {})
-            # That of the run is noted in full; it goes with the folder, which may have moved.
-            is_own = Path(saving.get("dirpath") or "") == _saved_to(trainer["default_root_dir"])
-            if self.resume is None or is_own:
-                trainer["default_root_dir"] = self.resume and str(_folder_of(path))
-                saving["dirpath"] = None
+        noted = checkpoint.get(SETTINGS)
+        if noted is not None:
+            settings = plain_settings(
+                noted,
+                owners=self._options_of,
+                source=f"`{option}` is {path}, which",
+                is_given=lambda setting: _is_given(args, setting),
+            )
             if self.resume is None:
-                settings.get("model", {}).update(self._finetuning)
+                settings.setdefault("model", {}).update(self._finetuning)
+            else:
+                self._stay_in_place(settings, noted, args)
             self._take(parser.parse_args(["--config", yaml.safe_dump(settings), *args]))
+
+    def _stay_in_place(self, settings: Any, noted: Any, args: Sequence[str]) -> None:
+        """Go on in the folder of the checkpoint, wherever it lies now."""
+        checkpoint = Path(self.resume or "")
+        saved_apart = folders_noted(noted)
+        if saved_apart is None or saved_apart[1] == _saved_to(str(saved_apart[0])):
+            settings.setdefault("trainer", {})["default_root_dir"] = str(_folder_of(checkpoint))
+        elif _is_given(args, "trainer.default_root_dir"):
+            settings.setdefault("checkpoint", {})["dirpath"] = str(checkpoint.parent)
+        else:
+            raise ValueError(
+                f"`--resume` is {checkpoint}, of a run that did not save in its own folder, which a"
+                " checkpoint does not choose. Give that folder by `--out`."
+            )
 
     def _take(self, config: Any) -> None:
         self.config: Any = config
@@ -378,7 +398,13 @@ def _saved_to(folder: str) -> Path:
     return Path(folder, "checkpoints")
 
 
-def _folder_of(checkpoint: str) -> Path:
+def _is_given(args: Sequence[str], setting: str) -> bool:
+    """Say whether arguments give a setting, or a part of it."""
+    names = [arg.partition("=")[0].rstrip("+") for arg in args]
+    return any(name == f"--{setting}" or name.startswith(f"--{setting}.") for name in names)
+
+
+def _folder_of(checkpoint: Path) -> Path:
     """The folder of the run that a checkpoint is part of."""
-    folder = Path(checkpoint).parent
+    folder = checkpoint.parent
     return folder.parent if folder.name == "checkpoints" else folder

@@ -86,6 +86,7 @@ class FlowTraining(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        _check(learning_rate, num_warmup_steps, num_decay_steps)
         self.flow = build_flow(
             flow,
             shape,
@@ -178,3 +179,16 @@ class FlowTraining(LightningModule):
         if self.num_decay_steps is not None:
             rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))
         return rate
+
+
+def _check(learning_rate: float, num_warmup_steps: int, num_decay_steps: int | None) -> None:
+    if not 0 <= learning_rate < math.inf:
+        raise ValueError(
+            f"`--model.learning_rate` is {learning_rate}, but must be at least 0, and finite."
+        )
+    for name, value, least in (
+        ("num_warmup_steps", num_warmup_steps, 0),
+        ("num_decay_steps", num_decay_steps, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"`--model.{name}` is {value}, but must be at least {least}.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from recoup.recipes.checkpoints import (
     check_same_network,
+    damage_reported,
     data_path_in,
     read_checkpoint,
     settings_in,
@@ -24,15 +25,10 @@ def load_flow(path: str | Path) -> FlowTraining:
         ValueError: When the file is not a checkpoint of this recipe.
     """
     checkpoint = read_checkpoint(path, "--checkpoint")
-    try:
+    with damage_reported(path, "a flow"):
         model = FlowTraining(**settings_in(checkpoint, "hyper_parameters"))
-    except TypeError as error:
-        raise ValueError(
-            f"`--checkpoint` is {path}, which is not a checkpoint of a flow. Give one that "
-            "`recoup flow fit` wrote."
-        ) from error
-    check_same_network(checkpoint, model, str(path))
-    model.load_state_dict(checkpoint["state_dict"])
+        check_same_network(checkpoint, model, str(path))
+        model.load_state_dict(checkpoint["state_dict"])
     return model.eval()
 
 
@@ -48,11 +44,12 @@ def load_data(path: str | Path, data: str | None = None, batch_size: int | None 
         ValueError: When the data cannot be read, or do not fit the flow.
     """
     checkpoint = read_checkpoint(path, "--checkpoint")
-    settings = settings_in(checkpoint, "datamodule_hyper_parameters")
-    settings["path"] = data_path_in(checkpoint, Images.__qualname__) if data is None else data
-    if batch_size is not None:
-        settings["batch_size"] = batch_size
-    images = Images(**settings)
+    with damage_reported(path, "a flow"):
+        settings = settings_in(checkpoint, "datamodule_hyper_parameters")
+        settings["path"] = data_path_in(checkpoint, Images.__qualname__) if data is None else data
+        if batch_size is not None:
+            settings["batch_size"] = batch_size
+        images = Images(**settings)
     flow = settings_in(checkpoint, "hyper_parameters")
     if images.shape != tuple(flow["shape"]) or images.levels != flow["levels"]:
         raise ValueError(
@@ -74,4 +71,5 @@ def _form(shape: Sequence[int], levels: int | None) -> str:
 
 def load_path(path: str | Path) -> str | None:
     """Return where the pictures were that the flow of a checkpoint was trained on."""
-    return data_path_in(read_checkpoint(path, "--checkpoint"), Images.__qualname__)
+    with damage_reported(path, "a flow"):
+        return data_path_in(read_checkpoint(path, "--checkpoint"), Images.__qualname__)

@@ -1,0 +1,162 @@
+"""Settings out of a checkpoint: plain values of options that are known, and never code.
+
+Rule 1: a checkpoint is a file from anywhere. What it says goes to a parser that imports classes by
+name, so only listed options pass, with plain values; all others are refused by name.
+
+Rule 2: a checkpoint does not say where files are written. Folders come from the command line, or
+from where the checkpoint itself lies.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+__all__ = ["folders_noted", "is_plain", "own_settings", "plain_settings"]
+
+# Options that take an object have none in a file: its class would be imported, made, and called.
+_OBJECTS = {"callbacks", "logger", "model_registry", "plugins", "profiler"}
+# These name a part of Lightning, or the class of such a part.
+_CHOICES = {
+    "accelerator": {"auto", "cpu", "cuda", "gpu", "mps"},
+    "strategy": {"auto", "ddp", "ddp_fork", "ddp_notebook", "ddp_spawn"},
+}
+_NUMBERS_OF_THE_TRAINER = {
+    *("accumulate_grad_batches", "barebones", "benchmark", "check_val_every_n_epoch"),
+    *("detect_anomaly", "deterministic", "devices", "enable_autolog_hparams"),
+    *("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "fast_dev_run"),
+    *("gradient_clip_algorithm", "gradient_clip_val", "inference_mode", "limit_predict_batches"),
+    *("limit_test_batches", "limit_train_batches", "limit_val_batches", "log_every_n_steps"),
+    *("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "num_nodes"),
+    *("num_sanity_val_steps", "overfit_batches", "precision"),
+    *("reload_dataloaders_every_n_epochs", "sync_batchnorm", "use_distributed_sampler"),
+    "val_check_interval",
+}
+_SAVING = {
+    *("auto_insert_metric_name", "enable_version_counter", "every_n_epochs"),
+    *("every_n_train_steps", "mode", "monitor", "save_last", "save_on_exception"),
+    *("save_on_train_epoch_end", "save_top_k", "save_weights_only", "train_time_interval"),
+    "verbose",
+}
+_STOPPING = {
+    *("check_finite", "check_on_train_epoch_end", "divergence_threshold", "log_rank_zero_only"),
+    *("min_delta", "mode", "monitor", "patience", "stopping_threshold", "strict", "verbose"),
+}
+_OF_THE_RUN = {"num_threads", "seed_everything"}
+_FOLDERS = {("trainer", "default_root_dir"), ("checkpoint", "dirpath")}
+_FILE_NAME = re.compile(r"[\w{}:.=+ -]*\w[\w{}:.=+ -]*")  # which no folder fits into
+
+
+def plain_settings(
+    settings: object,
+    *,
+    owners: Mapping[str, type],
+    source: str,
+    is_given: Callable[[str], bool],
+) -> dict[str, Any]:
+    """Return the settings of a run that its checkpoint may decide. See Rules 1 and 2.
+
+    Args:
+        settings: What the checkpoint has: values by name, by section.
+        owners: Classes whose arguments are the options of a section, such as "model".
+        source: What the file is called in messages.
+        is_given: Whether the command line gives an option, such as ``trainer.devices``: then what
+            the checkpoint says does not count, and is left out.
+
+    Raises:
+        ValueError: A setting is none of the listed ones, or not plain; the message names it.
+    """
+    sections = {
+        **{section: set(own_settings(owner)) for section, owner in owners.items()},
+        "trainer": _NUMBERS_OF_THE_TRAINER,
+        "checkpoint": _SAVING,
+        "early_stopping": _STOPPING,
+    }
+    plain: dict[str, Any] = {}
+    for section, values in _named(settings, source).items():
+        if section in _OF_THE_RUN:
+            plain[section] = _checked(section, values, source)
+        elif section not in sections:
+            raise _refusal(section, source)
+        else:
+            plain[section] = {}
+            for name, value in _named(values, source, section).items():
+                setting = f"{section}.{name}"
+                if (section, name) in _FOLDERS or is_given(setting):
+                    continue
+                if name not in sections[section] and not _is_harmless(section, name, value):
+                    raise _refusal(setting, source)
+                plain[section][name] = _checked(setting, value, source)
+    return plain
+
+
+def own_settings(kind: type) -> list[str]:
+    """Return the names of the arguments that a class is made with."""
+    return list(inspect.signature(kind).parameters)
+
+
+def is_plain(value: object) -> bool:
+    """Say whether a value is a number, a string, a bool, None, or a list or tuple of those."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_scalar(entry) for entry in cast("list[object]", value))
+    return _is_scalar(value)
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_harmless(section: str, name: str, value: object) -> bool:
+    """Say whether a setting that could name a class or a file has a value that does not."""
+    if section == "trainer" and name in _OBJECTS:
+        return value is None or value is False or value == []
+    if section == "trainer" and name in _CHOICES:
+        return isinstance(value, str) and value in _CHOICES[name]
+    if section == "checkpoint" and name == "filename":
+        return value is None or (isinstance(value, str) and bool(_FILE_NAME.fullmatch(value)))
+    return False
+
+
+def _named(values: object, source: str, section: str = "") -> Mapping[str, object]:
+    """Return values by name, or refuse what is something else."""
+    if not isinstance(values, dict):
+        raise _refusal(section or "settings", source)
+    for name in cast("dict[object, object]", values):
+        if not isinstance(name, str):
+            raise _refusal(f"{section}.{name!r}", source)
+    return cast("dict[str, object]", values)
+
+
+def _checked(setting: str, value: object, source: str) -> object:
+    if not is_plain(value):
+        raise _refusal(setting, source)
+    return value
+
+
+def _refusal(setting: str, source: str) -> ValueError:
+    section, _, name = setting.partition(".")
+    is_object = section == "trainer" and name in {*_OBJECTS, *_CHOICES}
+    way_out = f"If you set it, give it again by `--{setting}`. Else do" if is_object else "Do"
+    return ValueError(
+        f"{source} has a setting `{setting}` that is not taken from a checkpoint, which may come "
+        "from anywhere: only plain values of the model, the data and training are. "
+        f"{way_out} not trust the file."
+    )
+
+
+def folders_noted(settings: Mapping[str, Any]) -> tuple[Path, Path] | None:
+    """Return where a run was and where it saved, as it noted; None if it noted no such paths.
+
+    They are there to be compared, not to be written to. See Rule 2.
+    """
+    trainer, saving = settings.get("trainer"), settings.get("checkpoint")
+    if not isinstance(trainer, dict) or not isinstance(saving, dict):
+        return None
+    folder: object = cast("dict[str, object]", trainer).get("default_root_dir")
+    saved_to: object = cast("dict[str, object]", saving).get("dirpath")
+    if not isinstance(folder, str) or not isinstance(saved_to, str):
+        return None
+    return Path(folder), Path(saved_to)
