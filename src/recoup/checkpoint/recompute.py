@@ -31,6 +31,7 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
         `autograd.Function` that saves one keeps it.
 
     Raises:
+        ValueError: when `fn_or_module` cannot be called.
         ChangedError: in backward, when what it used, or what it returned, has changed in place.
         ReplayError: as for `checkpoint`.
 
@@ -45,6 +46,9 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
     Source: "saved_tensors_hooks API extension",
     https://github.com/pytorch/pytorch/issues/129867.
     """
+
+    if not callable(fn_or_module):
+        raise ValueError(f"`fn_or_module` is {fn_or_module!r}, but must be a function or module.")
 
     @functools.wraps(fn_or_module, updated=())
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

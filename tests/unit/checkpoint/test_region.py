@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import random
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import recoup
@@ -335,3 +337,144 @@ def test_as_a_replacement_of_torch():
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
     with pytest.raises(ValueError, match=r"`use_reentrant` is True"):
         recoup.checkpoint(torch.sin, x, use_reentrant=True)
+
+
+def test_what_cannot_be_called_is_refused():
+    """N13"""
+    for call in (lambda: recoup.recompute(3), lambda: recoup.checkpoint(3, leaf(2))):
+        with pytest.raises(ValueError, match=r"is 3, but must be a function or module"):
+            call()
+
+
+# -- the keywords of torch (F8) --------------------------------------------------------------------
+
+ACCEPTED = [
+    {"preserve_rng_state": True},
+    {"preserve_rng_state": False},
+    {"determinism_check": "default"},
+    {"determinism_check": "none"},
+    {"context_fn": torch.utils.checkpoint.noop_context_fn},
+    {"debug": False},
+    {"early_stop": True},
+    {"early_stop": False},
+    {"use_reentrant": None},
+]
+
+
+@pytest.mark.parametrize("given", ACCEPTED, ids=str)
+def test_keywords_of_torch_are_taken(given):
+    """F8: none of them reaches the function, and what it draws is repeated."""
+    layer, x = nn.Linear(4, 4).double(), leaf(3, 4)
+
+    def fn(x, *, power):
+        return torch.dropout(layer(x).sin(), 0.5, True) ** power
+
+    def step(call):
+        torch.manual_seed(3)
+        out = call()
+        return [out, *torch.autograd.grad(out.sum(), [x, *layer.parameters()]), torch.rand(3)]
+
+    want = step(lambda: fn(x, power=2))
+    got = step(lambda: recoup.checkpoint(fn, x, power=2, **given))
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_reentrant": True}, r"`use_reentrant` is True"),
+        ({"determinism_check": "some"}, r"`determinism_check` is 'some'"),
+        ({"debug": True}, r"`debug` is True"),
+        ({"preserve_rng_state": 3}, r"`preserve_rng_state` is 3"),
+        ({"context_fn": lambda: None}, r"`context_fn` returned None"),
+    ],
+)
+def test_keywords_of_torch_that_ask_for_what_there_is_not(given, message):
+    """F8"""
+    with pytest.raises(ValueError, match=message):
+        recoup.checkpoint(torch.sin, leaf(3), **given)
+
+
+def test_contexts_around_each_run():
+    """F8: the first is entered once, the second once for each run in backward."""
+    entered = []
+
+    class Within(contextlib.ContextDecorator):
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            entered.append(self.name)
+
+        def __exit__(self, *_):
+            entered.append(f"{self.name} left")
+
+    x = leaf(3)
+    y = recoup.checkpoint(
+        lambda x: x.sin().exp(), x, context_fn=lambda: (Within("first"), Within("again"))
+    )
+    assert entered == ["first", "first left"]
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert entered[2:] == ["again", "again left"] * 2
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_selective_checkpoints_run_products_once(early_stop):
+    """F8: `create_selective_checkpoint_contexts` keeps what its policy says, in our regions too."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first, second = nn.Linear(64, 64).double(), nn.Linear(64, 64).double()
+    x = leaf(8, 64)
+
+    def step(call):
+        leaves = [x, *first.parameters(), *second.parameters()]
+        for each in leaves:
+            each.grad = None
+        with FlopCounterMode(display=False) as counter:
+            call(lambda x: second(first(x).tanh()).sin(), x).sum().backward()
+        return counter.get_total_flops(), [each.grad for each in leaves]
+
+    products = [torch.ops.aten.addmm.default]
+    contexts = functools.partial(create_selective_checkpoint_contexts, products)
+    flops, want = step(lambda fn, x: fn(x))
+    more, again = step(functools.partial(recoup.checkpoint, early_stop=early_stop))
+    same, got = step(
+        functools.partial(recoup.checkpoint, context_fn=contexts, early_stop=early_stop)
+    )
+    assert all(map(torch.equal, again, want))
+    assert all(map(torch.equal, got, want))
+    assert more > flops
+    assert same == flops
+
+
+@pytest.mark.parametrize(("early_stop", "within"), [(True, False), (False, None), (False, True)])
+def test_where_the_second_run_ends(early_stop, within):
+    """F8: with the last residual, unless it is told to go on; torch's context decides first."""
+    ends = []
+
+    def fn(x):
+        y = x.sin().exp()
+        ends.append(1)
+        return y
+
+    x = leaf(100, 100)
+    around = contextlib.nullcontext()
+    if within is not None:
+        around = torch.utils.checkpoint.set_checkpoint_early_stop(within)
+    with around:
+        recoup.checkpoint(fn, x, early_stop=early_stop).sum().backward()
+    stops = early_stop if within is None else within
+    assert len(ends) == (1 if stops else 2)
+
+
+def test_a_keyword_of_the_function_by_a_name_of_torch():
+    """F8: as in torch it is not passed on; a partial binds it."""
+
+    def fn(x, debug=True):
+        return x.sin() if debug else x.cos()
+
+    x = leaf(3)
+    assert torch.equal(recoup.checkpoint(fn, x, debug=False), x.sin())
+    assert torch.equal(recoup.checkpoint(functools.partial(fn, debug=False), x), x.cos())
