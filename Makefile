@@ -2,24 +2,34 @@
 #   PYTHON=python3.12      the interpreter that .venv is made from, 3.11 or newer
 #   PIP_ARGS=...           further arguments for pip, such as an index with CPU builds of torch
 #   ARGS=...               further arguments for pytest (make test) or the benchmark (make bench)
+#   OLDEST_PYTHON=...      the oldest interpreter that pyproject.toml names (make test-oldest)
+#   RESULTS=...            the folder for what `make cuda` finds
 
 PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
+OLDEST_PYTHON ?= python3.11
+RESULTS ?= benchmarks/results
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 INSTALL := $(PIP) install --constraint constraints.txt $(PIP_ARGS)
+OLDEST := .venv-oldest/bin
+OLDEST_INSTALL := $(OLDEST)/python -m pip --disable-pip-version-check --quiet --quiet \
+	install --constraint constraints-oldest.txt $(PIP_ARGS)
 
 # pyright would look on the network for a newer version of itself.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test test-all test-oldest cuda check bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a flow in three memory modes, and compare them"
 	@echo "make test    run the tests"
+	@echo "make test-all     the same, and plans for models of other libraries"
+	@echo "make test-oldest  all tests with the oldest Python, torch and neighbours that are named"
+	@echo "make cuda    run the tests and benchmarks of a GPU, with the Python that is on the path"
 	@echo "make check   run the linters, the type checker and the import contracts"
 	@echo "make bench   measure against other libraries"
 	@echo "make setup   only make .venv, which all of these do first"
@@ -45,7 +55,33 @@ demo: setup
 	@$(BIN)/recoup flow demo
 
 test: setup
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m "not foreign" $(ARGS)
+
+# Without what diffusers asks for beside transformers; timm needs a torchvision that is built for
+# the same torch, which an index with CPU builds need not have: there its tests are skipped.
+.venv/.foreign: .venv/.ready
+	@$(INSTALL) --no-deps diffusers requests charset-normalizer urllib3 certifi
+	@touch $@
+
+test-all: test .venv/.foreign
+	@$(BIN)/python -m pytest -n 2 -m foreign $(ARGS)
+
+.venv-oldest/.ready: pyproject.toml constraints-oldest.txt
+	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+		{ echo "Python 3.11 is the oldest that is named; say where: make OLDEST_PYTHON=..." >&2; exit 1; }
+	@echo "Setting up .venv-oldest (several gigabytes) ..."
+	@$(OLDEST)/python -m pip --version >/dev/null 2>&1 || $(OLDEST_PYTHON) -m venv .venv-oldest
+	@$(OLDEST_INSTALL) hatchling editables
+	@$(OLDEST_INSTALL) --no-build-isolation --editable '.[test,recipes]' torchvision
+	@$(OLDEST_INSTALL) --no-deps diffusers timm requests charset-normalizer urllib3 certifi
+	@touch $@
+
+test-oldest: .venv-oldest/.ready
+	@$(OLDEST)/python -m pytest -n 2 $(ARGS)
+
+# Neither .venv nor the network: a machine with a GPU is often lent for minutes, and bare.
+cuda:
+	@PYTHONPATH=src $(PYTHON) benchmarks/cuda.py --results $(RESULTS)
 
 check: setup
 	@$(BIN)/ruff check
@@ -57,5 +93,5 @@ bench: .venv/.bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:
-	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find . -type d -name __pycache__ -prune -exec rm -rf {} +

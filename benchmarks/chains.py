@@ -1,5 +1,7 @@
 """Schedules on a chain of layers with one value each, executed and counted."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -65,3 +67,10 @@ def binomial() -> list[dict]:
             }
         )
     return rows
+
+
+def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables, which are counted and the same on every device."""
+    del device
+    yield "sequential", [*sequential(100), *sequential(1000)]
+    yield "binomial", binomial()

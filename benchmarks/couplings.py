@@ -5,8 +5,10 @@ import random
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 
 import torch
+from rivals import installed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -177,7 +179,7 @@ def peak_and_held(step, device: str) -> tuple[int, int]:
 def memory(device: str) -> list[dict]:
     rows = []
     for dropout in (0.0, 0.1):
-        for name in BUILDERS:
+        for name in installed(BUILDERS):
             if dropout and name == "memcnn":
                 continue  # its gradients are wrong with dropout, in silence
             peaks, held = {}, {}
@@ -201,7 +203,7 @@ def seconds(device: str, depth: int = 16, rounds: int = 40) -> list[dict]:
 
     What ran before decides how much memory the allocator has at hand: a fixed order favours some.
     """
-    steps = {name: step_of(name, depth, 0.0, device) for name in BUILDERS}
+    steps = {name: step_of(name, depth, 0.0, device) for name in installed(BUILDERS)}
     times: dict[str, list[float]] = {name: [] for name in BUILDERS}
     clock = time.process_time if device == "cpu" else time.perf_counter
     order = random.Random(0)
@@ -227,6 +229,12 @@ def seconds(device: str, depth: int = 16, rounds: int = 40) -> list[dict]:
         }
         for name, values in times.items()
     ]
+
+
+def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables; clocks first, since small allocations take longer after a profiler ran."""
+    yield "seconds", seconds(device)
+    yield "memory", memory(device)
 
 
 def _wait(device: str) -> None:

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 from couplings import SHAPE, networks
@@ -75,5 +76,7 @@ def overhead(device: str, rounds: int = 40) -> list[dict]:
     ]
 
 
-def suite(device: str) -> dict:
-    return {"stiff": stiff(device), "overhead": overhead(device)}
+def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables."""
+    yield "stiff", stiff(device)
+    yield "overhead", overhead(device)

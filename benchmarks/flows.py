@@ -8,12 +8,13 @@ import random
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from couplings import peak_and_held
 from flow_rivals import DIFFERENCES, GLOWS, IMAGES, MOONS, Contestant
+from rivals import installed
 from sklearn.datasets import make_moons
 from torch import Tensor
 
@@ -117,7 +118,7 @@ def rows(
     turn: int,
 ) -> list[dict]:
     device = x.device.type
-    contestants = {name: made(builder, device, x) for name, builder in builders.items()}
+    contestants = {name: made(builder, device, x) for name, builder in installed(builders).items()}
     peaks = {}
     for name, contestant in contestants.items():
         gc.collect()
@@ -144,14 +145,18 @@ def moons(device: str) -> list[dict]:
     return rows("moons", MOONS, points(device), rounds=60, turn=4)
 
 
-def glow(device: str) -> list[dict]:
+def glow(device: str) -> Iterator[list[dict]]:
+    """Yield the rows that there are, after each depth."""
     found = []
     for num_steps in DEPTHS:
         builders = {name: partial(build, num_steps) for name, build in GLOWS.items()}
         measured = rows("glow", builders, images(device), rounds=max(20, 80 // num_steps), turn=1)
         found += [{"num_steps": num_steps, **row} for row in measured]
-    return found
+        yield found
 
 
-def suite(device: str) -> dict[str, list[dict]]:
-    return {"moons": moons(device), "glow": glow(device)}
+def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables; that of Glow again with each depth."""
+    yield "moons", moons(device)
+    for found in glow(device):
+        yield "glow", found

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 from couplings import peak_and_held
@@ -201,3 +202,9 @@ def _seconds(calls: dict, rounds: int) -> dict:
             if each:
                 found[name].append(time.process_time() - begin)
     return {name: statistics.median(times) for name, times in found.items()}
+
+
+def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables."""
+    yield "sums", sums(device)
+    yield "loops", loops(device)

@@ -263,3 +263,9 @@ def _seconds(step, device):
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def suite(device):
+    """Yield the tables."""
+    yield "speeds", speeds(device)
+    yield "long_windows", long_windows(device)

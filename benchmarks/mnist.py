@@ -167,13 +167,14 @@ def _step(name, memory, device):
 
 
 def suite(device):
-    """All runs, one after the other, each in a process of its own."""
+    """Yield the tables: all runs, one after the other, each in a process of its own."""
     rows = []
     for name, memory in RUNS:
         command = [sys.executable, __file__, name, memory, device]
         found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         rows.append(json.loads(found.stdout.splitlines()[-1]))
-    return {"runs": rows, "seconds": seconds(device)}
+        yield "runs", rows
+    yield "seconds", seconds(device)
 
 
 if __name__ == "__main__":

@@ -165,11 +165,7 @@ OURS: dict[str, Callable[[list[nn.Module]], None]] = {
 # -- all of it -------------------------------------------------------------------------------------
 
 
-def rows(device: str, rounds: int = 4, models=tuple(MODELS), series=tuple(OURS)) -> list[dict]:
-    return [row for model in models for row in _rows_of(model, device, rounds, series)]
-
-
-def _rows_of(model: str, device: str, rounds: int, series) -> list[dict]:
+def rows(model: str, device: str, rounds: int = 4) -> list[dict]:
     contestants: list[Contestant] = []
 
     case = MODELS[model](device)
@@ -184,7 +180,7 @@ def _rows_of(model: str, device: str, rounds: int, series) -> list[dict]:
     for contestant in rivals(model, device):
         add(contestant)
     peaks = [contestant.found["peak_bytes"] for contestant in contestants]
-    for name in series:
+    for name in OURS:
         for contestant in ours(name, model, device, peaks):
             add(contestant)
     shuffle = random.Random(0).shuffle
@@ -249,12 +245,15 @@ def gains(rows: list[dict], prefix: str = "recoup") -> list[dict]:
     return found
 
 
-def suite(device: str) -> dict[str, list[dict]]:
-    """What benchmarks/run.py writes down; the picture is of the run on CPU, as the README is."""
-    found = rows(device)
+def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables, again with each model; the picture is of the CPU, as the README is."""
+    found: list[dict] = []
+    for model in MODELS:
+        found = found + rows(model, device)
+        yield "plans", found
+        yield "gains", gains(found)
     if device == "cpu":
         plan_figure.write(found)
-    return {"plans": found, "gains": gains(found)}
 
 
 def _wait(device: str) -> None:

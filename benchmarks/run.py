@@ -12,55 +12,30 @@ valid for the machine and the versions in the file.
 
 import argparse
 import datetime
+import importlib
 import json
 import platform
 import re
 from importlib import metadata
 from pathlib import Path
 
-import chains
-import couplings
-import drift
-import flows
-import gradients
-import language_model
-import mnist
-import plans
 import readme
-import regions
 import torch
-import weights
 
 HERE = Path(__file__).parent
-SUITES = {
-    "couplings": lambda device: {
-        # Clocks first: after a profiler has run, small allocations take longer.
-        "seconds": couplings.seconds(device),
-        "memory": couplings.memory(device),
-    },
-    "chains": lambda device: {
-        "sequential": [*chains.sequential(100), *chains.sequential(1000)],
-        "binomial": chains.binomial(),
-    },
-    "regions": lambda device: {"overhead": regions.overhead()},
-    "weights": weights.rows,
-    "gradients": lambda device: {
-        "sums": gradients.sums(device),
-        "loops": gradients.loops(device),
-    },
-    "language_model": lambda device: {
-        "speeds": language_model.speeds(device),
-        "long_windows": language_model.long_windows(device),
-    },
-    "plans": plans.suite,
-    "drift": drift.suite,
-    "flows": flows.suite,
-}
-# Only when they are named.
-LONG_SUITES = {
-    "mnist": mnist.suite,
-    "language_model_curve": lambda device: {"curve": language_model.curve(device)},
-}
+# Files beside this one; each has a generator `suite(device)` of tables and what they are called.
+SUITES = (
+    "couplings",
+    "chains",
+    "regions",
+    "weights",
+    "gradients",
+    "language_model",
+    "plans",
+    "drift",
+    "flows",
+)
+LONG_SUITES = ("mnist", "language_model_curve")  # only when they are named
 ON_ALL_CORES = {"weights", "language_model", "language_model_curve", "plans"}
 
 
@@ -96,22 +71,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suites", nargs="*", choices=[[], *SUITES, *LONG_SUITES], default=[])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="a folder")
     arguments = parser.parse_args()
-    suites = SUITES | LONG_SUITES
     num_cores = torch.get_num_threads()
     for name in arguments.suites or SUITES:
         print(f"== {name}", flush=True)
         torch.set_num_threads(num_cores if name in ON_ALL_CORES else 1)
-        result = {"suite": name, **conditions(arguments.device), **suites[name](arguments.device)}
-        path = HERE / "results" / f"{name}_{arguments.device}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        for key, rows in result.items():
+        result = {"suite": name, **conditions(arguments.device)}
+        path = arguments.results / f"{name}_{arguments.device}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for key, rows in importlib.import_module(name).suite(arguments.device):
+            result[key] = rows
+            path.write_text(json.dumps(result, indent=1) + "\n")  # what is stopped leaves a part
             if isinstance(rows, list):
                 print(f"-- {key}")
                 for row in rows:
                     print("  ", *(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
-    readme.write()
+    if arguments.device == "cpu":
+        readme.write()
 
 
 def _short(value) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -272,16 +273,14 @@ def _wait(device: str) -> None:
 # -- all of it -------------------------------------------------------------------------------------
 
 
-def rows(device: str) -> dict:
-    """Return the tables, with what had to be measured in a process of its own as `alone`."""
+def suite(device: str) -> Iterator[tuple[str, list[dict] | dict | str]]:
+    """Yield the tables, and at last what is measured in a process of its own as `alone`."""
+    yield "memory", memory(CONTESTANTS, device)
+    yield "seconds", seconds(CONTESTANTS, device)
+    yield "overhead", overhead(CONTESTANTS, device)
     run = [sys.executable, __file__, device, str(torch.get_num_threads())]
     alone = subprocess.run(run, capture_output=True, text=True, check=False)
-    return {
-        "memory": memory(CONTESTANTS, device),
-        "seconds": seconds(CONTESTANTS, device),
-        "overhead": overhead(CONTESTANTS, device),
-        "alone": json.loads(alone.stdout) if alone.returncode == 0 else alone.stderr[-300:],
-    }
+    yield "alone", json.loads(alone.stdout) if alone.returncode == 0 else alone.stderr[-300:]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,26 @@ def lines_matching(pattern):
 
 def asserts_in(source):
     return [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+
+
+def lower_bounds():
+    """The oldest version of each package that pyproject.toml names, but for exact ones."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    named = [*project["dependencies"], *(each for extra in extras for each in extra)]
+    found = [re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", each) for each in named]
+    return {match[1]: match[2] for match in found if match is not None}
+
+
+def test_t1_the_oldest_versions_that_are_promised_are_those_that_are_tested():
+    lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    tested = dict(line.split("==") for line in lines if "==" in line)
+    bounds = lower_bounds()
+    assert {"torch", "lightning", "transformers"} <= bounds.keys()
+    # 2.11 and 2.11.0 are one version.
+    assert {name: f"{bound}.0.0"[: len(tested[name])] for name, bound in bounds.items()} == {
+        name: tested[name] for name in bounds
+    }
 
 
 def test_there_is_something_to_check():

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import recoup
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+
 from recoup.recipes.language_model.model import LanguageModelTraining
 from recoup.recipes.language_model.segments import Window, window_backward
 
