@@ -250,10 +250,60 @@ def test_nan_in_the_data(name, memory):
     assert any(p.grad.isnan().any() for p in flow.parameters())
 
 
-def test_levels_that_are_none_are_not_checked():
-    x = pictures().double() + 30
-    assert build("realnvp").bits_per_dim(x).isnan().all()
-    assert (build("nice").bits_per_dim(x) > build("nice").bits_per_dim(pictures())).all()
+WRONG_LEVELS = {
+    "images in [0, 1]": (lambda x: x / 16, r"from 0 to 1, not all.*0 to 16.*`\(x \* 16\).round"),
+    "images in [-1, 1]": (lambda x: x / 8 - 1, r"from -1 to 1, not all.*Shift"),
+    "more levels": (lambda x: x + 30, r"from 30 to 46, but with `levels` 17.*Use `levels` 47"),
+    "negative": (lambda x: x - 1, r"from -1 to 15"),
+    "halves": (lambda x: x - 0.5, r"not all of them whole"),
+    "infinite": (lambda x: x.masked_fill(x > 8, torch.inf), r"to inf.*Look for"),
+    "complex": (lambda x: torch.complex(x, x), r"complex128.*two channels"),
+}
+
+
+@recomputes
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *((name, "images in [0, 1]") for name in FLOWS),
+        *(("realnvp", each) for each in WRONG_LEVELS),
+    ],
+)
+def test_levels_that_are_none_are_refused(name, wrong):
+    """N5: images in [0, 1] were taken for levels, and trained to plausible bits."""
+    change, words = WRONG_LEVELS[wrong]
+    flow, x = build(name, memory="constant"), pictures(64).double()
+    for call in (flow.bits_per_dim, flow.log_prob, flow.reconstruct):
+        with pytest.raises(ValueError, match=words):
+            call(change(x))
+    assert flow.bits_per_dim(x).isfinite().all()
+    with pytest.raises(ValueError, match=words):
+        flow.eval().bits_per_dim(change(x))  # the first batch of the validation
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.float16])
+def test_levels_of_any_type(dtype):
+    """N5: whole numbers are levels, whatever holds them."""
+    flow, x = build("glow"), (pictures() > 3).to(dtype)
+    torch.manual_seed(0)
+    want = flow.bits_per_dim(x.double())
+    torch.manual_seed(0)
+    assert torch.equal(flow.bits_per_dim(x), want)
+
+
+def test_a_flow_over_complex_numbers_is_refused():
+    """N5: the imaginary part would be dropped."""
+    flow = RealNVP((2,), levels=None)
+    with pytest.raises(ValueError, match=r"complex64.*two channels"):
+        flow.log_prob(torch.ones(3, 2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("levels", [2.5, 256.0, True, "256", 1, 0, -3])
+def test_a_number_of_levels_that_is_none_is_refused(levels):
+    """N5: half a level was accepted."""
+    for name in FLOWS:
+        with pytest.raises(ValueError, match=f"`levels` is {levels!r}.*whole number above 1"):
+            FLOWS[name](levels=levels)
 
 
 @recomputes

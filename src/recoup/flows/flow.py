@@ -38,14 +38,16 @@ class Flow(nn.Module):
     Args:
         chain: The invertible chain, data to latents.
         shape: Shape of one sample, without the batch.
-        levels: Number of grey levels of the data, 0 to ``levels - 1``; None for continuous data.
+        levels: Number of grey levels of the data, whole numbers from 0 to ``levels - 1``, of any
+            type; the first batch is looked at. None for continuous data.
         base: Distribution of the latents, standard normal by default. Of single numbers, or of
             whatever part of one sample's latent its batch and event shape cover from the right.
         dequantize: What adds the noise: uniform by default; a `VariationalDequantize` learns it.
         num_classes: Number of classes of a conditional flow, whose chain must take a context.
 
     Raises:
-        ValueError: When data or latents have another shape than the flow's, when labels are
+        ValueError: When data or latents have another shape than the flow's, when data are complex
+            or no grey levels where those are due, when labels are
             missing, not wanted or no classes, or when the arguments contradict each other.
 
     Example:
@@ -136,6 +138,11 @@ class Flow(nn.Module):
                 f"`x` has shape {tuple(x.shape)}, but this flow is for (N, "
                 f"{', '.join(map(str, self.shape))}). Resize the data, or build the flow with "
                 f"another `shape`."
+            )
+        if x.is_complex():
+            raise ValueError(
+                f"`x` is of type {x.dtype}, but a flow is a density over real numbers. Give the "
+                "real and the imaginary part as two channels."
             )
         context = self._context(labels, len(x))
         if self.dequantize is None:

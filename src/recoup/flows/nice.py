@@ -20,6 +20,7 @@ from recoup.invertible import (
     Normalize,
     Permute,
 )
+from recoup.invertible.dequantize import check_levels
 from recoup.schedules.memory import Memory
 
 __all__ = ["NICE"]
@@ -89,6 +90,7 @@ class NICE(Flow):
         size = flatten.shape.numel()
         if size < 2:
             raise ValueError(f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values.")
+        levels = None if levels is None else check_levels(levels)
         if exact and levels is not None and levels > _MOST_LEVELS:
             raise ValueError(
                 f"`levels` is {levels}, but with `exact` at most {_MOST_LEVELS} can be told "
@@ -127,6 +129,5 @@ def _scaling(levels: int) -> Normalize:
     The distance of two levels becomes a power of two, and their border the middle of two points of
     the grid: so a coupling that rounds to the grid moves no value to another level.
     """
-    check_counts(levels=levels)
     width = levels * 2.0 ** round(math.log2(4 / levels))
     return Normalize(0.5 - 2.0 ** -(_FRACTION_BITS + 1) / width, 1 / width)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import SupportsIndex, cast
 
 __all__ = ["check_counts", "check_images", "check_shape"]
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ValueError unless every count is at least 1."""
+    """Raise ValueError unless every count is a whole number of at least 1."""
     for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
+        given = cast("object", value)
+        is_whole = isinstance(given, SupportsIndex) and not isinstance(given, bool)
+        if not is_whole or value < 1:
+            raise ValueError(f"`{name}` is {given!r}, but must be a whole number, at least 1.")
 
 
 def check_images(shape: Sequence[int], num_levels: int) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import operator
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from recoup.invertible.contract import InvertibleModule
+from recoup.residuals.compiler import is_loaded, uncompiled
 from recoup.residuals.seeds import draw_seed
 from recoup.residuals.sources import own_generator
 
-__all__ = ["Dequantize"]
+__all__ = ["Dequantize", "check_levels"]
 
 
 class Dequantize(InvertibleModule):
@@ -25,11 +28,16 @@ class Dequantize(InvertibleModule):
     noise of full resolution would now and then be rounded up to the next level. Autograd keeps
     nothing.
 
+    The first batch in training and the first in evaluation are looked at, once for each type of
+    data: images in [0, 1] would be levels 0 and 1 to it, and train to a density of nothing.
+
     Args:
-        levels: The number of grey levels; the data are 0 to ``levels - 1``.
+        levels: The number of grey levels, at least 2; the data are 0 to ``levels - 1``.
 
     Raises:
-        ValueError: When `levels` is below 1.
+        ValueError: When `levels` is no whole number above 1; in forward, when the data are complex,
+            or when a batch that is looked at holds other numbers than levels (NaN aside, which the
+            loss shows).
 
     Example:
         >>> import torch
@@ -45,12 +53,12 @@ class Dequantize(InvertibleModule):
 
     def __init__(self, levels: int) -> None:
         super().__init__()
-        if levels < 1:
-            raise ValueError(f"`levels` is {levels}, but must be at least 1: 256 for 8-bit images.")
-        self.levels = levels
+        self.levels = check_levels(levels)
+        self._looked_at: frozenset[tuple[bool, torch.dtype]] = frozenset()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantise `x` ``(N, ...)`` of whole numbers, of any type; returns ``(y, log_det)``."""
+        self._look_at(x)
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         y = (x + self._noise(x, dtype)) / self.levels
         return y, self._log_det(y)
@@ -59,6 +67,15 @@ class Dequantize(InvertibleModule):
         """Round `y` of shape ``(N, ...)`` down to a level; returns ``(x, log_det)``, x floating."""
         x = (y * self.levels).floor().clamp(0, self.levels - 1)
         return x, -self._log_det(y)
+
+    def _look_at(self, x: Tensor) -> None:
+        """Raise unless `x` holds levels, if it is of a kind that was not looked at yet."""
+        kind = (self.training, x.dtype)
+        if kind in self._looked_at or x.numel() == 0 or x.is_meta:
+            return
+        check = uncompiled(_check_data) if is_loaded() else _check_data
+        check(x, self.levels)
+        self._looked_at |= {kind}
 
     def _noise(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         # Half a cell is four times the rounding error at the highest level, which is more than
@@ -74,3 +91,45 @@ class Dequantize(InvertibleModule):
     def extra_repr(self) -> str:
         """Show the number of levels."""
         return f"levels={self.levels}"
+
+
+def check_levels(levels: object) -> int:
+    """Return a number of grey levels, or raise ValueError if it is none."""
+    if isinstance(levels, SupportsIndex) and not isinstance(levels, bool):
+        number = operator.index(levels)
+        if number > 1:
+            return number
+    raise ValueError(
+        f"`levels` is {levels!r}, but must be a whole number above 1: 256 for 8-bit images."
+    )
+
+
+@torch.no_grad()
+def _check_data(x: Tensor, levels: int) -> None:
+    if x.is_complex():
+        raise ValueError(
+            f"`x` is of type {x.dtype}, but grey levels are real. Give the real part, or the real "
+            "and the imaginary part as two channels."
+        )
+    numbers = x[~x.isnan()] if x.is_floating_point() else x.flatten()
+    if not numbers.numel():
+        return
+    low, high = float(numbers.min()), float(numbers.max())
+    is_whole = not x.is_floating_point() or bool((numbers == numbers.floor()).all())
+    if is_whole and low >= 0 and high <= levels - 1:
+        return
+    raise ValueError(
+        f"`x` has values from {low:g} to {high:g}{'' if is_whole else ', not all of them whole'}, "
+        f"but with `levels` {levels} the data are whole grey levels, 0 to {levels - 1}. "
+        f"{_way_out(low, high, levels, is_whole=is_whole)}; for continuous data leave `levels` out."
+    )
+
+
+def _way_out(low: float, high: float, levels: int, *, is_whole: bool) -> str:
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "Look for what made them infinite"
+    if low >= 0 and high <= 1:
+        return f"For images in [0, 1] give `(x * {levels - 1}).round()`"
+    if is_whole and low >= 0:
+        return f"Use `levels` {int(high) + 1}"
+    return "Shift, scale and round them to levels"

@@ -34,12 +34,13 @@ class VariationalDequantize(Dequantize):
     recomputed from the levels: its noise cannot be had back from the sum to enough digits.
 
     Args:
-        levels: The number of grey levels; the data are 0 to ``levels - 1``.
+        levels: The number of grey levels, at least 2; the data are 0 to ``levels - 1``.
         chain: From noise to noise of the data's shape; it keeps the shape, so no Squeeze or Split
             may be left open. Networks that take a context get the image ``(N, C, ...)``.
 
     Raises:
-        ValueError: When `levels` is below 1, or the chain changes the shape.
+        ValueError: When `levels` is no whole number above 1, when the chain changes the shape, or
+            when the data are no levels, as in `Dequantize`.
 
     Example:
         >>> import torch
@@ -72,6 +73,7 @@ class VariationalDequantize(Dequantize):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantise `x` ``(N, ...)`` of whole numbers, of any type; returns ``(y, log_det)``."""
+        self._look_at(x)
         x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
         generator = own_generator(x.device, draw_seed())
         eps = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
