@@ -9,7 +9,14 @@ from __future__ import annotations
 
 # `residuals` is the census of that name; the package that it hides is nobody's business but ours.
 from recoup import errors, flows, invertible, schedules, weights
-from recoup.checkpoint import Sequential, checkpoint, plan, recompute, recomputing
+from recoup.checkpoint import (
+    Sequential,
+    applied_plans,
+    checkpoint,
+    plan,
+    recompute,
+    recomputing,
+)
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
 from recoup.weights import weight_dropout, weight_noise, weight_norm
@@ -20,6 +27,7 @@ __all__ = [
     "GradStore",
     "Sequential",
     "__version__",
+    "applied_plans",
     "checkpoint",
     "curve",
     "errors",

@@ -16,6 +16,7 @@ PUBLIC = {
     "GradStore",
     "Sequential",
     "__version__",
+    "applied_plans",
     "checkpoint",
     "curve",
     "errors",

@@ -22,6 +22,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+def test_a_budget_that_is_none_is_refused_at_once():
+    """N13: an error where it is written, and not with the first batch."""
+    with pytest.raises(ValueError, match="`budget` is -1"):
+        OfLightning(-1)
+    with pytest.raises(ValueError, match="`budget_of`"):
+        OfLightning("1 GiB", budget_of="all")  # type: ignore[arg-type]
+    transformers_or_skip()
+    from recoup.integrations.transformers import MemoryBudget as OfTransformers
+
+    with pytest.raises(ValueError, match="`budget` is -1"):
+        OfTransformers(-1)
+
+
 class Module(LightningModule):
     """Logs, counts, draws, and trains a net with batch norm."""
 

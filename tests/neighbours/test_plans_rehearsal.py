@@ -230,6 +230,13 @@ BAD: dict[str, Any] = {
     "a dict": ({"loss": lambda y: {"a": y.sum()}}, "`loss` returned a dict"),
     "detached": ({"loss": lambda y: y.detach().sum()}, "nothing that requires a gradient"),
     "budget_of": ({"budget_of": "x"}, "`budget_of`"),
+    "N13: a number of blocks": ({"blocks": 3}, "`blocks` is 3"),
+    "N13: a number as a loss": ({"loss": 3}, "`loss` is 3"),
+    "N13: the name of an optimizer": (
+        {"optimizer": "adam", "budget_of": "total"},
+        "`optimizer` is 'adam'",
+    ),
+    "N13: such a name for a step": ({"optimizer": "adam"}, "`optimizer` is 'adam'"),
 }
 
 
@@ -287,18 +294,6 @@ def test_arguments_on_another_device():
     with pytest.raises(RuntimeError, match="device"):
         planned(model, torch.randn(64, 32, device="meta"))
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_plans_do_not_mix():
-    model, x = fresh()
-    one, two = planned(model, x), planned(model, x)
-    with one.applied():
-        assert one.apply() is one
-        for wrong in (two.apply, lambda: planned(model, x)):
-            with pytest.raises(ValueError, match="applied already"):
-                wrong()
-    with two.applied():
-        pass
 
 
 def test_a_block_that_cannot_run_again_is_an_error():

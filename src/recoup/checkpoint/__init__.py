@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from recoup.checkpoint.planning.plan import Plan, plan
+from recoup.checkpoint.planning.plan import Plan, applied_plans, plan
 from recoup.checkpoint.recompute import recompute
 from recoup.checkpoint.recomputing import recomputing
 from recoup.checkpoint.region import checkpoint
 from recoup.checkpoint.sequential import Sequential
 
-__all__ = ["Plan", "Sequential", "checkpoint", "plan", "recompute", "recomputing"]
+__all__ = [
+    "Plan",
+    "Sequential",
+    "applied_plans",
+    "checkpoint",
+    "plan",
+    "recompute",
+    "recomputing",
+]

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from recoup.checkpoint.planning.plan import Plan, plan_call
+from recoup.checkpoint.planning.plan import Plan, checked_budget, plan_call
 
 __all__ = ["MemoryBudget"]
 
@@ -29,7 +29,7 @@ class MemoryBudget(Callback):
 
     Raises:
         BudgetError: at the begin of training, no plan keeps to the budget.
-        ValueError: the module steps its optimizers itself.
+        ValueError: `budget` is no number of bytes; or the module steps its optimizers itself.
 
     Example:
         >>> from recoup.integrations.lightning import MemoryBudget
@@ -46,6 +46,7 @@ class MemoryBudget(Callback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
     ) -> None:
+        checked_budget(budget, budget_of)
         self.budget = budget
         self.blocks = blocks
         self.budget_of: Literal["step", "total"] = budget_of

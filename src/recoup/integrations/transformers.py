@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from recoup.checkpoint.planning.plan import Plan, plan
+from recoup.checkpoint.planning.plan import Plan, checked_budget, plan
 
 __all__ = ["MemoryBudget"]
 
@@ -28,7 +28,8 @@ class MemoryBudget(TrainerCallback):
 
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
-        ValueError: the trainer checkpoints the model itself (`gradient_checkpointing`).
+        ValueError: `budget` is no number of bytes; or the trainer checkpoints the model itself
+            (`gradient_checkpointing`).
 
     Example:
         >>> from recoup.integrations.transformers import MemoryBudget
@@ -46,6 +47,7 @@ class MemoryBudget(TrainerCallback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
     ) -> None:
+        checked_budget(budget, budget_of)
         self.budget = budget
         self.loss = loss
         self.blocks = blocks

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["is_compiled", "is_loaded", "never_compiled", "not_compiled_itself", "uncompiled"]
+__all__ = [
+    "is_compiled",
+    "is_loaded",
+    "is_traced",
+    "never_compiled",
+    "not_compiled_itself",
+    "uncompiled",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _uncompiled: dict[Any, Any] = {}
@@ -22,6 +29,16 @@ _uncompiled: dict[Any, Any] = {}
 def is_loaded() -> bool:
     """Whether the compiler is in this process; importing it takes longer than importing torch."""
     return "torch._dynamo" in sys.modules
+
+
+def is_traced() -> bool:
+    """Whether torch.export, torch.jit.trace or torch.fx writes down what runs."""
+    jit: Any = torch.jit
+    fx: Any = torch.fx
+    if torch.compiler.is_exporting() or jit.is_tracing():
+        return True
+    is_fx = getattr(fx._symbolic_trace, "_is_fx_tracing_flag", False)
+    return is_fx and not torch.compiler.is_compiling()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

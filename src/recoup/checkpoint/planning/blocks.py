@@ -43,6 +43,10 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
                 f"`blocks` is {blocks!r}, which matches the name of no module of "
                 f"{type(model).__name__}. Names are such as {_some(named)}."
             )
+    elif not isinstance(blocks, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"`blocks` is {blocks!r}, but must be a regular expression, or names or modules."
+        )
     else:
         given: list[str | nn.Module] = list(blocks)
         found = list(dict(_one(model, named, block) for block in given).items())

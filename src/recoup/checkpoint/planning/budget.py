@@ -47,12 +47,14 @@ class Budget:
     def plan_for(self, call: Callable[[Any], Any], value: Any) -> None:
         """See to it that the chain follows a plan for an input as large as this one."""
         num_values = sum(tensor.numel() for tensor in flatten(value)[0])
-        if self._bytes is None or num_values <= self._num_values:
+        if self._bytes is None:
+            return
+        if num_values <= self._num_values and self._plan is not None and self._plan.is_applied:
             return
         self._forget()
         blocks = list({id(module): module for module in self._chain.children()}.values())
         made = plan_call(self._chain, call, (value,), {}, budget=self._bytes, blocks=blocks)
-        self._plan, self._num_values = made.apply(), num_values
+        self._plan, self._num_values = made.apply_while_held(), num_values
 
     def _forget(self) -> None:
         if self._plan is not None:

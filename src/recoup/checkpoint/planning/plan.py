@@ -12,7 +12,7 @@ from torch import nn
 
 from recoup.checkpoint.planning.blocks import name_blocks
 from recoup.checkpoint.planning.drafting import follow_schedule
-from recoup.checkpoint.planning.forwards import Following
+from recoup.checkpoint.planning.forwards import Following, followings_within, suspended
 from recoup.checkpoint.planning.losses import losses_from
 from recoup.checkpoint.planning.measuring import (
     MeasuredCall,
@@ -29,7 +29,7 @@ from recoup.memory import format_bytes, parse_bytes
 from recoup.residuals.hooks import check_hooks_work
 from recoup.schedules import Action, Cost, Point, Schedule, frontier
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "applied_plans", "plan"]
 
 
 def plan(
@@ -114,20 +114,8 @@ def plan_call(
     holds_output: bool = True,
 ) -> Plan:
     """Plan for steps that do not call the model itself, but something that calls it."""
-    budget_bytes = _budget("budget", budget)
-    if budget_of not in ("step", "total"):
-        raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
-    if optimizer is not None and budget_of == "step":
-        raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("`model` has parameters without memory (meta). Give it memory first.")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(
-            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for others. "
-            "Plan for `model.module`, on every rank."
-        )
+    budget_bytes = checked_budget(budget, budget_of)
+    _check_arguments(model, loss, budget_of, optimizer)
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     device = _device_of(model)
@@ -137,22 +125,55 @@ def plan_call(
         raise ValueError(
             f"`model` is a {type(model).__name__} in which no modules repeat. Name its `blocks`."
         )
-    measured = measure_blocks(step, named, device)
-    if not measured.calls:
-        names = ", ".join(f"`{name}`" for name, _ in named[:3])
-        raise ValueError(
-            f"`blocks` are {names}, but forward calls none of them, or a checkpoint of the model "
-            "runs them. Name others, or turn that off."
-        )
-    costs = price(measured, device)
-    return Plan(step, device, budget_bytes, standing, measured.calls, costs, frontier(costs))
+    own = [each for each in followings_within(model) if getattr(each.owner, "model", 0) is model]
+    with suspended(own):  # so that what is measured is the model without a plan
+        measured = measure_blocks(step, named, device)
+        if not measured.calls:
+            names = ", ".join(f"`{name}`" for name, _ in named[:3])
+            raise ValueError(
+                f"`blocks` are {names}, but forward calls none of them, or a checkpoint of the "
+                "model runs them. Name others, or turn that off."
+            )
+        costs = price(measured, device)
+        return Plan(step, device, budget_bytes, standing, measured.calls, costs, frontier(costs))
 
 
-def _budget(name: str, budget: int | str) -> int:
+def checked_budget(budget: int | str, budget_of: str) -> int:
+    """Return the bytes of a budget.
+
+    Raises:
+        ValueError: `budget` is no number of bytes, or `budget_of` unknown.
+    """
+    if budget_of not in ("step", "total"):
+        raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
     try:
         return parse_bytes(budget)
     except ValueError as error:
-        raise ValueError(str(error).replace("`value`", f"`{name}`")) from None
+        raise ValueError(str(error).replace("`value`", "`budget`")) from None
+
+
+def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    if loss is not None and not callable(loss):
+        raise ValueError(
+            f"`loss` is {loss!r}, but must be a function from what the model returns to a scalar "
+            "tensor, or several."
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"`optimizer` is {optimizer!r}, but must be a torch.optim.Optimizer, such as "
+            "torch.optim.Adam(model.parameters())."
+        )
+    if optimizer is not None and budget_of == "step":
+        raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("`model` has parameters without memory (meta). Give it memory first.")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(
+            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for others. "
+            "Plan for `model.module`, on every rank."
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -160,6 +181,32 @@ def _device_of(model: nn.Module) -> torch.device:
         if tensor.device.type == "cuda":
             return tensor.device
     return torch.device("cpu")
+
+
+def applied_plans(model: nn.Module) -> list[Plan]:
+    """Return the plans that modules of a model follow.
+
+    So a plan is found again whose handle is gone; `Plan.remove` takes it off.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The plans of the model, of modules within it, and of others that have a module of it as a
+        block, each once.
+
+    Example:
+        >>> import recoup, torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> made = recoup.plan(model, torch.ones(2, 8), budget="1 MiB").apply()
+        >>> recoup.applied_plans(model) == [made]
+        True
+        >>> made.remove()
+        >>> recoup.applied_plans(model)
+        []
+    """
+    owners = [each.owner for each in followings_within(model)]
+    return [owner for owner in owners if isinstance(owner, Plan)]
 
 
 class Plan:
@@ -249,19 +296,40 @@ class Plan:
     @property
     def is_applied(self) -> bool:
         """Whether the model follows it."""
-        return self._following is not None
+        return self._following is not None and self._following.is_in_place
 
     def apply(self) -> Plan:
         """Let the model follow the plan in every forward with gradients, until `remove`.
+
+        A plan that was applied to the model before is removed.
 
         Returns:
             The plan.
 
         Raises:
-            ValueError: a plan is applied to the model already.
+            ValueError: a block follows the plan of another model, which has it, too.
         """
-        if self._following is None:
-            self._following = self._follow(self._point)
+        return self._apply(is_held=True)
+
+    def apply_while_held(self) -> Plan:
+        """Let the model follow the plan as `apply` does, as long as somebody holds the plan.
+
+        Returns:
+            The plan.
+        """
+        return self._apply(is_held=False)
+
+    def _apply(self, *, is_held: bool) -> Plan:
+        if not self.is_applied:
+            replaced = [each for each in applied_plans(self.model) if each.model is self.model]
+            for each in replaced:
+                each.remove()
+            try:
+                self._following = self._follow(self._point, self, is_held=is_held)
+            except BaseException:
+                for each in replaced:
+                    each.apply()
+                raise
         return self
 
     def remove(self) -> None:
@@ -272,12 +340,16 @@ class Plan:
 
     @contextmanager
     def applied(self) -> Generator[Plan]:
-        """Return a context in which the model follows the plan."""
+        """Return a context in which the model follows the plan; after it, the one of before."""
+        before = [each for each in applied_plans(self.model) if each.model is self.model]
         self.apply()
         try:
             yield self
         finally:
             self.remove()
+            for each in before:
+                if each is not self:
+                    each.apply()
 
     def figure(self, path: str | Path) -> Path:
         """Draw memory over a step before and after, and time against bytes of all plans.
@@ -296,11 +368,13 @@ class Plan:
 
         return draw(self, Path(path))
 
-    def _follow(self, point: Point) -> Following:
+    def _follow(
+        self, point: Point, owner: Plan | None = None, *, is_held: bool = True
+    ) -> Following:
         modules = {id(call.module): call.module for call in self._calls}
         follower = follow_schedule(self._root, self._calls, point.schedule)
         roots = [] if self._root is None else [self._root]
-        return Following([*roots, *modules.values()], follower)
+        return Following([*roots, *modules.values()], follower, owner, is_held=is_held)
 
     def _fastest_fitting(self, step: Step, device: torch.device) -> Point:
         """Return the fastest plan whose rehearsal keeps to the budget."""
