@@ -9,15 +9,17 @@ Rule 2. It is handed out only where it was made: after as many nodes of the grap
         slower and right; another operator or other shapes in its place are an error.
 Rule 3. An operator that drew leaves the generators where it left them in the first run, so that
         what is drawn after it is what was drawn then.
-Rule 4. What was changed in place since it was made, in the call or after it, is not handed out:
-        the operator runs again. A tensor without memory, which shares its version, is the witness.
-Rule 5. Kept are plain tensors that share no memory with what the operator was given.
+Rule 4. What is kept is a copy, made as soon as the operator has run. What the operator returned
+        may be written to by anybody: in the call or after it, by a kernel that torch does not see
+        (numpy, Triton), through a view with a version counter of its own (`_unsafe_view`, which
+        every batched `torch.matmul` returns). No witness would notice all of them.
+Rule 5. Kept are plain tensors that share no memory with what the operator was given, or with each
+        other, and only of operators that write to nothing that they are given.
 Rule 6. Of an operator that fills a tensor with draws of 0 and 1 (the mask of a dropout) the bits
         are kept, one for each draw; what happens to the tensor later is nothing to them.
-Rule 7. Outputs are kept as inputs are, in the hands of the pair of hooks beneath, and once the
-        first run is over, since only then is it known what Rule 4 leaves. They are handed out
-        once and forgotten with the second run, so that memory falls as backward proceeds. Asked
-        again (retain_graph), the call runs all of its operators.
+Rule 7. Outputs are kept as inputs are, in the hands of the pair of hooks beneath, once the first
+        run is over. They are handed out once and forgotten with the second run, so that memory
+        falls as backward proceeds. Asked again (retain_graph), the call runs all of its operators.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recoup.errors import ReplayError
 from recoup.residuals.bits import Bits
 from recoup.residuals.calls import Call
-from recoup.residuals.casts import Geometry, geometry_of, laid_out
-from recoup.residuals.hooks import Kept, Pair, pair_in_force, version_of
+from recoup.residuals.casts import geometry_of, laid_out
+from recoup.residuals.hooks import Kept, Pair, pair_in_force
 from recoup.residuals.region import num_nodes
 from recoup.residuals.seeds import States, generator_states, same_states, set_generator_states
 from recoup.residuals.work import is_costly, is_mask
@@ -52,7 +54,7 @@ class KeepingCall(Call):
 
     Kept: the tensors in the arguments, what the chosen operators made, and 5 KB of random state for
     each of them that draws. Backward pays one more run without them, and for both runs together 10
-    microseconds for each operator, and 20 for each one that is kept.
+    microseconds for each operator, and 20 and a copy for each one that is kept.
 
     Args:
         name: what errors call it.
@@ -138,21 +140,16 @@ class _Operator(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What a chosen operator made.
+    """A copy of what a chosen operator made.
 
     Args:
-        result: what it returned, with a `_Output` in the place of each tensor.
+        result: what it returned, with an `_Output` in the place of each tensor.
         states: where it left the generators, if it drew (See Rule 3).
     """
 
     result: Any
     states: States | None
     bits: Bits | None = None  # See Rule 6
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether any of it was changed in place since (See Rule 4)."""
-        return any(output.is_changed for output in _outputs(self.result))
 
 
 class _Outputs:
@@ -192,7 +189,7 @@ class _Outputs:
             return result
         after = None if before is None else generator_states()
         drew = before is not None and after is not None and not same_states(before, after)
-        if _can_be_kept(result, given):
+        if not _writes(func) and _can_be_kept(result, given):
             self._made[place] = _Made(_mapped(_Output, result), after if drew else None)
         return result
 
@@ -200,10 +197,7 @@ class _Outputs:
         """Keep what the chosen operators made (See Rule 7)."""
         pair, self._pair = self._pair, None
         self.is_noted = True
-        for place, made in list(self._made.items()):
-            if made.is_changed:
-                del self._made[place]
-                continue
+        for place, made in self._made.items():
             for output in _outputs(made.result):
                 output.keep(f"What {self._operators[place].func} made in {self._name}", pair)
 
@@ -217,7 +211,7 @@ class _Outputs:
         is_same = place < len(self._operators) and self._operators[place].mark == mark
         if is_same:
             self._check(self._operators[place], func, args, kwargs)
-        if made is None or not is_same or made.is_changed:
+        if made is None or not is_same:
             return func(*args, **kwargs)
         if made.states is not None:
             set_generator_states(made.states)
@@ -241,34 +235,23 @@ class _Outputs:
 
 
 class _Output:
-    """A tensor that a chosen operator made."""
+    """A copy of a tensor that a chosen operator made (See Rule 4)."""
 
-    __slots__ = ("_geometry", "_kept", "_version", "_witness")
+    __slots__ = ("_geometry", "_kept")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._witness = _alias(tensor)
-        self._version = version_of(self._witness)
-        self._kept: Kept | None = None
-        self._geometry: Geometry | None = None
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether it was changed in place since it was made (See Rule 4)."""
-        return version_of(self._witness) != self._version
+        self._geometry = geometry_of(tensor)
+        self._kept: Tensor | Kept = tensor.clone()
 
     def keep(self, name: str, pair: Pair | None) -> None:
         """Give it to the pair beneath (See Rule 7)."""
-        tensor = self._witness
-        self._kept = Kept(tensor, name, pair)
-        if pair is not None:
-            self._geometry = geometry_of(tensor)
-            self._witness = tensor.detach()
-            self._witness.data = tensor.new_empty(0)
+        self._kept = Kept(cast("Tensor", self._kept), name, pair)
 
     def get(self) -> Tensor:
         """Return it, where its numbers lay the first time: hooks may give it in another layout."""
         tensor = cast("Kept", self._kept).get()
-        return _alias(tensor if self._geometry is None else laid_out(tensor, self._geometry))
+        # What an operator returns gets its history later; hooks may hold what they have returned.
+        return laid_out(tensor, self._geometry).detach()
 
 
 @functools.cache
@@ -278,25 +261,23 @@ def _may_draw(func: Any) -> bool:
     return not is_known or is_mask(func)
 
 
+@functools.cache
+def _writes(func: Any) -> bool:
+    """Whether an operator says that it writes to what it is given (See Rule 5)."""
+    schema = getattr(func, "_schema", None)
+    aliases = [] if schema is None else [argument.alias_info for argument in schema.arguments]
+    return any(alias is not None and alias.is_write for alias in aliases)
+
+
 def _can_be_kept(result: Any, given: tuple[Tensor, ...]) -> bool:
     """See Rule 5."""
-    taken = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
-    return all(
-        type(t) is Tensor
-        and t.layout is torch.strided
-        and not t.is_inference()
-        and t.untyped_storage()._cdata not in taken
-        for t in _tensors(result)
-    )
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory and version, without a history.
-
-    What an operator returns gets its history later, and would hold the graph that holds the region.
-    """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
+    met = {t.untyped_storage()._cdata for t in given if t.layout is torch.strided}
+    for tensor in _tensors(result):
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not is_plain or tensor.is_inference() or tensor.untyped_storage()._cdata in met:
+            return False
+        met.add(tensor.untyped_storage()._cdata)
+    return True
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -963,3 +963,31 @@ def test_compiled_within(fresh_compiler):
         return F.linear(x, w)
 
     compare(body)
+
+
+WAYS_PAST_THE_VERSION = {
+    "unsafe_chunk": lambda y: torch.unsafe_chunk(y, 2, 1)[0].detach().mul_(3.0),
+    "unsafe_split": lambda y: y.unsafe_split(2, 1)[0].detach().mul_(3.0),
+    "data": lambda y: y.data.mul_(3.0),
+    "numpy": lambda y: y.detach().numpy().__imul__(3.0),
+    "__array__": lambda y: y.detach().__array__().__imul__(3.0),
+    "dlpack": lambda y: torch.from_dlpack(y.detach()).mul_(3.0),
+    "storage": lambda y: y.new_empty(0).set_(y.storage()).detach().mul_(3.0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_PAST_THE_VERSION)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_f1_a_value_changed_through_memory_with_a_version_of_its_own(way):
+    """Before it is saved: it is kept as it is then."""
+    if way in ("numpy", "__array__"):
+        pytest.importorskip("numpy")
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+    def step(around):
+        with around():
+            y = x.sin() @ x.sin()
+        WAYS_PAST_THE_VERSION[way](y)
+        return torch.autograd.grad((y * y).sin().sum(), x)[0]
+
+    assert torch.equal(step(recomputing), step(nullcontext))
