@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self, cast
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from recoup.residuals.hooks import storage_of
 from recoup.residuals.listening import Way, here
@@ -138,6 +138,14 @@ class WorkCounter(TorchDispatchMode):
         self._made.append([weakref.ref(storage) for storage in storages.values()])
 
 
+@functools.cache
+def _flop_registry() -> dict[Any, Any]:
+    # Where torch has triton, this file of torch's imports it: not before something is counted.
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def _work(
     func: Any, args: Any, kwargs: dict[str, Any], result: Any, made: Sequence[Tensor]
 ) -> float:
@@ -149,7 +157,7 @@ def _work(
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and made:
         drawn = made[0].numel() * made[0].element_size()
         num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn)
-    count = flop_registry.get(getattr(func, "_overloadpacket", func))
+    count = _flop_registry().get(getattr(func, "_overloadpacket", func))
     flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
     return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE["cuda"])
 
