@@ -62,7 +62,8 @@ def training_step(build):
 
 def allocated_bytes(fn):
     """Peak and final running sum of the allocations and frees that the profiler saw."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    kinds = [ProfilerActivity.CPU]
+    with profile(activities=kinds, profile_memory=True, acc_events=True) as profiler:
         fn()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     running, peak = 0, 0
