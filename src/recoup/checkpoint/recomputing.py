@@ -33,8 +33,8 @@ def recomputing() -> AbstractContextManager[None]:
     Raises:
         ChangedError: in backward, when a tensor that the block took, or one that it made, was
             changed in place after it had been used.
-        ReplayError: when backward is called within the block, or after an exception in it; when an
-            operator within cannot be repeated.
+        ReplayError: when backward is called after an exception in the block; when an operator
+            within cannot be repeated; when the block takes a gradient that it did not take before.
         RecoupError: inside a transform of torch.func.
 
     Example:

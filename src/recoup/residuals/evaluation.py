@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from recoup.errors import ReplayError
 from recoup.residuals.filling import Filling, Untaped
+from recoup.residuals.inner import FirstRun
 from recoup.residuals.quiet import draws_nothing
 from recoup.residuals.region import Region
 from recoup.residuals.seeds import SeededCall
@@ -75,7 +76,8 @@ def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any
         value.detach().requires_grad_(flag)
         for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
     )
-    with Untaped():
+    first_run = FirstRun((network,), is_training=network.training)
+    with Untaped(f"a {type(network).__name__} that is evaluated", first_run):
         return _run(network, inputs, evaluation.call)
 
 

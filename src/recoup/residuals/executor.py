@@ -155,6 +155,7 @@ class Run:
     """One forward of a chain and the backward that belongs to it."""
 
     __slots__ = (
+        "_has_ended",
         "_kept",
         "_lock",
         "_moved",
@@ -182,6 +183,7 @@ class Run:
         self._moved: dict[int, tuple[Any, ...]] = {}
         self._working: tuple[int, State] = (-1, ())
         self._position = 0
+        self._has_ended = False
         self._lock = threading.RLock()
         self._outputs: list[tuple[int, weakref.ref[_Output]]] = []
 
@@ -219,6 +221,7 @@ class Run:
         if self._plan.keeps_output and self._is_whole:
             self._swept[len(self._stages)] = self._keep(len(self._stages), state)
         self._position = self._plan.sweep_end
+        self._has_ended = True
         if self._watch is not None:
             self._watch.end_forward(self._lowest_wanted)
         for kept in self._swept.values():
@@ -298,7 +301,7 @@ class Run:
         """Fill the slots of stage `index` (See Rules 2 and 3)."""
         target = self._plan.tape_at[index]
         try:
-            if not self._is_whole:
+            if not (self._is_whole and self._has_ended):
                 self._fill_alone(index)
                 return
             inputs = self._run(index).inputs

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.compiler import never_compiled
 from recoup.residuals.hooks import saving, set_grad_enabled, storage_of, version_of
+from recoup.residuals.inner import FirstRun
 from recoup.residuals.region import Region, Slot, is_parameter, num_nodes
 
 __all__ = ["Filled", "Filling", "Untaped"]
@@ -165,22 +167,44 @@ class Filling:
 
 
 class Untaped:
-    """Around a second run that is not to be reversed: with a graph, and nothing kept in it."""
+    """Around a second run that is not to be reversed: with a graph, and nothing kept in it.
 
-    __slots__ = ("_before", "_hooks")
+    Args:
+        name: what errors call what runs.
+        first_run: says whether the run takes gradients itself, for which it needs its residuals.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_before", "_first_run", "_hooks", "_name")
+
+    def __init__(self, name: str, first_run: FirstRun) -> None:
         self._before = torch.is_grad_enabled()
-        self._hooks = saving(_nothing, _itself)
+        self._name = name
+        self._first_run = first_run
+        self._hooks: saving | None = None
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
-        set_grad_enabled(True)
+        pack = _detached if self._first_run.keeps else _nothing
+        self._hooks = saving(pack, self._unpack)
         self._hooks.__enter__()
+        set_grad_enabled(True)
 
-    def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None  # it holds a method of ours: a reference cycle
         set_grad_enabled(self._before)
+        self._first_run.end(is_whole=kind is None)
+
+    @never_compiled
+    def _unpack(self, packed: Tensor | None) -> Tensor:
+        self._first_run.asked(self._name)
+        return cast("Tensor", packed)
+
+
+@never_compiled
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()
 
 
 @never_compiled

@@ -27,6 +27,7 @@ from torch import Tensor
 from recoup.errors import ReplayError
 from recoup.residuals.arguments import mapped, tensors_in
 from recoup.residuals.hooks import set_grad_enabled, version_of
+from recoup.residuals.inner import FirstRun, place_of
 from recoup.residuals.streams import Draw, Redrawing
 from recoup.residuals.values import Source
 
@@ -116,13 +117,24 @@ class Record:
         name: what errors call the block.
     """
 
-    __slots__ = ("_sources", "asks_others", "is_whole", "lock", "name", "operators")
+    __slots__ = (
+        "_sources",
+        "asks_others",
+        "at_hand",
+        "first_run",
+        "is_whole",
+        "lock",
+        "name",
+        "operators",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.operators: list[Operator] = []
         self.asks_others = False
         self.is_whole = False
+        self.first_run = FirstRun((place_of(name),), is_training=True)
+        self.at_hand: weakref.WeakKeyDictionary[Made, Tensor] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
         self._sources: dict[tuple[Memory, int, torch.dtype], weakref.ref[Made]] = {}
 
@@ -139,12 +151,24 @@ class Record:
             self._sources[key] = weakref.ref(source)
         return source
 
+    def keep_at_hand(self, source: Made, tensor: Tensor) -> None:
+        """Keep what is saved until the block ends, if the block may ask for it before."""
+        if self.first_run.keeps and not self.is_whole:
+            self.at_hand[source] = tensor.detach()
+
+    def end(self, *, is_whole: bool) -> None:
+        """Say that the block has ended, by itself or by an exception."""
+        self.is_whole = is_whole
+        self.at_hand.clear()
+        self.first_run.end(is_whole=is_whole)
+
     def run_again(self) -> None:
         """Run the operators again and give the values (See Rule 3)."""
         if not self.is_whole:
+            self.first_run.asked(self.name)
             raise ReplayError(
-                f"A value made in {self.name} was asked for before the block had ended, or after "
-                "an exception in it. Call backward, or take a gradient, after the block."
+                f"A value made in {self.name} was asked for after an exception in it. Call "
+                "backward, or take a gradient, in the block or after it has ended."
             )
         alive = [source for ref in self._sources.values() if (source := ref()) is not None]
         wanted = [source for source in alive if source.is_wanted]
@@ -194,7 +218,13 @@ class Made(Source):
         return self._record.asks_others
 
     def make(self) -> None:
-        self._record.run_again()
+        record = self._record
+        at_hand = record.at_hand.get(self)
+        if at_hand is None:
+            record.run_again()
+            return
+        record.first_run.asked(record.name)
+        self._made = _whole(at_hand, at_hand.dtype)
 
 
 def _needed(

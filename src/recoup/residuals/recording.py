@@ -212,7 +212,9 @@ class _Recorder(TorchDispatchMode):
         memory = self._storages.to_be_made(tensor)
         with torch._C._DisableTorchDispatch():  # the mode need not see what we do
             if memory is not None:
-                return self._record.source(memory, tensor)._slot(tensor, None)
+                made = self._record.source(memory, tensor)
+                self._record.keep_at_hand(made, tensor)
+                return made._slot(tensor, None)
             source = self._storages.source_of(tensor, self._beneath)
             if source is not None:
                 return source._slot(tensor, None)
@@ -222,7 +224,7 @@ class _Recorder(TorchDispatchMode):
     def finish(self) -> None:
         """Keep what the block took, and mark what came out of it (See Rule 2)."""
         self._record.asks_others = self._storages.keep(self._beneath)
-        self._record.is_whole = True
+        self._record.end(is_whole=True)
         for ref in self._results:
             tensor = ref()
             memory = None if tensor is None else self._storages.to_be_made(tensor)
@@ -235,6 +237,8 @@ class _Recorder(TorchDispatchMode):
 
     def close(self) -> None:
         """Let go of everything: what was saved holds on to the pair of hooks."""
+        if not self._record.is_whole:
+            self._record.end(is_whole=False)
         self.__init__(self._record.name, None)
 
 

@@ -11,6 +11,7 @@ Rule 2. The first slot that is asked for makes the region run again; the second 
 Rule 3. A slot hands its value out once and forgets it, so that memory falls as backward
         proceeds as it does in a plain run. Asked again (retain_graph), the region runs again.
 Rule 4. Values are detached: the graph of a second run dies with it.
+        NOTE [ A region that takes gradients ] says what is at hand during a first run.
 Rule 5. Parameters may not be mistaken for inputs, or the saves would be counted differently in
         the two runs: an input that is a parameter enters the region as a view of itself.
 """
@@ -34,6 +35,7 @@ from recoup.residuals.hooks import (
     pair_in_force,
     saving,
 )
+from recoup.residuals.inner import FirstRun
 from recoup.residuals.listening import Way, here
 
 __all__ = ["Region", "Slot", "is_parameter", "num_nodes"]
@@ -62,14 +64,16 @@ class Region:
         fill: called when a slot is asked for and empty; must run the call again under a `Filling`.
         lock: taken while the region is filled; regions with one owner share one.
         way: what a census calls it, "recompute" or "invert".
+        first_run: says whether residuals are at hand until the first run ends, which `ended` says.
     """
 
     __slots__ = (
         "__weakref__",
         "_beneath",
         "_fill",
-        "_is_recorded",
+        "_has_failed",
         "_lock",
+        "first_run",
         "inputs",
         "marks",
         "name",
@@ -79,7 +83,12 @@ class Region:
     )
 
     def __init__(
-        self, name: str, fill: Callable[[], None], lock: threading.RLock, way: Way = "recompute"
+        self,
+        name: str,
+        fill: Callable[[], None],
+        lock: threading.RLock,
+        way: Way = "recompute",
+        first_run: FirstRun | None = None,
     ) -> None:
         self.name = name
         self.way: Way = way
@@ -89,13 +98,24 @@ class Region:
         self.slots: list[weakref.ref[Slot]] = []
         self.marks: list[int] = []  # of each save; `filling` says what for
         self.start = 0  # how many nodes of the graph there were before the first run
-        self._is_recorded = False
+        self._has_failed = False
+        self.first_run = first_run  # None once it has ended
         self._beneath: Pair | None = None
 
     @property
     def is_wanted(self) -> bool:
         """Whether any slot can still be asked for."""
         return any(ref() is not None for ref in self.slots)
+
+    def ended(self, *, is_whole: bool) -> None:
+        """Say that the first run has ended, by itself or by an exception."""
+        self._has_failed = not is_whole
+        if self.first_run is not None and self.first_run.keeps:
+            for ref in self.slots:
+                slot = ref()
+                if slot is not None:
+                    slot.value = None
+        self.first_run = None
 
     def recording(self) -> _Recording:
         """Around the first run: residuals become slots (See Rule 1)."""
@@ -106,6 +126,8 @@ class Region:
         if is_parameter(tensor):
             return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
         slot = Slot(self, tensor)
+        if self.first_run is not None and self.first_run.keeps:
+            slot.value = tensor.detach()
         self.slots.append(weakref.ref(slot))
         self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
         if here.listener is not None:
@@ -144,9 +166,8 @@ class _Recording:
         self._hooks.__enter__()
         region.start = num_nodes()
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
-        self._region._is_recorded = kind is None
 
 
 @never_compiled
@@ -155,12 +176,15 @@ def _unpack(packed: Slot | Kept) -> Tensor:
         return packed.get()
     region = packed.region
     with region._lock:
+        if region.first_run is not None:
+            region.first_run.asked(region.name)
+            if packed.value is not None:
+                return packed.value
         if packed.value is None:
-            if not region._is_recorded:
+            if region._has_failed:
                 raise ReplayError(
-                    f"{region.name} asked for its own residuals while it ran: a backward or "
-                    "autograd.grad inside a region whose residuals are not kept. Keep them "
-                    '(memory="linear"), or take the gradient outside.'
+                    f"{region.name} ended with an exception, so it cannot be run again for what "
+                    "it left. Call it again."
                 )
             region._fill()
         value, packed.value = packed.value, None  # See Rule 3

@@ -8,8 +8,10 @@ from typing import Any
 from torch import nn
 
 from recoup.residuals.ambient import Ambient
+from recoup.residuals.codes import Codes
 from recoup.residuals.guards import Guard
 from recoup.residuals.held import Held
+from recoup.residuals.inner import FirstRun
 from recoup.residuals.quiet import QUIET
 from recoup.residuals.seeds import Draws
 from recoup.residuals.sources import looked_at
@@ -39,6 +41,13 @@ class Rerun:
         self._guard = Guard(modules)
         self._ambient = Ambient()
         self._draws = Draws()
+
+    def first_run(self) -> FirstRun:
+        """Return what says whether the first run keeps its residuals until it ends."""
+        codes: Sequence[Any] = (self._code,)
+        if isinstance(self._code, Codes):
+            codes = self._code.codes
+        return FirstRun((*codes, *self._modules), is_training=self._guard.is_training)
 
     def first(self) -> _First:
         """Around the first run."""

@@ -109,14 +109,31 @@ class StageRun:
         state = tuple(
             value.view_as(value) if isinstance(value, nn.Parameter) else value for value in state
         )
-        region = make_region()
+        first_run = self._rerun.first_run()
+        regions: list[Region] = []
+
+        def make() -> Region:
+            region = make_region()
+            region.first_run = first_run
+            regions.append(region)
+            return region
+
+        region = make()
         self._region = weakref.ref(region)
-        if not is_inverted:
-            with self._rerun.first(), region.recording():
-                return self._forward(state)
-        evaluations = self._evaluations = Evaluations(self._stage.name)
-        with self._rerun.first(), region.recording(), evaluations.recording(make_region):
-            return self._forward(state)
+        answering: AbstractContextManager[None] = _NOTHING
+        if is_inverted:
+            self._evaluations = Evaluations(self._stage.name)
+            answering = self._evaluations.recording(make)
+        is_whole = False
+        try:
+            with self._rerun.first(), region.recording(), answering:
+                result = self._forward(state)
+            is_whole = True
+        finally:
+            for each in regions:
+                each.ended(is_whole=is_whole)
+            first_run.end(is_whole=is_whole)
+        return result
 
     def _forward(self, state: State) -> tuple[State, Tensor | None]:
         versions = [version_of(value) for value in state]
@@ -149,7 +166,7 @@ class StageRun:
     def advance(self, state: State) -> State:
         """Run the stage again from its input, without a tape."""
         inputs = self._inputs(state)
-        with self._rerun.again(), Untaped():
+        with self._rerun.again(), Untaped(self._stage.name, self._rerun.first_run()):
             output, _ = self._stage.forward(inputs)
         return tuple(value.detach() for value in output)
 
