@@ -208,8 +208,50 @@ def test_a_value_given_to_a_compiled_function():
         assert type(y) is torch.Tensor
         grads.append(torch.autograd.grad(compiled(y).sum(), (x, w)))
     torch.testing.assert_close(grads[1], grads[0])
-    with pytest.raises(TypeError, match="NotImplemented"):  # torch's own: no subclasses at first
-        compiled(recoup.recompute(nn.functional.gelu)(x))
+
+
+def value_as_argument(x, w):
+    return lambda call: call(recoup.recompute(nn.functional.gelu)(x), w)
+
+
+def value_made_within(x, w):
+    def made(w):
+        with recoup.recomputing():
+            return w * 2 + torch.randn_like(w)
+
+    return lambda call: call(x, made(w))
+
+
+def value_of_a_call_within(x, w):
+    def noisy():
+        with recoup.recomputing():
+            return w * 2 + torch.randn_like(w)
+
+    return lambda call: call(x, noisy)
+
+
+@pytest.mark.parametrize("give", [value_as_argument, value_made_within, value_of_a_call_within])
+def test_a_graph_breaks_where_it_is_given_a_value(give):
+    """R3: the operator that takes it runs as it does elsewhere; the rest is compiled."""
+    w = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(BATCH, 8, requires_grad=True)
+
+    def linear(x, w):
+        y = nn.functional.linear((x * 2).sin(), w() if callable(w) else w)
+        return torch.tanh(y).exp()
+
+    grads = []
+    for call in (linear, torch.compile(linear, backend="aot_eager")):
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(give(x, w)(call).sum(), (x, w)))
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_a_whole_graph_that_is_given_a_value_says_the_way_out():
+    """R3"""
+    compiled = torch.compile(torch.sin, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="as_subclass"):
+        compiled(recoup.recompute(nn.functional.gelu)(torch.randn(3, requires_grad=True)))
 
 
 def test_a_compiled_function_recomputed():

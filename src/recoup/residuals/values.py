@@ -19,6 +19,8 @@ Rule 6. Under hooks that were not in force where a value was made or read, its s
         those of any tensor do: a region counts saves, and when it runs again its arguments are
         no values any more.
 Rule 7. A source holds no node of the graph that holds it.
+Rule 8. A compiled graph takes no subclass, and would keep what it is given. So a graph breaks where
+        code that is compiled gives a value to an operator, which then runs as it does elsewhere.
 """
 
 from __future__ import annotations
@@ -198,6 +200,11 @@ class Value(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator with the values among its arguments not kept."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(  # See Rule 8
+                "A value that recoup does not keep is used in compiled code. A graph cannot take "
+                "it: leave out fullgraph, or use `y.as_subclass(torch.Tensor)`, which is kept."
+            )
         kwargs = kwargs or {}
         if func in _COPIES:
             args = tuple(_plain(value) for value in args)
