@@ -319,3 +319,82 @@ def test_nothing_is_left_of_what_breaks():
         del y
         assert tracker.current_bytes == 0
     assert hooks_in_force() is None
+
+
+# -- values of values (R8) -------------------------------------------------------------------------
+
+
+def counted(op, runs):
+    def fn(x):
+        runs.append(op.__name__)
+        return op(x)
+
+    return recoup.recompute(fn)
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_value_of_a_value_is_made_from_the_first(length):
+    """R8: what lies in between is not kept, and each function runs again once."""
+    x, w, runs = leaf(), weight(), []
+    ops = [torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.cos][:length]
+
+    def step(y):
+        for op in ops:
+            y = counted(op, runs)(y)
+        return y @ w
+
+    with no_collector(), StorageTracker() as tracker:
+        h = x * 1.0
+        y = step(h)
+        assert tracker.current_bytes == VALUE + y.nbytes  # h and y
+        runs.clear()
+        grads = torch.autograd.grad(y.sin().sum(), (x, w))
+        assert runs == [op.__name__ for op in ops]
+    h = x * 1.0
+    for op in ops:
+        h = op(h)
+    want = torch.autograd.grad((h @ w).sin().sum(), (x, w))
+    assert all(map(torch.equal, grads, want))
+
+
+def test_a_value_that_two_values_and_a_region_use():
+    """R8: it is made once in backward, whoever asks first."""
+    x, w, runs = leaf(), weight(), []
+
+    def step(x, make, checkpointed):
+        first = make(torch.sin)(x * 1.0)
+        one, two = make(torch.exp)(first), make(torch.tanh)(first)
+        three = checkpointed(lambda first: first.cos().sin(), first)
+        return one @ w, two @ w, three @ w
+
+    want = step(x, lambda op: op, lambda fn, *args: fn(*args))
+    want = torch.autograd.grad(sum(y.sin().sum() for y in want), (x, w))
+    with no_collector(), StorageTracker() as tracker:
+        ys = step(x, lambda op: counted(op, runs), recoup.checkpoint)
+        # x * 1.0, what the products return, and what the last one saves
+        assert tracker.current_bytes == 2 * VALUE + sum(y.nbytes for y in ys)
+        runs.clear()
+        loss = sum(y.sin().sum() for y in ys)
+        got = torch.autograd.grad(loss, (x, w), retain_graph=True)
+        assert sorted(runs) == ["exp", "sin", "tanh"]
+        again = torch.autograd.grad(loss, (x, w))
+    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, again, want))
+
+
+USERS = {
+    "checkpoint": lambda y: recoup.checkpoint(torch.cos, y),
+    "recompute": lambda y: recoup.recompute(torch.cos)(y),
+    "Sequential": lambda y: recoup.Sequential(nn.Tanh(), nn.Sigmoid(), memory="sqrt")(y),
+    "Chain": lambda y: recoup.Sequential(nn.Tanh(), memory="log")(y),
+    "measure": lambda y: recoup.measure(lambda: y.sin()),
+    "residuals": lambda y: recoup.residuals(lambda: y.sin()),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_none_of_ours_takes_a_value_for_exposed(user):
+    """R8: to ask for its address is no reason to keep it."""
+    y = recoup.recompute(torch.sin)(leaf())
+    USERS[user](y)
+    assert not y._recoup_source._is_exposed

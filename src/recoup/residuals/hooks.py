@@ -89,7 +89,10 @@ def storage_of(tensor: Tensor) -> int:
         return 0
     if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
         return 0  # a DTensor is made of others
-    return tensor.untyped_storage().data_ptr()
+    if type(tensor) is Tensor:
+        return tensor.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():  # a value would be taken for exposed
+        return tensor.untyped_storage().data_ptr()
 
 
 def is_in_backward() -> bool:
