@@ -114,7 +114,7 @@ class Sequential(nn.Sequential):
 
     def _forward_plainly(self, input: Any) -> Any:
         for module in self:
-            input = value_of(module, module(input))
+            input = value_of(module, module(input), input)
         return input
 
     def _ready_plan(self) -> Plan:

@@ -192,5 +192,5 @@ def _run(links: dict[str, Any], value: Any, memory: Memory, otherwise: Otherwise
     if memory != "linear":
         return run_through(plan_for(memory, links, ways, DriftGuard()), links, value)
     for link in links.values():
-        value = value_of(link, link(value))
+        value = value_of(link, link(value), value)
     return value

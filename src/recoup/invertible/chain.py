@@ -9,11 +9,12 @@ from typing import Any, TypeGuard, cast, overload
 import torch
 from torch import Tensor, nn
 
-from recoup.errors import ConvergenceError
+from recoup.errors import ConvergenceError, NotInvertibleError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
 from recoup.residuals.drift import Drift, DriftGuard
 from recoup.residuals.executor import Plan
+from recoup.residuals.pairs import check_pair, has_inverse
 from recoup.residuals.stage import State
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for, shown
@@ -48,7 +49,10 @@ class Chain(InvertibleModule):
             (then the first state is kept too), "raise", "warn", "ignore", or a `DriftGuard`.
 
     Raises:
-        ValueError: A module is not invertible, or `memory` or `drift` is unknown.
+        ValueError: A module is not invertible, `memory` or `drift` is unknown, or, in a call, a
+            module returns something else than a value and its log-determinant.
+        NotInvertibleError: A module defines no `inverse`, and does not say that it is to be
+            recomputed (``inverts_in_backward = False``, for densities that are not sampled).
         DriftError: In backward, an inverse drifted, and `drift` is "raise".
 
     Example:
@@ -73,6 +77,7 @@ class Chain(InvertibleModule):
                     "InvertibleModule. Derive from recoup.invertible.InvertibleModule, or put it "
                     "in a recoup.Sequential, which takes any module."
                 )
+            _check_defined(index, module)
             self.add_module(str(index), module)
         self._plan: tuple[object, Plan] | None = None
         self._drift = DriftGuard.of(drift)
@@ -137,6 +142,11 @@ class Chain(InvertibleModule):
         return any(module.takes_context for module in self)
 
     @property
+    def num_early(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many latents are split off in it."""
+        return sum(module.num_early for module in self)
+
+    @property
     def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether every module in it does, as a stage of another chain."""
         return all(module.inverts_in_backward for module in self)
@@ -167,7 +177,7 @@ class Chain(InvertibleModule):
         for stage in reversed(self._stages(context)):
             try:
                 state, value = stage.invert(state)
-            except ConvergenceError as error:
+            except (ConvergenceError, NotImplementedError) as error:
                 error.add_note(f"It is {stage.name} of the chain.")
                 raise
             log_dets.append(value)
@@ -186,7 +196,14 @@ class Chain(InvertibleModule):
         key = (ways, self.drift, self.drift.kept)
         if self._plan is None or self._plan[0] != key:
             schedule = schedule_for(self._memory, len(stages), self.drift.ways(ways))
-            self._plan = (key, Plan(schedule, guard=self.drift))
+            plan = Plan(schedule, guard=self.drift)
+            for index in plan.prepared.inverted:
+                if not has_inverse(stages[index].module):
+                    raise NotInvertibleError(
+                        f"The schedule inverts {stages[index].name}, which does not define "
+                        "`inverse`. Recompute it in the schedule."
+                    )
+            self._plan = (key, plan)
         return self._plan[1]
 
     @property
@@ -195,7 +212,7 @@ class Chain(InvertibleModule):
 
     def _stages(self, context: Tensor | None) -> list[_Stage]:
         return [
-            (_SplitStage if isinstance(module, Split) else _Stage)(
+            _kind_of(module)(
                 name, module, hands_context=context is not None and module.takes_context
             )
             for name, module in self._named(flat=self._is_flat)
@@ -256,15 +273,27 @@ class _Stage:
         return None
 
     def forward(self, state: State) -> tuple[State, Tensor]:
-        y, log_det = self.module(*self._arguments(state))
-        return (y, *state[1:]), log_det
+        returned = self.module(state[0], *self._context(state))
+        num_early = self.module.num_early
+        y, log_det = check_pair(returned, len(state[0]), "forward", self.name, num_early=num_early)
+        return self._after(y, state[1:]), log_det
 
     def invert(self, state: State) -> tuple[State, Tensor]:
-        x, log_det = self.module.inverse(*self._arguments(state))
-        return (x, *state[1:]), log_det
+        y, passed = self._before(state)
+        returned = self.module.inverse(y, *self._context(state))
+        x, log_det = check_pair(returned, len(state[0]), "inverse", self.name)
+        return (x, *passed), log_det
 
-    def _arguments(self, state: State) -> State:
-        return state[:2] if self._hands_context else state[:1]
+    def _context(self, state: State) -> State:
+        return state[1:2] if self._hands_context else ()
+
+    def _after(self, y: Any, passed: State) -> State:
+        """Return the state after the module, of its value and of what passes by."""
+        return (y, *passed)
+
+    def _before(self, state: State) -> tuple[Any, State]:
+        """Return the value that a state was made of, and what passed by."""
+        return state[0], state[1:]
 
     def inverse(self, state: State) -> State:
         return self.invert(state)[0]
@@ -275,13 +304,44 @@ class _SplitStage(_Stage):
 
     __slots__ = ()
 
-    def forward(self, state: State) -> tuple[State, Tensor]:
-        (h, z), log_det = self.module(state[0])
-        return (h, *state[1:], z), log_det
+    def _after(self, y: Any, passed: State) -> State:
+        h, z = y
+        return (h, *passed, z)
 
-    def invert(self, state: State) -> tuple[State, Tensor]:
-        x, log_det = self.module.inverse((state[0], state[-1]))
-        return (x, *state[1:-1]), log_det
+    def _before(self, state: State) -> tuple[Any, State]:
+        return (state[0], state[-1]), state[1:-1]
+
+
+class _ChainStage(_Stage):
+    """A chain that splits: its early latents come last in the state after it."""
+
+    __slots__ = ()
+
+    def _after(self, y: Any, passed: State) -> State:
+        return (y[-1], *passed, *y[:-1])
+
+    def _before(self, state: State) -> tuple[Any, State]:
+        start = len(state) - self.module.num_early
+        return (*state[start:], state[0]), state[1:start]
+
+
+def _kind_of(module: InvertibleModule) -> type[_Stage]:
+    if isinstance(module, Split):
+        return _SplitStage
+    return _ChainStage if module.num_early else _Stage
+
+
+def _check_defined(index: int, module: InvertibleModule) -> None:
+    """Raise unless a module defines both directions, or says that it has but one."""
+    name = f"`modules[{index}]` is a {type(module).__name__}, which"
+    if getattr(module.forward, "is_missing", False):
+        raise ValueError(f"{name} does not define `forward`.")
+    if module.inverts_in_backward and not has_inverse(module):
+        raise NotInvertibleError(
+            f"{name} does not define `inverse`. Define it; or, for a module that is used forward "
+            "only (a density that is not sampled), set `inverts_in_backward = False` on its class: "
+            'memory="constant" then recomputes it.'
+        )
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.jacobian import Gradients, Point, flat
+from recoup.residuals.pairs import Direction, check_pair
 from recoup.residuals.seeds import with_seed
 
 __all__ = ["Finding", "InvertibleReport", "check_invertible"]
@@ -90,12 +92,15 @@ def check_invertible(
     tolerance: float = 1e-8,
     max_dims: int = 1024,
 ) -> InvertibleReport:
-    """Check inverse, log-determinant and the gradients of every memory mode of `module`.
+    """Check inverse, log-determinants and their gradients, and every memory mode of `module`.
 
     Works on double-precision copies: `module`, its gradients, its training mode, a start that it
     has not made yet, and the random stream stay as they are. Inverse and log-determinant are
-    checked in evaluation mode, gradients in the mode the module is in. The Jacobian is that of
-    autograd, of the first two samples, and costs one backward pass a dimension.
+    checked in evaluation mode, gradients of memory modes in the mode the module is in. The Jacobian
+    is that of autograd, of the first two samples, and costs one backward pass a dimension. A right
+    value alone trains nothing: the gradient of each log-determinant, to the input, the context and
+    every parameter, is compared with that of ``slogdet`` of the Jacobian, which takes second
+    derivatives of the module.
 
     Args:
         module: What to check; a `Chain` is also run in the other memory modes.
@@ -116,7 +121,7 @@ def check_invertible(
         >>> from recoup.invertible import Flip, check_invertible
         >>> report = check_invertible(Flip(), torch.randn(2, 4))
         >>> bool(report), len(report.findings)
-        (True, 6)
+        (True, 8)
     """
     dims = math.prod(x.shape[1:])
     if x.dim() < 2 or x.shape[0] == 0 or dims == 0:
@@ -129,17 +134,25 @@ def check_invertible(
     x = x.detach().double()
     given = () if context is None else (context.detach().double(),)
     started = copy.deepcopy(module).double()
-    with torch.no_grad():
-        with_seed(
-            lambda: started(x, *given), _SEED
-        )  # a data-dependent start happens here, on the copy
+    with torch.no_grad():  # a data-dependent start happens here, on the copy
+        returned = with_seed(lambda: started(x, *given), _SEED)
+    name = type(module).__name__
+    try:
+        check_pair(returned, len(x), "forward", name, num_early=module.num_early)
+    except ValueError as error:  # there is nothing to compare
+        return InvertibleReport(
+            name, (Finding("what forward returns", math.inf, tolerance, str(error)),)
+        )
     still = copy.deepcopy(started).eval()
     for part in still.modules():
         if isinstance(part, Chain):
             part.memory = "linear"  # the Jacobian runs backward many times over one graph
-    findings = [*_round_trip(still, x, given, tolerance), _jacobian(still, x, given, tolerance)]
+    findings = [
+        *_round_trip(still, x, given, tolerance),
+        *_log_dets(still, x, given, tolerance),
+    ]
     findings += [_gradients(started, x, given, mode, tolerance) for mode in _MODES]
-    return InvertibleReport(type(module).__name__, tuple(findings))
+    return InvertibleReport(name, tuple(findings))
 
 
 def _attempt(name: str, tolerance: float, compare: Callable[[], tuple[float, str]]) -> Finding:
@@ -153,21 +166,30 @@ def _reordered(tolerance: float, error: float, note: str) -> tuple[float, float,
     return error, tolerance, note
 
 
+def _run(module: InvertibleModule, direction: Direction, value: Any, given: Given) -> Any:
+    """Run `module` under the seed of all comparisons; return a value and its log-determinant."""
+    call = module if direction == "forward" else module.inverse
+    returned = with_seed(lambda: call(value, *given), _SEED)
+    num_early = module.num_early if direction == "forward" else 0
+    first: Tensor = value if isinstance(value, Tensor) else value[0]
+    return check_pair(returned, len(first), direction, type(module).__name__, num_early=num_early)
+
+
 def _round_trip(
     module: InvertibleModule, x: Tensor, given: Given, tolerance: float
 ) -> Iterator[Finding]:
     with torch.no_grad():
-        y, log_det = with_seed(lambda: module(x, *given), _SEED)
+        y, log_det = _run(module, "forward", x, given)
 
         def inverse() -> tuple[Tensor, Tensor]:
-            return with_seed(lambda: module.inverse(y, *given), _SEED)
+            return _run(module, "inverse", y, given)
 
         def again() -> Any:
-            return with_seed(lambda: module(inverse()[0], *given)[0], _SEED)
+            return _run(module, "forward", inverse()[0], given)[0]
 
         yield _attempt("forward, then inverse", tolerance, lambda: (_error(inverse()[0], x), ""))
         yield _attempt(
-            "inverse, then forward", tolerance, lambda: (_error(_flat(again()), _flat(y)), "")
+            "inverse, then forward", tolerance, lambda: (_error(flat(again()), flat(y)), "")
         )
         yield _attempt(
             "log-det of forward and inverse",
@@ -176,27 +198,51 @@ def _round_trip(
         )
 
 
-def _jacobian(module: InvertibleModule, x: Tensor, given: Given, tolerance: float) -> Finding:
-    def compare() -> tuple[float, str]:
-        samples = [slice(i, i + 1) for i in range(min(len(x), _MOST_SAMPLES))]
-        pairs = [_log_dets(module, x[one], tuple(c[one] for c in given)) for one in samples]
-        stated, true = (torch.cat(values) for values in zip(*pairs, strict=True))
+def _log_dets(
+    module: InvertibleModule, x: Tensor, given: Given, tolerance: float
+) -> Iterator[Finding]:
+    def points() -> Iterator[Point]:
+        for i in range(min(len(x), _MOST_SAMPLES)):
+            sample = x[i : i + 1].clone().requires_grad_()
+            contexts = tuple(c[i : i + 1].clone().requires_grad_() for c in given)
+            others = dict(zip(("the context",), contexts, strict=False))
+            others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+            yield Point(
+                lambda value, contexts=contexts: _run(module, "forward", value, contexts),
+                lambda value, contexts=contexts: _run(module, "inverse", value, contexts),
+                sample,
+                others,
+            )
+
+    def values() -> tuple[float, str]:
+        pairs = [point.log_dets() for point in points()]
+        stated, true = (torch.cat(each) for each in zip(*pairs, strict=True))
         return _error(stated, true), ""
 
-    return _attempt("log-det and autograd's Jacobian", tolerance, compare)
+    yield _attempt("log-det and autograd's Jacobian", tolerance, values)
+    for name, gradients in (
+        ("gradient of the log-det", Point.gradients),
+        ("gradient of the inverse's log-det", Point.gradients_of_inverse),
+    ):
+        yield _attempt(
+            name, tolerance, lambda of=gradients: _worst([*map(of, points())], tolerance)
+        )
 
 
-def _log_dets(module: InvertibleModule, x: Tensor, given: Given) -> tuple[Tensor, Tensor]:
-    """Return the log-determinant that `module` states for one sample, and the true one."""
-    x = x.clone().requires_grad_()
-    y, log_det = with_seed(lambda: module(x, *given), _SEED)
-    values = _flat(y)[0]
-    if values.numel() != x.numel():
-        raise ValueError(f"{x.numel()} numbers a sample become {values.numel()}.")
-    rows = [torch.autograd.grad(v, x, retain_graph=True)[0].flatten() for v in values.unbind()]
-    linalg: Any = torch.linalg
-    true: Tensor = linalg.slogdet(torch.stack(rows)).logabsdet
-    return log_det.detach(), true.reshape(1)
+def _worst(samples: Sequence[Gradients], tolerance: float) -> tuple[float, str]:
+    """Return the largest error of gradients by name, and which are wrong."""
+    errors: dict[str, float] = {}
+    missing: set[str] = set()
+    for name, (stated, true) in (pair for gradients in samples for pair in gradients.items()):
+        error = _error(
+            (torch.zeros_like(true) if stated is None else stated).flatten(), true.flatten()
+        )
+        errors[name] = error if math.isnan(error) else max(errors.get(name, 0.0), error)
+        if stated is None and not error <= tolerance:
+            missing.add(name)
+    wrong = [name for name, e in errors.items() if not e <= tolerance and name not in missing]
+    note = _noted(("wrong", wrong), ("no gradient, though it depends on", sorted(missing)))
+    return _largest(errors.values()), note
 
 
 def _gradients(
@@ -214,14 +260,8 @@ def _gradients(
                 errors[name] = _error(other, gradient)
         wrong = [name for name, error in errors.items() if not error <= tolerance]
         unused = [name for name, gradient in expected.items() if gradient is None]
-        notes = [
-            f"{what}: {', '.join(names)}"
-            for what, names in (("wrong", wrong), ("no gradient in any mode", unused))
-            if names
-        ]
-        # Any NaN must come out as one: max() alone would keep whatever it saw first.
-        values = list(errors.values())
-        return math.nan if any(map(math.isnan, values)) else max(values), "; ".join(notes)
+        note = _noted(("wrong", wrong), ("no gradient in any mode", unused))
+        return _largest(errors.values()), note
 
     return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
 
@@ -246,7 +286,7 @@ def _gradients_by_name(
 
     def loss() -> Tensor:
         y, log_det = chain(x, *given)
-        values = _flat(y)
+        values = flat(y)
         return (values * torch.randn_like(values)).sum() + (
             log_det * torch.randn_like(log_det)
         ).sum()
@@ -257,10 +297,14 @@ def _gradients_by_name(
     return dict(zip(wanted, gradients, strict=True))
 
 
-def _flat(y: Any) -> Tensor:
-    """Put an output, or a tuple of them, in one tensor of shape ``(N, D)``."""
-    parts: tuple[Tensor, ...] = (y,) if isinstance(y, Tensor) else tuple(y)
-    return torch.cat([part.flatten(1) for part in parts], dim=1)
+def _noted(*said: tuple[str, Sequence[str]]) -> str:
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said if names)
+
+
+def _largest(errors: Iterable[float]) -> float:
+    # Any NaN must come out as one: max() alone would keep whatever it saw first.
+    values = list(errors)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

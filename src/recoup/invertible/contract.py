@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -36,8 +36,10 @@ class InvertibleModule(nn.Module):
     """
 
     returns_log_det: ClassVar[bool] = True
-    # Whether `inverse` is cheap and exact enough for backward; if not, "constant" recomputes.
+    # Whether `inverse` is defined, cheap and exact enough for backward; else it is recomputed.
     inverts_in_backward: ClassVar[bool] = True
+    # How many latents `forward` splits off; its value is a tuple of them, and last what goes on.
+    num_early: int = 0
     # Whether both directions take a second argument, the context (a tensor or None).
     takes_context: bool = False
 
@@ -48,6 +50,9 @@ class InvertibleModule(nn.Module):
     def inverse(self, y: Any, /) -> tuple[Tensor, Tensor]:
         """Map latent to data: ``y`` to ``(x, log_det)``, ``log_det`` of shape ``(N,)``."""
         raise NotImplementedError(f"{type(self).__name__} does not define `inverse`.")
+
+    cast("Any", inverse).is_missing = True  # in a subclass that defines none
+    cast("Any", forward).is_missing = True
 
     def evaluate(self, network: nn.Module, *inputs: Tensor) -> Any:
         """Call `network` so that forward, inverse and backward share one evaluation.

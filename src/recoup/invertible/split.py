@@ -35,6 +35,8 @@ class Split(InvertibleModule):
     section 3.6.
     """
 
+    num_early = 1
+
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
         if dim == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -12,6 +12,7 @@ from recoup.residuals.codes import codes_of
 from recoup.residuals.drift import DriftGuard
 from recoup.residuals.executor import Plan
 from recoup.residuals.held import Held
+from recoup.residuals.pairs import Direction, check_pair, has_inverse
 from recoup.residuals.stage import State
 from recoup.residuals.tree import Tree, flatten
 from recoup.schedules import Way
@@ -20,11 +21,6 @@ from recoup.schedules.memory import Memory, schedule_for
 __all__ = ["Otherwise", "plan_for", "run_through", "value_of", "ways_of"]
 
 Otherwise = Literal["recompute", "keep"] | None
-
-
-@runtime_checkable
-class _Invertible(Protocol):
-    def inverse(self, y: Any) -> Any: ...
 
 
 def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
@@ -38,8 +34,10 @@ def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
         raise ValueError(f'`otherwise` is {otherwise!r}, but must be "recompute", "keep" or None.')
     ways: list[Way] = []
     for name, link in links.items():
-        if isinstance(link, _Invertible):
-            ways.append("invert" if getattr(link, "inverts_in_backward", True) else "recompute")
+        if not getattr(link, "inverts_in_backward", True):
+            ways.append("recompute")
+        elif has_inverse(link):
+            ways.append("invert")
         elif otherwise is None:
             raise NotInvertibleError(
                 f'`memory` is "constant", but {name} has no inverse. Use "sqrt" or "log", or say '
@@ -57,7 +55,7 @@ def plan_for(
     ways = None if ways is None else guard.ways(ways)
     plan = Plan(schedule_for(memory, len(links), ways), guard=guard)
     for index, (name, link) in enumerate(links.items()):
-        if index in plan.prepared.inverted and not isinstance(link, _Invertible):
+        if index in plan.prepared.inverted and not has_inverse(link):
             raise NotInvertibleError(
                 f"The schedule inverts {name}, which has no method `inverse`. Give it one, or tape "
                 "or recompute it in the schedule."
@@ -74,9 +72,23 @@ def run_through(plan: Plan, links: Mapping[str, Any], value: Any) -> Any:
     return trees[-1].unflatten(state)
 
 
-def value_of(link: Any, output: Any) -> Any:
-    """Leave out the log-determinant that an invertible module returns beside its value."""
-    return output[0] if getattr(link, "returns_log_det", False) else output
+def value_of(link: Any, output: Any, given: Any, direction: Direction = "forward") -> Any:
+    """Leave out the log-determinant that an invertible module returns beside its value.
+
+    Args:
+        link: what was called.
+        output: what it returned.
+        given: what it was given.
+        direction: which method was called.
+    """
+    if not getattr(link, "returns_log_det", False):
+        return output
+    tensors, _ = flatten(given)
+    if tensors and tensors[0].dim():
+        num_early = getattr(link, "num_early", 0) if direction == "forward" else 0
+        name = type(link).__name__
+        check_pair(output, len(tensors[0]), direction, name, num_early=num_early)
+    return output[0]
 
 
 class _Link:
@@ -97,8 +109,8 @@ class _Link:
         self.code: object = link if is_module else codes_of(link)
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
-        output = self._link(self._trees[self._index].unflatten(state))
-        state, tree = flatten(value_of(self._link, output))
+        given = self._trees[self._index].unflatten(state)
+        state, tree = flatten(value_of(self._link, self._link(given), given))
         opaque = tree.opaque()
         if opaque is not None:
             raise ReplayError(
@@ -109,5 +121,5 @@ class _Link:
         return state, None
 
     def inverse(self, state: State) -> State:
-        output = self._link.inverse(self._trees[self._index + 1].unflatten(state))
-        return flatten(value_of(self._link, output))[0]
+        given = self._trees[self._index + 1].unflatten(state)
+        return flatten(value_of(self._link, self._link.inverse(given), given, "inverse"))[0]

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import math
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
+import recoup
 from recoup.errors import NotInvertibleError
 from recoup.invertible import (
+    ActNorm,
     AdditiveCoupling,
     Chain,
     Flip,
+    InvertibleModule,
     InvertibleResidual,
     LipschitzLinear,
     Split,
@@ -120,3 +126,139 @@ def test_constant_memory_says_what_it_recomputes():
     y, log_det = chain(x)
     (y.square().sum() + log_det.sum()).backward()
     torch.testing.assert_close(given, x.grad)
+
+
+# -- what stages return ----------------------------------------------------------------------------
+
+
+class Doubles(InvertibleModule):
+    """Returns, in either direction, what it is told to."""
+
+    def __init__(self, forward=None, inverse=None):
+        super().__init__()
+        self.returns = {"forward": forward, "inverse": inverse}
+
+    def pair(self, direction, x, log_det):
+        change = self.returns[direction]
+        return (x, log_det) if change is None else change(x, log_det)
+
+    def forward(self, x):
+        return self.pair("forward", 2 * x, x.new_full((len(x),), 4 * math.log(2)))
+
+    def inverse(self, y):
+        return self.pair("inverse", y / 2, y.new_full((len(y),), -4 * math.log(2)))
+
+
+NO_PAIRS = {
+    "no log-det": (lambda x, d: x, r"returned a tensor of shape \(2, 4\) and type torch.float32\."),
+    "three": (lambda x, d: (x, d, d), "returned a tuple of 3 values"),
+    "none": (lambda x, d: None, "returned a NoneType"),
+    "turned round": (lambda x, d: (d, x), r"shape \(2, 4\).* as the log-determinant"),
+    "a number": (lambda x, d: (x, 0.0), "a float as the log-determinant"),
+    "a sum over the batch": (lambda x, d: (x, d.sum()), r"shape \(\) .* as the log-determinant"),
+    "a number a value": (lambda x, d: (x, d[:, None]), r"shape \(2, 1\)"),
+    "integers": (lambda x, d: (x, d.long()), "type torch.int64 on cpu as the log-determinant"),
+    "complex": (lambda x, d: (x, d.to(torch.complex64)), "torch.complex64"),
+    "another device": (lambda x, d: (x, d.to("meta")), "on meta as the log-determinant"),
+    "another batch": (lambda x, d: (x.view(4, 2), d), r"shape \(4, 2\).* as the value"),
+    "a tuple": (lambda x, d: ((x, x), d), "a tuple as the value|tuple of 2 values as the value"),
+}
+
+
+@pytest.mark.parametrize("direction", ["forward", "inverse"])
+@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
+@pytest.mark.parametrize("name", NO_PAIRS)
+def test_what_is_no_pair_names_the_stage(name, memory, direction):
+    """R1: a forgotten log-determinant was taken apart along a batch of two."""
+    change, words = NO_PAIRS[name]
+    chain = Chain(Flip(), Doubles(**{direction: change}), Flip(), memory=memory)
+    x, words = torch.ones(2, 4), rf"`{direction}` of module `1` \(Doubles\) (?s:.*){words}"
+    if direction == "forward":
+        with pytest.raises(ValueError, match=words):
+            chain(x)
+        return
+    y, _ = chain(x.requires_grad_())
+    with pytest.raises(ValueError, match=words):
+        chain.inverse(y)
+    if memory == "constant":
+        module = Chain(ActNorm(4), *chain, memory=memory)
+        y, log_det = module(x)
+        with pytest.raises(ValueError, match=words.replace("`1`", "`2`")):
+            (y.sum() + log_det.sum()).backward()
+
+
+@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
+def test_a_sequential_looks_at_pairs_too(memory):
+    """R1: it would go on with the first sample alone."""
+    model = recoup.Sequential(Doubles(forward=lambda x, d: x), nn.Flatten(), memory="linear")
+    model.otherwise, model.memory = "keep", memory
+    with pytest.raises(ValueError, match="`forward` of Doubles returned a tensor"):
+        model(torch.ones(2, 4, requires_grad=True))
+    with pytest.raises(ValueError, match="`forward` of Doubles returned a tensor"):
+        recoup.segments_backward(
+            [Doubles(forward=lambda x, d: x)], torch.ones(2, 4), torch.sum, recoup.GradStore()
+        )
+
+
+class ForwardOnly(InvertibleModule):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.w, self.w.abs().log().sum().expand(len(x))
+
+
+class Density(ForwardOnly):
+    inverts_in_backward = False
+
+
+class Empty(InvertibleModule):
+    def inverse(self, y):
+        return y, y.new_zeros(len(y))
+
+
+def test_a_missing_direction_is_said_when_the_chain_is_made():
+    """R1: it was said in the backward of constant memory, or when the flow was sampled."""
+    with pytest.raises(NotInvertibleError, match=r"`modules\[1\]` is a ForwardOnly.*inverts_in_b"):
+        Chain(Flip(), ForwardOnly())
+    with pytest.raises(ValueError, match=r"`modules\[0\]` is a Empty.*define `forward`"):
+        Chain(Empty())
+    with pytest.raises(NotInvertibleError, match=r"module `0` \(ForwardOnly\) has no inverse"):
+        recoup.Sequential(ForwardOnly(), memory="constant")
+    model = recoup.Sequential(ForwardOnly(), memory="constant", otherwise="recompute")
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_density_that_is_not_sampled_trains_in_constant_memory():
+    """R1: a module that is used forward only may say so."""
+    x, found = torch.randn(3, 4), {}
+    for memory in ("linear", "constant"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chain = Chain(Flip(), Density(), Flip(), Density(), memory=memory)
+        y, log_det = chain(x)
+        (y.square().sum() - log_det.sum()).backward()
+        found[memory] = [p.grad for p in chain.parameters()]
+    assert all(map(torch.equal, found["linear"], found["constant"]))
+    with pytest.raises(NotImplementedError, match="Density does not define `inverse`") as caught:
+        chain.inverse(y)
+    assert "It is module `3` (Density) of the chain." in caught.value.__notes__
+
+
+@pytest.mark.parametrize("memory", ["linear", "sqrt", "constant"])
+def test_a_chain_that_splits_within_a_chain(memory):
+    """R1: its inverse in linear memory joined the last latent with itself."""
+    x = torch.randn(2, 8)
+    for chain in (
+        Chain(Chain(Split(), Flip()), memory=memory),
+        Chain(Flip(), Chain(Split(), Flip()), Split(), Flip(), memory=memory),
+        Chain(Chain(Split(), Chain(Split(), Flip())), ActNorm(2), memory=memory),
+    ):
+        y, _ = chain(x)
+        plain = [each.clone() for each in y]
+        assert sum(each.numel() for each in y) == x.numel()
+        torch.testing.assert_close(chain.inverse(y)[0], x)
+        chain.memory = "sqrt"
+        for one, other in zip(chain(x)[0], plain, strict=True):
+            torch.testing.assert_close(one, other)

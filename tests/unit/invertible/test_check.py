@@ -65,6 +65,42 @@ class AbsoluteLogDet(Scale):
         return self.w.abs().log().abs().sum().expand(len(x))
 
 
+class NumberForLogDet(Scale):
+    """The right value, without a gradient: training by it drives the scale to infinity."""
+
+    def log_det(self, x):
+        return x.new_full((len(x),), float(super().log_det(x[:1]).detach()))
+
+
+class NumberForInverseLogDet(Scale):
+    def inverse(self, y):
+        x, log_det = super().inverse(y)
+        return x, log_det.detach()
+
+
+class Bends(InvertibleModule):
+    """``x + x**3 w**2 / 3``: a log-determinant that depends on the input and on a parameter."""
+
+    def __init__(self, detached=()):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([0.7, -0.5, 1.1]))
+        self.detached = detached
+
+    def log_det(self, x):
+        x = x.detach() if "x" in self.detached else x
+        w = self.w.detach() if "w" in self.detached else self.w
+        return (x * w).square().log1p().sum(1)
+
+    def forward(self, x):
+        return x + x**3 * self.w**2 / 3, self.log_det(x)
+
+    def inverse(self, y):
+        x = y.detach()
+        for _ in range(60):
+            x = x - (self(x)[0] - y) / (1 + (x * self.w) ** 2)
+        return x, -self.log_det(x)
+
+
 class WrongInTraining(Scale):
     """The reconstruction is wrong only where the gradients of training are made."""
 
@@ -94,7 +130,7 @@ X = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
 def test_a_right_module_passes(case):
     report = check_invertible(case.layer, case.x)
     assert report, str(report)
-    assert len(report.findings) == 6
+    assert len(report.findings) == 8
 
 
 def test_the_undamaged_stand_in_passes():
@@ -105,9 +141,30 @@ def test_the_undamaged_stand_in_passes():
     ("kind", "names"),
     [
         (WrongInverse, ["forward, then inverse", "inverse, then forward", "constant"]),
-        (NoInverse, ["forward, then inverse", "inverse, then forward", "log-det of", "constant"]),
-        (WrongSignOfInverseLogDet, ["log-det of forward and inverse"]),
-        (AbsoluteLogDet, ["log-det and autograd's Jacobian"]),
+        (
+            NoInverse,
+            [
+                "forward, then inverse",
+                "inverse, then forward",
+                "log-det of",
+                "gradient of the inverse's log-det",
+                "constant",
+            ],
+        ),
+        (
+            WrongSignOfInverseLogDet,
+            ["log-det of forward and inverse", "gradient of the inverse's log-det"],
+        ),
+        (
+            AbsoluteLogDet,
+            [
+                "log-det and autograd's Jacobian",
+                "gradient of the log-det",
+                "gradient of the inverse's log-det",
+            ],
+        ),
+        (NumberForLogDet, ["gradient of the log-det", "gradient of the inverse's log-det"]),
+        (NumberForInverseLogDet, ["gradient of the inverse's log-det"]),
         (WrongInTraining, ["constant"]),
         (NanInTraining, ["constant"]),
     ],
@@ -119,6 +176,37 @@ def test_each_damage_is_found_and_nothing_else(kind, names):
     assert len(found) == len(names), str(report)
     assert all(name in actual for name, actual in zip(names, found, strict=True)), str(report)
     assert "FAILED" in str(report)
+
+
+@pytest.mark.parametrize("what", ["x", "w"])
+def test_a_log_det_whose_gradient_lacks_a_part_is_named(what):
+    """R1: the value is right, so that round trips and the Jacobian's determinant are, too."""
+    assert check_invertible(Bends(), X), str(check_invertible(Bends(), X))
+    report = check_invertible(Bends(detached=(what,)), X)
+    assert failed(report) == ["gradient of the log-det", "gradient of the inverse's log-det"]
+    assert f"no gradient, though it depends on: {'the input' if what == 'x' else what}" in str(
+        report
+    )
+
+
+def test_a_log_det_without_a_gradient_is_named():
+    """R1: such a layer was certified, and trained to nonsense."""
+    report = check_invertible(NumberForLogDet(), X)
+    assert "no gradient, though it depends on: w" in str(report)
+    report = check_invertible(Chain(Flip(), NumberForLogDet(), Flip()), X)
+    assert "no gradient, though it depends on: 1.w" in str(report)
+
+
+def test_what_is_no_pair_is_reported():
+    """R1: a forgotten log-determinant, of two samples, was taken apart along the batch."""
+
+    class Forgetful(Scale):
+        def forward(self, x):
+            return x * self.w
+
+    report = check_invertible(Forgetful(), X[:2])
+    assert failed(report) == ["what forward returns"]
+    assert "returned a tensor of shape (2, 3)" in str(report)
 
 
 @pytest.mark.parametrize("kind", [WrongInTraining, NanInTraining])
@@ -231,5 +319,20 @@ def test_a_module_with_a_context():
     assert report, str(report)
     report = check_invertible(Forgets(), x, context)
     wrong = [finding for finding in report.findings if not finding.passed]
+    assert "gradient of the log-det" not in failed(report)
     assert "forward, then inverse" in [finding.name for finding in wrong]
     assert "the context" in wrong[-1].note
+
+
+class IgnoresTheContext(Scaled):
+    """In the gradient of its log-determinant."""
+
+    def forward(self, x, context):
+        return x * context.exp(), context.detach().sum(1)
+
+
+def test_the_gradient_to_the_context_is_compared():
+    """R1."""
+    report = check_invertible(IgnoresTheContext(), torch.randn(3, 4), torch.randn(3, 4))
+    assert failed(report) == ["gradient of the log-det"]
+    assert "no gradient, though it depends on: the context" in str(report)

@@ -1,0 +1,79 @@
+"""A value and its log-determinant, as both directions of an invertible module return them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+__all__ = ["Direction", "check_pair", "has_inverse"]
+
+Direction = Literal["forward", "inverse"]
+
+
+def has_inverse(link: object) -> bool:
+    """Whether an object defines `inverse`; that of a base class may be marked as missing."""
+    method = getattr(link, "inverse", None)
+    return callable(method) and not getattr(method, "is_missing", False)
+
+
+def check_pair(
+    returned: Any, num_samples: int, direction: Direction, name: str, *, num_early: int = 0
+) -> tuple[Any, Tensor]:
+    """Return what an invertible module returned, if it is a value and its log-determinant.
+
+    A module that forgets the log-determinant returns one tensor, which would be taken apart along
+    the batch: for two samples without an error.
+
+    Args:
+        returned: what it returned.
+        num_samples: of the batch that it was given.
+        direction: which method returned it.
+        name: what errors call the module.
+        num_early: how many latents are split off in it; the value is a tuple then.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    wrong = _why_not_pair(returned, num_samples, num_early)
+    if wrong is None:
+        return returned
+    raise ValueError(
+        f"`{direction}` of {name} returned {wrong}. Return (value, log_det): the value with the "
+        f"{num_samples} samples of the batch, and its log-determinant, real and of shape "
+        f"({num_samples},), on the device of the value; `x.new_zeros(len(x))` where the volume "
+        "does not change."
+    )
+
+
+def _why_not_pair(returned: Any, num_samples: int, num_early: int) -> str | None:
+    """Return what is returned instead of a pair, or None."""
+    if not _is_sequence(returned) or len(returned) != 2:
+        return _shown(returned)
+    value, log_det = returned
+    parts: Sequence[Any] = value if num_early and _is_sequence(value) else (value,)
+    if num_early and len(parts) != num_early + 1:
+        return f"{_shown(value)} as the value, where {num_early + 1} parts are due"
+    for part in parts:
+        if not isinstance(part, Tensor) or part.shape[:1] != (num_samples,):
+            return f"{_shown(part)} as the value"
+    if not isinstance(log_det, Tensor):
+        return f"{_shown(log_det)} as the log-determinant"
+    is_real = log_det.is_floating_point() or not (
+        log_det.is_complex() or parts[0].is_floating_point()  # of integers it may be integers
+    )
+    if log_det.shape != (num_samples,) or not is_real or log_det.device != parts[0].device:
+        return f"{_shown(log_det)} on {log_det.device} as the log-determinant"
+    return None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)} values" if _is_sequence(value) else f"a {kind}"
