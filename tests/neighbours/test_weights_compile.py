@@ -292,3 +292,110 @@ def test_kinds_of_layers_do_not_share_the_limit_of_compilations():
         module = recoup.weight_dropout(kind(8, 8))
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(step(compiled, x, 0)[0], step(module, x, 0)[0])
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_schedule_counts_compiled_forwards(num_layers):
+    """R4: a forward is one step, however many weights it has."""
+    seen = []
+    module = recoup.weight_noise(
+        tree_of(num_layers), r"\d.weight", std=lambda number: seen.append(number) or 0.1
+    )
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(BATCH, 8)
+    seen.clear()
+    for _ in range(3):
+        compiled(x).sum().backward()
+    assert seen == [number for number in range(3) for _ in range(num_layers)]
+    assert recoup.weights.applied(module)[0].step == 3
+    module(x)
+    with recoup.weights.step(module):
+        compiled(x), compiled(x)
+    assert recoup.weights.applied(module)[0].step == 5
+
+
+class Unrolled(Between):
+    """A recurrent layer that runs twice, and a linear one that does so too."""
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.after(self.lstm(self.before(x).unsqueeze(0))[0].tanh()).squeeze(0)
+        return x
+
+
+def test_a_compiled_forward_that_breaks_is_one_forward():
+    """R4: recurrent layers, which are not compiled, have the draw and the step of the tree."""
+    seen = []
+    module = recoup.weight_noise(
+        Unrolled(), r".*weight.*", std=lambda number: seen.append(number) or 0.1
+    )
+    compiled, x = torch.compile(module, backend="aot_eager"), torch.randn(BATCH, 8)
+    for seed in range(2):
+        number = recoup.weights.applied(module)[0].step
+        seen.clear()
+        got = step(compiled, x, seed)
+        assert seen == 4 * [number], "asked once for each of four weights"
+        torch.testing.assert_close(got, step(module, x, seed))
+
+
+class Parts(nn.Module):
+    """A model whose method and whose forward read the weight of a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def used(self, x):
+        return nn.functional.linear(x, self.part.weight)
+
+    def forward(self, x):
+        return self.used(self.part(x))
+
+
+def test_a_compiled_read_has_what_covers_it_alone():
+    """R4: dropout of the part alone is not in force where the tree reads the weight of the part."""
+    module, x = Parts(), torch.randn(BATCH, 8)
+    recoup.weight_noise(module, r"part\.weight", std=0.1)
+    recoup.weight_dropout(module.part, p=1.0)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match=r"`part.weight` .* weight_dropout"):
+        got = step(compiled, x, 0)
+    torch.testing.assert_close(got[0], step(module, x, 0)[0])
+    assert torch.count_nonzero(got[0]) > 0
+
+
+def test_what_was_applied_to_a_part_draws_for_each_forward_of_it():
+    """R4: while what was applied to the tree draws once in its forward."""
+    part = recoup.weight_dropout(nn.Linear(8, 8, bias=False))
+    tree = recoup.weight_noise(nn.Sequential(part, part), r"0\.weight", std=0.1)
+    compiled, x = torch.compile(tree, fullgraph=True, backend="aot_eager"), torch.eye(8)
+    for seed in range(2):
+        torch.testing.assert_close(step(compiled, x, seed), step(tree, x, seed))
+
+
+def test_a_compiled_method():
+    """R4: raw with a warning, as in eager code, and noisy within a step."""
+    module, x = recoup.weight_noise(Parts(), r"part\.weight", std=0.1), torch.randn(BATCH, 8)
+    compiled = torch.compile(module.used, fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match=r"`part.weight` of Parts was read outside"):
+        raw = compiled(x)
+    assert torch.equal(raw, nn.functional.linear(x, module.part.get_parameter("weight")))
+    with recoup.weights.step(module), recoup.weights.same_draw(seed=1):
+        noisy = compiled(x)
+        torch.testing.assert_close(noisy, module.used(x))
+    assert not torch.equal(noisy, raw)
+
+
+def test_a_norm_in_a_compiled_method():
+    """R4: the graph breaks where it depends on what is in force around it."""
+    module, x = recoup.weight_norm(Parts(), r"part\.weight"), torch.randn(BATCH, 8)
+    with torch.no_grad():
+        module.part.weight_g.mul_(3.0)
+    compiled = torch.compile(module.used, backend="aot_eager")
+    with pytest.warns(UserWarning, match=r"`part.weight` of Parts was read outside"):
+        raw = compiled(x)
+    with recoup.weights.step(module):
+        torch.testing.assert_close(compiled(x), 3 * raw)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(module.used, fullgraph=True, backend="aot_eager")(x)

@@ -67,8 +67,13 @@ def _mark(fn: Any, what_it_calls: str) -> None:
         frames.set_code_exec_strategy(fn.__code__, strategy)
 
 
-def uncompiled(fn: F) -> F:
-    """Return `fn` as a function at which a graph breaks."""
-    if fn not in _uncompiled:
-        _uncompiled[fn] = torch.compiler.disable(fn)
-    return _uncompiled[fn]
+def uncompiled(fn: F, *, recursive: bool = True) -> F:
+    """Return `fn` as a function at which a graph breaks.
+
+    Args:
+        fn: the function.
+        recursive: whether what it calls is left alone, too.
+    """
+    if (fn, recursive) not in _uncompiled:
+        _uncompiled[fn, recursive] = torch.compiler.disable(fn, recursive=recursive)
+    return _uncompiled[fn, recursive]

@@ -7,7 +7,7 @@ applied, takes it away, and controls what is drawn.
 from __future__ import annotations
 
 from recoup.weights.application import applied, remove
-from recoup.weights.contexts import disabled, enabled, same_draw
+from recoup.weights.contexts import disabled, enabled, same_draw, step
 from recoup.weights.dropout import weight_dropout
 from recoup.weights.noise import weight_noise
 from recoup.weights.norm import weight_norm
@@ -18,6 +18,7 @@ __all__ = [
     "enabled",
     "remove",
     "same_draw",
+    "step",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

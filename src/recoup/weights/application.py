@@ -47,6 +47,8 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
         swap_class(owner)
     for part in covering:
         attach(part).covered.append(steps[0].application)
+        if part is module:
+            attach(part).roots.append(steps[0].application)
         swap_class(part)
     return module
 
@@ -190,6 +192,7 @@ def _tidy(module: nn.Module) -> None:
         return
     alive = {step.application for _, place in _places(module) for step in place.steps}
     attached.covered = [application for application in attached.covered if application in alive]
+    attached.roots = [application for application in attached.roots if application in alive]
     if not attached.places and not attached.covered:
         restore_class(module)
     else:

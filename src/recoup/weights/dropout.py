@@ -16,6 +16,7 @@ from recoup.weights.reparametrization import (
     Magnitude,
     Operands,
     Reparametrization,
+    is_schedule,
     shown,
     value_of,
 )
@@ -102,6 +103,10 @@ class WeightDropout(Reparametrization):
                 )
         self.axes = tuple(sorted({axis % weight.dim() for axis in self.axes}))
         self.drops_rows = self.axes == (1,) and weight.dim() == 2
+
+    @property
+    def has_schedule(self) -> bool:
+        return is_schedule(self.p)
 
     def magnitude(self, step: int) -> float:
         return value_of(self.p, step, "p", least=0.0, most=1.0, needed="from 0 to 1")

@@ -35,6 +35,7 @@ __all__ = [
     "SameDraw",
     "drawn_for",
     "frames",
+    "is_due",
     "is_overridden",
     "is_turned_on",
 ]
@@ -144,23 +145,27 @@ def is_overridden() -> bool:
     return len(_overriding) > 0
 
 
+def is_due(step: Reparametrization, place: object, *, is_training: bool) -> bool:
+    """Whether a forward would reparametrize the weight now (See Rule 3)."""
+    for frame in reversed(_stack.frames):
+        if isinstance(frame, Override) and place in frame.places:
+            return frame.is_on or not step.is_random
+    return is_training or step.mode == "always"
+
+
 def drawn_for(
     step: Reparametrization, place: object, path: str, *, is_training: bool
 ) -> Drawn | None:
     """Return what a reparametrization does in the forward that is running, or None."""
     around: Forward | None = None
     kept: SameDraw | None = None
-    is_on = is_training or step.mode == "always"
-    is_said = False
     for frame in reversed(_stack.frames):
         if isinstance(frame, Forward):
             if step.application in frame.applications:
                 around = frame
         elif isinstance(frame, SameDraw):
             kept = frame if kept is None else kept
-        elif isinstance(frame, Override) and not is_said and place in frame.places:
-            is_on, is_said = frame.is_on or not step.is_random, True
-    if around is None or not is_on:
+    if around is None or not is_due(step, place, is_training=is_training):
         return None
     lasting = around if kept is None else kept
     drawn = lasting.drawn.get(step)

@@ -7,8 +7,13 @@ Rule 1. A graph cannot hold seeds, or every call would draw the same. So it hold
 Rule 2. The second operator makes the weight from the raw one and these seeds, and depends on
         nothing else; so the compiler may keep its result or make it again, as it thinks best.
 Rule 3. One forward has one draw also in a graph: while it is traced, the first read makes the
-        weight, and the other reads of that forward are given the same.
-Rule 4. Operators are registered when something is first applied, not on import.
+        weight, and the other reads of that forward that are covered alike are given the same.
+Rule 4. A step is counted once in a forward, and drawn for once: of each thing that was applied, the
+        first read in a forward begins, and the others join, by being given the seeds of that read.
+Rule 5. What covers a read is known when it is traced: a forward that is traced, for each thing that
+        was applied. A norm that is not covered depends on what is in force around the graph, so the
+        graph breaks there.
+Rule 6. Operators are registered when something is first applied, not on import.
 """
 
 from __future__ import annotations
@@ -16,15 +21,15 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recoup.residuals.compiler import never_compiled
+from recoup.residuals.compiler import never_compiled, uncompiled
 from recoup.weights.forwards import Forward, is_overridden
+from recoup.weights.outside import warn_of_read
 from recoup.weights.reparametrization import Application, Drawn
 
 if TYPE_CHECKING:
@@ -32,7 +37,16 @@ if TYPE_CHECKING:
 
 __all__ = ["forward_in_graph", "new_handle", "read_in_graph", "register_operators"]
 
-Traced = tuple[tuple[Application, ...], dict[tuple[Any, bool], Tensor]]
+Seeds = tuple["Place", int, Tensor]  # of which weight, of which of its steps, and the tensor
+
+
+class Traced(NamedTuple):
+    """A forward that is traced: what it covers, what was made in it, and what began in it."""
+
+    applications: tuple[Application, ...]
+    made: dict[tuple[Any, bool, int], Tensor]
+    begun: dict[Application, Seeds]
+
 
 _numbers = itertools.count()
 _places: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
@@ -54,7 +68,7 @@ def forward_in_graph(
     kwargs: dict[str, Any],
 ) -> Any:
     """Trace a forward whose reads share their draws (See Rule 3)."""
-    _traced.append((applications, {}))
+    _traced.append(Traced(applications, {}, {}))
     try:
         return run(module, *args, **kwargs)
     finally:
@@ -63,36 +77,71 @@ def forward_in_graph(
 
 def read_in_graph(place: Place, module: nn.Module, raw: Tensor) -> Tensor:
     """Trace a read of a weight (See Rule 3)."""
-    key = (place, torch.is_grad_enabled())
-    for applications, made in _traced:
-        for step in place.steps:
-            if step.application in applications:
-                if key not in made:
-                    made[key] = _made(place, module, raw, is_in_forward=True)
-                return made[key]
-    return _made(place, module, raw, is_in_forward=False)
+    covered, innermost = 0, -1
+    for number, step in enumerate(place.steps):
+        around = _around(step.application)
+        if around >= 0:
+            covered |= 1 << number
+            innermost = max(innermost, around)
+        elif not step.is_random:
+            return uncompiled(_read_uncompiled)(place, module, raw)  # See Rule 5
+    if innermost < 0:
+        return _made(place, module, raw, covered)
+    made = _traced[innermost].made
+    key = (place, torch.is_grad_enabled(), covered)
+    if key not in made:
+        made[key] = _made(place, module, raw, covered)
+    return made[key]
 
 
-def _made(place: Place, module: nn.Module, raw: Tensor, *, is_in_forward: bool) -> Tensor:
+def _made(place: Place, module: nn.Module, raw: Tensor, covered: int) -> Tensor:
     weight = raw
     is_on = is_overridden()
     for step in place.steps:
         if step.is_random:
             is_on = is_on or module.training or step.mode == "always"
-        elif is_in_forward:
+        else:
             operands = step.operands(module, place.key)
             weight = step.apply_plainly(weight, operands, Drawn(step, 0, 1.0))
     if not is_on:
         return weight
+    begun: list[Tensor] = []
+    joins: list[int] = []
+    beginning: list[int] = []
+    for number, step in enumerate(place.steps):
+        around = _around(step.application)
+        before = None if around < 0 else _traced[around].begun.get(step.application)
+        if before is not None:
+            # Its own seeds again if they are of the same weight, else the step that was counted.
+            begun.append(before[2])
+            joins += [number, before[1], int(before[0] is place)]
+        elif around >= 0:
+            beginning.append(number)
     seeds = torch.ops.recoup.seeds(
-        raw, place.handle, len(place.steps), module.training, is_in_forward
+        raw, place.handle, len(place.steps), module.training, covered, begun, joins
     )
+    for number in beginning:
+        application = place.steps[number].application
+        _traced[_around(application)].begun[application] = (place, number, seeds)
     return torch.ops.recoup.redraw(weight, seeds, place.handle)
+
+
+def _around(application: Application) -> int:
+    """Return which is the outermost forward being traced that covers something, or -1."""
+    for number, traced in enumerate(_traced):
+        if application in traced.applications:
+            return number
+    return -1
+
+
+def _read_uncompiled(place: Place, module: nn.Module, raw: Tensor) -> Tensor:
+    warn_of_read(place, is_training=module.training)
+    return place.read(module, raw)
 
 
 @functools.cache
 def register_operators() -> None:
-    """Register the operators that a graph calls (See Rule 4)."""
+    """Register the operators that a graph calls (See Rule 6)."""
     seeds = torch.library.custom_op(
         "recoup::seeds", _seeds, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
     )
@@ -105,24 +154,63 @@ def register_operators() -> None:
 
 @never_compiled
 def _seeds(
-    anchor: Tensor, handle: Tensor, num_steps: int, is_training: bool, is_in_forward: bool
+    anchor: Tensor,
+    handle: Tensor,
+    num_steps: int,
+    is_training: bool,
+    covered: int,
+    begun: Sequence[Tensor],
+    joins: Sequence[int],
 ) -> Tensor:
-    """Return a row of seeds and a row of magnitudes, as bits; 0 where nothing is drawn."""
+    """Return seeds, magnitudes as bits, and steps, a row each; 0, 0 and -1 where none is drawn.
+
+    Args:
+        anchor: the raw weight.
+        handle: of the place.
+        num_steps: how many things are applied to the weight.
+        is_training: whether its module is in training mode.
+        covered: as bits, which of them a forward in the graph covers.
+        begun: what this returned for earlier reads in the same forward (See Rule 4).
+        joins: for each of those three numbers: which of what is applied here joins, which it is
+            there, and whether it is of the same weight.
+    """
     place = _places[int(handle)]
+    applications = [each.application for n, each in enumerate(place.steps) if covered >> n & 1]
     # A forward that is traced is not in force when the graph runs: this stands for it.
-    around = Forward(None, place.applications) if is_in_forward else nullcontext()
+    around = Forward(None, tuple(applications))
+    for before, (number, there, is_same) in zip(begun, _in_threes(joins), strict=True):
+        seed, bits, count = before[:, there]
+        step = place.steps[number]
+        if count >= 0:
+            around.steps[step.application] = int(count)
+            if is_same:
+                around.drawn[step] = Drawn(step, int(seed), bits.view(torch.float64).item())
     with around:
         drawn = {each.step: each for each in place.resolution(anchor, is_training=is_training)}
+        warn_of_read(place, is_training=is_training)
     found = [drawn.get(step) for step in place.steps]
     seeds = torch.tensor([0 if each is None else each.seed for each in found])
     magnitudes = [0.0 if each is None else each.magnitude for each in found]
-    return torch.stack([seeds, torch.tensor(magnitudes, dtype=torch.float64).view(torch.int64)])
+    counts = torch.tensor([around.steps.get(step.application, -1) for step in place.steps])
+    bits = torch.tensor(magnitudes, dtype=torch.float64).view(torch.int64)
+    return torch.stack([seeds, bits, counts])
+
+
+def _in_threes(joins: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    numbers = iter(joins)
+    return zip(numbers, numbers, numbers, strict=True)
 
 
 def _fake_seeds(
-    anchor: Tensor, handle: Tensor, num_steps: int, is_training: bool, is_in_forward: bool
+    anchor: Tensor,
+    handle: Tensor,
+    num_steps: int,
+    is_training: bool,
+    covered: int,
+    begun: Sequence[Tensor],
+    joins: Sequence[int],
 ) -> Tensor:
-    return torch.empty((2, num_steps), dtype=torch.int64, device="cpu")
+    return torch.empty((3, num_steps), dtype=torch.int64, device="cpu")
 
 
 def _drawn(seeds: Tensor, handle: Tensor) -> list[Drawn]:

@@ -16,6 +16,7 @@ from recoup.weights.reparametrization import (
     Magnitude,
     Operands,
     Reparametrization,
+    is_schedule,
     shown,
     value_of,
 )
@@ -75,6 +76,10 @@ class WeightNoise(Reparametrization):
     def __repr__(self) -> str:
         mode = "" if self.mode == "training" else f', mode="{self.mode}"'
         return f"weight_noise(std={shown(self.std)}{mode})"
+
+    @property
+    def has_schedule(self) -> bool:
+        return is_schedule(self.std)
 
     def magnitude(self, step: int) -> float:
         return value_of(self.std, step, "std", least=0.0, most=float("inf"), needed="0 or more")

@@ -18,6 +18,7 @@ from recoup.residuals.seeds import is_repeated, remembered
 from recoup.residuals.values import Source, as_value, read_anew
 from recoup.weights.forwards import Forward, Made, drawn_for, frames, is_turned_on
 from recoup.weights.graph import new_handle
+from recoup.weights.outside import look_at_read
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
 __all__ = ["Place"]
@@ -62,6 +63,8 @@ class Place:
     def read(self, module: nn.Module, raw: Tensor) -> Tensor:
         """Return the weight that the forward in progress uses; the raw one outside of any."""
         drawn = self.drawn(module, raw)
+        if len(drawn) < len(self.steps):
+            look_at_read(self, module)
         return self._made(module, raw, drawn) if drawn else raw
 
     @never_compiled

@@ -50,6 +50,11 @@ class Reparametrization:
         self.application = application
         self.mode = mode
 
+    @property
+    def has_schedule(self) -> bool:
+        """Whether its magnitude depends on the step."""
+        return False
+
     def magnitude(self, step: int) -> float:
         """Return how strong it is at a step; 0 is not at all."""
         del step
@@ -133,6 +138,11 @@ def value_of(
             "from the step to a number."
         )
     return number
+
+
+def is_schedule(magnitude: Magnitude) -> bool:
+    """Whether a magnitude is a function of the step."""
+    return callable(magnitude) and not isinstance(magnitude, Tensor)
 
 
 def shown(magnitude: Magnitude) -> str:

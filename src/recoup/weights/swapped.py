@@ -27,6 +27,7 @@ from recoup.residuals.compiler import not_compiled_itself, uncompiled
 from recoup.weights.embedding import forward_by_rows
 from recoup.weights.forwards import Forward, frames
 from recoup.weights.graph import forward_in_graph, read_in_graph
+from recoup.weights.outside import look_at_part
 from recoup.weights.place import Place
 from recoup.weights.recurrent import members_of_recurrent
 from recoup.weights.reparametrization import Application
@@ -44,7 +45,9 @@ class Attached:
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
         self.covered: list[Application] = []
+        self.roots: list[Application] = []  # those that were applied to this module itself
         self.applications: tuple[Application, ...] = ()
+        self.breaks = False  # whether a graph of its forward breaks at a recurrent layer
 
     def check(self, module: nn.Module) -> None:
         """Raise if a parameter was taken away, which would lose what is applied to it."""
@@ -82,6 +85,7 @@ def swap_class(module: nn.Module) -> None:
     """Give `module` the class for the parameters that it carries."""
     attached = attach(module)
     attached.refresh()
+    attached.breaks = any(isinstance(part, nn.RNNBase) for part in module.modules())
     base = vars(type(module))[_BASE] if is_swapped(module) else type(module)
     module.__class__ = _class_for(base, tuple(sorted(attached.places)))
 
@@ -153,8 +157,12 @@ def _property(name: str) -> property:
 def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
     @not_compiled_itself
     def in_progress(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
-        with Forward(self, attached.applications):
-            return run(self, *args, **kwargs)
+        forward = Forward(self, attached.applications)
+        with forward:
+            result = run(self, *args, **kwargs)
+        if forward.drawn:
+            look_at_part(self, attached.roots, forward.drawn, result)
+        return result
 
     @functools.wraps(forward)
     def forward_in_progress(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -164,9 +172,11 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
         attached.check(self)
         if not torch.compiler.is_compiling():
             return in_progress(self, attached, args, kwargs)
-        if may_be_compiled:
+        if may_be_compiled and not attached.breaks:
             return forward_in_graph(run, self, attached.applications, args, kwargs)
-        return uncompiled(in_progress)(self, attached, args, kwargs)
+        # With a recurrent layer within, what is around it is compiled, and the forward is in
+        # force for all of it.
+        return uncompiled(in_progress, recursive=not may_be_compiled)(self, attached, args, kwargs)
 
     return forward_in_progress
 

@@ -1140,7 +1140,8 @@ def test_a_module_of_a_user():
     x = torch.randn(3, 4)
     assert module.hello == "world"
     assert not hasattr(module, "nothing")
-    assert torch.equal(module.doubled, raw * 2)
+    with pytest.warns(UserWarning, match=r"read by `Awkward.doubled` outside of a forward"):
+        assert torch.equal(module.doubled, raw * 2)
     with recorded() as made:
         y = module(x, twice=False)
         z = module(x)

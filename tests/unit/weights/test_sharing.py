@@ -344,6 +344,36 @@ def test_ties_last(applied_first):
     assert model.state_dict().keys() == keys
 
 
+UNTIES = {
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "assign": lambda model: model.load_state_dict(Tied().state_dict(), assign=True),
+    "to meta": lambda model: model.to("meta"),
+    "assign one": lambda model: model.load_state_dict(
+        {"embedding.weight": torch.zeros(VOCABULARY, WIDTH)}, strict=False, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("way", UNTIES)
+def test_what_torch_unties(way):
+    """Noisy or not, torch makes a parameter of each name; tied again, each use has its policy."""
+    ties = []
+    for noisy in (False, True):
+        with torch.device("meta" if way == "to_empty" else "cpu"):
+            model = Tied()
+        if noisy:
+            recoup.weight_dropout(model, r"embedding\.weight", p=1.0)
+        UNTIES[way](model)
+        ties.append(model.decoder.weight is model.embedding.weight)
+    assert ties == [False, False]
+    model = model.to_empty(device="cpu")
+    model.decoder.weight = model.embedding.weight
+    nn.init.ones_(model.embedding.weight)
+    assert torch.count_nonzero(model(ids())) == 0
+    assert torch.count_nonzero(model.decoder(torch.ones(1, WIDTH))) == VOCABULARY
+    assert len(list(model.parameters())) == 1
+
+
 def test_a_copy_is_tied_to_itself():
     model = reparametrize(LanguageModel())
     model(ids())

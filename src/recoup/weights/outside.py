@@ -1,0 +1,211 @@
+"""Warnings about code outside of a forward of the tree, where a weight is not what is expected.
+
+NOTE [ What is expected outside of a forward ]
+
+Rule 1. A draw belongs to a forward of the module that the reparametrization was applied to. A
+        method beside `forward` (`encode`, `training_step`) that calls parts of that module gives
+        each part a draw and a step of its own. That is an accident if two such forwards wait for
+        one backward, and a schedule counts them or they draw for the same weight.
+Rule 2. A weight that is read outside of a forward is the parameter, which is what optimizers,
+        initialisation, ties and sums of squares want. It is an accident where a function of a model
+        reads it to compute with it. That is guessed by who reads, in which mode, and what is asked
+        of the tensor next; the guess decides about a warning alone, never about a number.
+Rule 3. One warning for each call that applied something, with the way out.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sys
+import warnings
+import weakref
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from recoup.residuals.compiler import never_compiled
+from recoup.weights.forwards import Forward, frames, is_due
+from recoup.weights.reparametrization import Application, Drawn, Reparametrization
+
+if TYPE_CHECKING:
+    from recoup.weights.place import Place
+
+__all__ = ["look_at_part", "look_at_read", "warn_of_read"]
+
+_WAY_OUT = "with recoup.weights.step(model):"
+# What is asked of a weight in order to compute with it.
+_USES = re.compile(
+    "[TH]|mT|mH|t|transpose|permute|view|reshape|flatten|unflatten|squeeze|unsqueeze|expand|chunk|"
+    "split|unbind|narrow|contiguous|to|type|type_as|float|double|half|bfloat16|matmul|mm|bmm|mv|"
+    "mul|add|sub|div|index_select|gather"
+)
+_SETTING_UP = re.compile(r"init|reset|tie|share|optim|param|state|load|save|copy|remove|^on_")
+
+_MACHINERY = ("torch.", "recoup.weights.", "recoup.residuals.")
+_PASSING = (nn.ParameterList.__module__, "recoup.weights.swapped")
+
+_waiting: weakref.WeakKeyDictionary[Application, list[weakref.ref[_Waiting]]]
+_waiting = weakref.WeakKeyDictionary()
+_told: weakref.WeakSet[Application] = weakref.WeakSet()
+
+
+class _Waiting:
+    """A forward of a part, which lives as long as its graph does (See Rule 1)."""
+
+    def __init__(self, steps: set[Reparametrization]) -> None:
+        self.steps = steps
+        self.is_over = False
+
+    def __call__(self, gradients: Any) -> None:
+        """Take note that a backward has come."""
+        self.is_over = True
+
+
+@never_compiled
+def look_at_part(
+    module: nn.Module,
+    roots: list[Application],
+    drawn: dict[Reparametrization, Drawn],
+    result: Any,
+) -> None:
+    """Warn if a forward of a part shares its backward with another one (See Rule 1).
+
+    Args:
+        module: the module that ran.
+        roots: what was applied to it itself, rather than to a tree that it is in.
+        drawn: what its forward drew, being the outermost one.
+        result: what it returned.
+    """
+    by_application: dict[Application, set[Reparametrization]] = {}
+    for step in drawn:
+        if step.is_random and step.application not in roots and step.application not in _told:
+            by_application.setdefault(step.application, set()).add(step)
+    for application, steps in by_application.items():
+        before = [each for ref in _waiting.get(application, ()) if (each := ref()) is not None]
+        before = [each for each in before if not each.is_over]
+        is_counted = any(step.has_schedule for step in steps)
+        if any(is_counted or each.steps & steps for each in before):
+            _warn_of_part(module, application, next(iter(steps)))
+            continue
+        now = _Waiting(steps)
+        for node in {leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}:
+            if node is not None:
+                node.register_prehook(now)
+        _waiting[application] = [weakref.ref(each) for each in (*before, now)]
+
+
+def _warn_of_part(module: nn.Module, application: Application, step: Reparametrization) -> None:
+    _told.add(application)
+    _waiting.pop(application, None)
+    warnings.warn(
+        f"Several modules of the tree that {step.kind} was applied to ran outside of a forward of "
+        f"that tree ({type(module).__name__} was the last one), and wait for one backward. Each of "
+        "these forwards has a draw of its own and counts as a step, and a weight that is read "
+        f"between them is the parameter itself. Put `{_WAY_OUT}` around what one step of training "
+        "computes: within, there is one draw and one step.",
+        stacklevel=_level(sys._getframe(1)),
+    )
+
+
+def look_at_read(place: Place, module: nn.Module) -> None:
+    """Warn if what was read just now is the parameter, and was expected not to be (See Rule 2)."""
+    if module.training and not torch.is_grad_enabled():
+        return  # initialising, averaging, copying
+    around = frames()
+    if around and isinstance(around[-1], Forward) and around[-1].reads_raw:
+        return
+    if not _missing(place, is_training=module.training):
+        return
+    reader = _reader(sys._getframe(3))  # beyond `Place.read` and the property
+    if reader is not None:
+        warn_of_read(place, reader, is_training=module.training)
+
+
+def _missing(place: Place, *, is_training: bool) -> list[Reparametrization]:
+    """Return what a forward would apply to the weight, and no forward in progress does."""
+    if torch._C._current_graph_task_id() != -1:
+        return []  # a hook: no forward is in force in backward
+    covered = [
+        each for frame in frames() if isinstance(frame, Forward) for each in frame.applications
+    ]
+    return [
+        step
+        for step in place.steps
+        if step.application not in covered
+        and step.application not in _told
+        and is_due(step, place, is_training=is_training)
+    ]
+
+
+def warn_of_read(place: Place, frame: FrameType | None = None, *, is_training: bool) -> None:
+    """Warn if a weight is computed with outside of a forward that applies to it what it should.
+
+    Args:
+        place: the weight.
+        frame: of who reads it, if that is known.
+        is_training: whether the module that has the weight is in training mode.
+    """
+    missing = _missing(place, is_training=is_training)
+    if not missing:
+        return
+    _told.update(step.application for step in missing)
+    reader = "" if frame is None else f" by `{frame.f_code.co_qualname}`"
+    warnings.warn(
+        f"{place.name} was read{reader} outside of a forward of the module that "
+        f"{missing[0].kind} was applied to, and is the parameter itself there. To have it as in a "
+        "forward, apply to the module whose `forward` reads it (with a pattern for the qualified "
+        f"name), or put `{_WAY_OUT}` around what one step computes. Where the parameter is meant, "
+        f'read it by `get_parameter("{place.key}")`, or within `recoup.weights.disabled`.',
+        stacklevel=2 if frame is None else _level(frame),
+    )
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of a method of a model that computes with what it reads, or None."""
+    asked = None if frame is None else _asked_next(frame.f_code, frame.f_lasti)
+    while frame is not None and (frame.f_code.co_name.startswith("<") or _name(frame) in _PASSING):
+        # A comprehension or a lambda of the function around, or a list that returns what it holds.
+        frame = frame.f_back
+    if frame is None or (asked is not None and not _USES.fullmatch(asked)):
+        return None
+    code = frame.f_code
+    if not code.co_argcount or _SETTING_UP.search(code.co_name):
+        return None
+    if _name(frame) in (nn.Module.__module__, nn.RNNBase.__module__):
+        return None  # `get_parameter` and its likes; whether the list of weights is that of them
+    around, _, _ = code.co_qualname.rpartition(".")
+    is_method = bool(around) and not around.endswith(">")
+    is_of_model = isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module)
+    return frame if is_method and is_of_model else None
+
+
+@functools.lru_cache(maxsize=256)
+def _asked_next(code: CodeType, place: int) -> str | None:
+    """Return the name of the attribute that the code asks of what it has just read, if it does."""
+    following = False
+    for instruction in dis.get_instructions(code):
+        if following:
+            is_attribute = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            return str(instruction.argval) if is_attribute else None
+        following = instruction.offset == place
+    return None
+
+
+def _level(frame: FrameType | None) -> int:
+    """Return the `stacklevel` by which the caller names the first frame beyond torch and us."""
+    while frame is not None and _name(frame).startswith(_MACHINERY):
+        frame = frame.f_back
+    level, each = 1, sys._getframe(1)
+    while each is not frame and each.f_back is not None:
+        level, each = level + 1, each.f_back
+    return level
+
+
+def _name(frame: FrameType) -> str:
+    """Return the name of the Python module whose code a frame runs."""
+    return str(frame.f_globals.get("__name__"))
