@@ -22,7 +22,8 @@ Rule 7. What is above the stage that is asked for is not taped on the way: a los
 Rule 8. A state that an inverse delivers is compared with what forward was given, before anything is
         made of it that autograd takes. Where it is too far, the guard says what happens.
 Rule 9. Stages may come one at a time, from code that is not ours. If fewer come than the schedule
-        is for, a stage that is asked for is run again from the nearest state that is kept.
+        is for, what it says of the rest is left out. A stage that is asked for before the chain
+        has ended is run again from the nearest state that is kept.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ class Run:
         """Fill the slots of stage `index` (See Rules 2 and 3)."""
         target = self._plan.tape_at[index]
         try:
-            if not (self._is_whole and self._has_ended):
+            if not self._has_ended or (self._plan.inverted and not self._is_whole):
                 self._fill_alone(index)
                 return
             inputs = self._run(index).inputs
@@ -356,7 +357,16 @@ class Run:
         self._position = self._plan.sweep_end
 
     def _execute(self, action: Action, demanded: int) -> None:
+        num_stages = len(self._stages)
         match action:
+            case Advance(start, stop) if stop >= num_stages and not self._is_whole:
+                for index in range(start, num_stages - 1):  # See Rule 9
+                    self._advance(index)
+            case Advance():
+                for index in range(action.start, action.stop):
+                    self._advance(index)
+            case _ if action.index >= num_stages and not self._is_whole:
+                pass
             case Keep(at):
                 self._kept[at] = self._state_at(at)
             case Offload(at):
@@ -366,9 +376,6 @@ class Run:
                 self._drop(at)
             case Load(at):
                 self._load(at)
-            case Advance(start, stop):
-                for index in range(start, stop):
-                    self._advance(index)
             case Tape(index) if index <= demanded:
                 state = self._run(index).inputs = self._state_at(index)
                 self._working = (index + 1, self._fill(index, state))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from recoup.checkpoint.planning.blocks import Block
 from recoup.checkpoint.planning.following import Follow, Part, PlannedStage
 from recoup.checkpoint.planning.measuring import MeasuredCall
 from recoup.checkpoint.planning.pricing import chosen_products
@@ -17,12 +18,16 @@ __all__ = ["follow_schedule"]
 
 
 def follow_schedule(
-    model: nn.Module | None, calls: Sequence[MeasuredCall], schedule: Schedule
+    model: nn.Module | None,
+    blocks: Sequence[Block],
+    calls: Sequence[MeasuredCall],
+    schedule: Schedule,
 ) -> Follow:
     """Return the follower of `schedule`, whose last stage is what follows the last call.
 
     Args:
         model: the model, whose forward is a pass; None if it is not called as such.
+        blocks: its blocks, called or not.
         calls: its calls of blocks, in order.
         schedule: for one stage more than there are calls.
     """
@@ -44,7 +49,7 @@ def follow_schedule(
                     call.name, call.module, number, place - start, is_kept, chosen.get(place)
                 )
             )
-    return Follow(model, stages, parts)
+    return Follow(model, stages, parts, blocks)
 
 
 def _sections(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:

@@ -6,12 +6,16 @@ Rule 1. A forward of the model is a pass; the blocks that are called in it are, 
         stages of the plan. Stages each of which is given what the one before returned form a
         chain, which the executor runs under its part of the schedule. Outside of a forward of the
         model a pass begins where a block is called that is not after the last one.
-Rule 2. A call that does not come as planned (another order, other arguments) is a chain of its own:
-        it keeps its residuals if the plan keeps them, and is run again from its arguments
-        otherwise. That is right and may take more memory, so it is said once.
-Rule 3. A pass holds its chain until the next one begins or the pass ends. Then only what autograd
+Rule 2. A block that is left out (LayerDrop) is a stage that does nothing: the next one is given
+        what the one before the gap returned, and the chain goes on, in no more bytes than with it.
+        Where a block is given something else, another chain begins at its place in the plan.
+Rule 3. In one pass each stage of the plan keeps what it was planned to keep once. A block that is
+        called more often, or was not seen when the plan was made, is run again from its arguments.
+        Called in another order it does as planned, by itself. All of that is right, and where it
+        may take more memory it is said once.
+Rule 4. A pass holds its chain until the next one begins or the pass ends. Then only what autograd
         holds is left.
-Rule 4. Where a checkpoint of others has begun within the pass, what its blocks save is its own to
+Rule 5. Where a checkpoint of others has begun within the pass, what its blocks save is its own to
         make again: they run plainly, then and when it runs them again in backward.
 """
 
@@ -23,8 +27,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from recoup.checkpoint.planning.blocks import Block
 from recoup.checkpoint.planning.forwards import around
 from recoup.checkpoint.planning.linking import Returned
 from recoup.checkpoint.region import run_again
@@ -32,6 +37,7 @@ from recoup.residuals.calls import Call
 from recoup.residuals.executor import Plan, Run
 from recoup.residuals.hooks import is_in_backward
 from recoup.residuals.keeping import KeepingCall
+from recoup.residuals.stage import State
 
 __all__ = ["Follow", "Part", "PlannedStage"]
 
@@ -71,11 +77,38 @@ class Part(NamedTuple):
     plan: Plan | None
 
 
+class _LeftOut:
+    """A stage in the place of a block that was not called (See Rule 2)."""
+
+    name = "a block that was left out"
+    modules: tuple[nn.Module, ...] = ()
+    held = None
+
+    @property
+    def code(self) -> object:
+        """One for all: there is nothing to look at."""
+        return _LeftOut
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Return the state itself."""
+        return state, None
+
+    def inverse(self, state: State) -> State:
+        """Return the state itself."""
+        return state
+
+
+_LEFT_OUT = _LeftOut()
+
+
 class _Pass:
     """Where a forward of the model is."""
 
     def __init__(self) -> None:
         self.place = -1
+        self.used: set[int] = set()
+        self.part = -1
+        self.num_entered = 0
         self.chain: Run | None = None
         self.last: Call | None = None
         self.returned = Returned(())
@@ -89,12 +122,24 @@ class _Here(threading.local):
 
 
 class Follow:
-    """The follower of a model and its blocks (See Rule 1)."""
+    """The follower of a model and its blocks (See Rule 1).
+
+    Args:
+        model: whose forward is a pass.
+        stages: of the plan.
+        parts: its chains.
+        blocks: all that are planned; those that no stage is for are run again when they come.
+    """
 
     def __init__(
-        self, model: object, stages: Sequence[PlannedStage], parts: Sequence[Part]
+        self,
+        model: object,
+        stages: Sequence[PlannedStage],
+        parts: Sequence[Part],
+        blocks: Sequence[Block],
     ) -> None:
         self._model = model
+        self._names = {id(module): name for name, module in blocks}
         self._stages = stages
         self._parts = parts
         self._places: dict[int, list[int]] = {}
@@ -112,16 +157,14 @@ class Follow:
         passes = self._here.passes
         now = passes[-1] if passes else self._here.loose
         if now.around != around() or (not passes and is_in_backward()):
-            return run(*args, **kwargs)  # See Rule 4
+            return run(*args, **kwargs)  # See Rule 5
         place = self._place_of(module, now)
         if place is None and not passes:
             _end(now)
             now = self._here.loose = _Pass()
             place = self._place_of(module, now)
         if place is None:
-            self._warn(module)
-            stage = self._stages[self._places[id(module)][0]]
-            return _alone(stage, run, args, kwargs)
+            return self._out_of_order(module, now, run, args, kwargs)
         return self._stage(self._stages[place], place, now, run, args, kwargs)
 
     def _pass(self, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +176,21 @@ class Follow:
             _end(passes.pop())
 
     def _place_of(self, module: nn.Module, now: _Pass) -> int | None:
-        return next((place for place in self._places[id(module)] if place > now.place), None)
+        places = self._places.get(id(module), ())
+        return next((place for place in places if place > now.place), None)
+
+    def _out_of_order(
+        self, module: nn.Module, now: _Pass, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that has no place after the last one (See Rule 3)."""
+        _end(now)
+        self._warn(module)
+        places = self._places.get(id(module), ())
+        unused = next((place for place in places if place not in now.used), None)
+        if unused is not None and self._stages[unused].is_kept:
+            now.used.add(unused)
+            return _kept(self._stages[unused], run, *args, **kwargs)
+        return run_again(Call(f"block `{self._names[id(module)]}`", run, args, kwargs, module))
 
     def _stage(
         self,
@@ -144,32 +201,38 @@ class Follow:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        part = self._parts[stage.part]
-        follows, now.place = place == now.place + 1, place
-        if part.plan is None:
+        now.place = place
+        now.used.add(place)
+        plan = self._parts[stage.part].plan
+        if plan is None:
             _end(now)
             return _kept(stage, run, *args, **kwargs)
         fn = run if stage.chosen is None else functools.partial(_kept, stage, run)
         call = Call(f"block `{stage.name}`", fn, args, kwargs, stage.module)
-        if stage.step == 0:
-            _end(now)
-            now.chain = part.plan.begin()
-            state = call.state
-        else:
+        at, picks = (), ()
+        if now.chain is not None and now.part == stage.part:
             at, picks = now.returned.places_in(call.state, stage.module)
-            if now.chain is None or not follows or not at:
-                _end(now)
+            if not at:
                 self._warn(stage.module)
-                return _alone(stage, run, args, kwargs)
-            if now.last is not None:
-                now.last.picks = picks
-            step = part.plan.prepared.steps[stage.step]
-            state = call.link(at, may_run_again=not step.is_taped or step.is_run_again)
         # After an exception nothing comes after this, and nothing of it is held.
-        chain, now.chain, now.last = now.chain, None, None
+        if now.chain is not None and now.last is not None and at:
+            chain, last, first = now.chain, now.last, now.num_entered
+            now.chain = now.last = None
+            last.picks = picks
+            state = tuple(call.state[place] for place in at)
+        else:
+            _end(now)
+            chain, last, first = plan.begin(), None, 0
+            state = call.state
+        for _ in range(first, stage.step):
+            state, _ = chain.enter(_LEFT_OUT, state)
+        if last is not None:
+            step = plan.prepared.steps[stage.step]
+            state = call.link(at, may_run_again=not step.is_taped or step.is_run_again)
         state, _ = chain.enter(call, state)
         now.returned = Returned(state)
-        if stage.step + 1 == part.num_stages:
+        now.part, now.num_entered = stage.part, stage.step + 1
+        if now.num_entered == self._parts[stage.part].num_stages:
             chain.end(state)
         else:
             now.chain, now.last = chain, call
@@ -180,18 +243,18 @@ class Follow:
             self._has_warned = True
             warnings.warn(
                 f"A {type(module).__name__} of the planned model was called otherwise than when "
-                "the plan was made (after other blocks, or more often). Its gradients are right, "
-                "but it may take more memory than was planned. Make the plan with arguments as "
-                "those in training.",
+                "the plan was made (after other blocks, more often, or not at all then). Its "
+                "gradients are right, but it may take more memory than was planned. Make the plan "
+                "with arguments as those in training.",
                 stacklevel=4,
             )
 
 
 def _end(now: _Pass) -> None:
-    if now.chain is not None:
-        now.chain.end(())
-    now.chain = now.last = None
+    chain, now.chain, now.last = now.chain, None, None
     now.returned = Returned(())
+    if chain is not None:
+        chain.end(())
 
 
 def _kept(stage: PlannedStage, run: Fn, *args: Any, **kwargs: Any) -> Any:
@@ -199,9 +262,3 @@ def _kept(stage: PlannedStage, run: Fn, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
     name = f"block `{stage.name}`"
     return run_again(KeepingCall(name, run, args, kwargs, stage.module, stage.chosen))
-
-
-def _alone(stage: PlannedStage, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if stage.is_kept:
-        return _kept(stage, run, *args, **kwargs)
-    return run_again(Call(f"block `{stage.name}`", run, args, kwargs, stage.module))

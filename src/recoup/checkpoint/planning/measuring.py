@@ -12,6 +12,8 @@ Rule 3. Work is counted, not clocked, so that a plan is the same on every day an
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +36,15 @@ from recoup.residuals.stage import State
 from recoup.residuals.tree import flatten
 from recoup.residuals.work import Product, WorkCounter
 
-__all__ = ["Measured", "MeasuredCall", "Step", "measure_blocks", "peak_of", "seconds_of"]
+__all__ = [
+    "Measured",
+    "MeasuredCall",
+    "Step",
+    "measure_blocks",
+    "peak_of",
+    "seconds_of",
+    "seed_all",
+]
 
 Run = Callable[..., Any]
 _NOTHING = Span(0, 0)
@@ -51,6 +61,7 @@ class Step:
         kwargs: its keyword arguments.
         losses: from what it returns to one scalar or several.
         holds_output: whether what it returns is alive until backward has ended.
+        seed: of its draws; None to go on with the streams as they are.
     """
 
     model: nn.Module
@@ -59,10 +70,13 @@ class Step:
     kwargs: dict[str, Any]
     losses: Callable[[Any], Sequence[Tensor]]
     holds_output: bool = True
+    seed: int | None = None
 
     def run(self) -> None:
         """Run it."""
         args, kwargs = copied((self.args, self.kwargs))
+        if self.seed is not None:
+            seed_all(self.seed)
         with torch.enable_grad():
             output = self.call(*args, **kwargs)
             losses = self.losses(output)
@@ -70,6 +84,15 @@ class Step:
                 output = None
             backward_within_model(self.model, losses)
         del output
+
+
+def seed_all(seed: int) -> None:
+    """Seed the streams that a rehearsal puts back: of torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed)
 
 
 @dataclass

@@ -10,19 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from recoup.checkpoint.planning.blocks import name_blocks
+from recoup.checkpoint.planning.blocks import Block, name_blocks
 from recoup.checkpoint.planning.drafting import follow_schedule
 from recoup.checkpoint.planning.forwards import Following, followings_within, suspended
 from recoup.checkpoint.planning.losses import losses_from
 from recoup.checkpoint.planning.measuring import (
     MeasuredCall,
     Step,
-    measure_blocks,
     peak_of,
     seconds_of,
 )
 from recoup.checkpoint.planning.pricing import price
 from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
+from recoup.checkpoint.planning.seeing import blocks_of_any_forward, measure_most
 from recoup.checkpoint.planning.total import standing_bytes
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes, parse_bytes
@@ -127,15 +127,18 @@ def plan_call(
         )
     own = [each for each in followings_within(model) if getattr(each.owner, "model", 0) is model]
     with suspended(own):  # so that what is measured is the model without a plan
-        measured = measure_blocks(step, named, device)
+        step, measured, sequences = measure_most(step, named, device)
         if not measured.calls:
             names = ", ".join(f"`{name}`" for name, _ in named[:3])
             raise ValueError(
                 f"`blocks` are {names}, but forward calls none of them, or a checkpoint of the "
                 "model runs them. Name others, or turn that off."
             )
-        costs = price(measured, device)
-        return Plan(step, device, budget_bytes, standing, measured.calls, costs, frontier(costs))
+        calls, costs = blocks_of_any_forward(
+            measured.calls, price(measured, device), sequences, named
+        )
+        points = frontier(costs)
+        return Plan(step, device, budget_bytes, standing, named, calls, costs, points)
 
 
 def checked_budget(budget: int | str, budget_of: str) -> int:
@@ -219,7 +222,8 @@ class Plan:
         device: of the model.
         budget_bytes: what was asked for.
         standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
-        calls: the blocks that were called, in order.
+        found: names and modules of its blocks.
+        calls: of the blocks that were seen, in order.
         costs: of them, and of what follows them.
         points: the plans that are best for some budget, from the least bytes to the most.
 
@@ -233,6 +237,7 @@ class Plan:
         device: torch.device,
         budget_bytes: int,
         standing_bytes: int,
+        found: Sequence[Block],
         calls: Sequence[MeasuredCall],
         costs: Sequence[Cost],
         points: Sequence[Point],
@@ -243,6 +248,7 @@ class Plan:
         self.standing_bytes = standing_bytes
         self.costs = tuple(costs)
         self.frontier = tuple(points)
+        self._found = tuple(found)
         self._calls = tuple(calls)
         self._following: Following | None = None
         self._rehearsed_bytes = 0
@@ -250,6 +256,16 @@ class Plan:
         self._step_seconds = self._seconds_of(step)
 
     # -- what it is ------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """How many modules are its blocks."""
+        return len(self._found)
+
+    @property
+    def num_seen(self) -> int:
+        """How many of them forwards called when it was made; the rest is recomputed if it comes."""
+        return len({id(call.module) for call in self._calls})
 
     @property
     def schedule(self) -> Schedule:
@@ -371,10 +387,10 @@ class Plan:
     def _follow(
         self, point: Point, owner: Plan | None = None, *, is_held: bool = True
     ) -> Following:
-        modules = {id(call.module): call.module for call in self._calls}
-        follower = follow_schedule(self._root, self._calls, point.schedule)
+        follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
         roots = [] if self._root is None else [self._root]
-        return Following([*roots, *modules.values()], follower, owner, is_held=is_held)
+        modules = [*roots, *(module for _, module in self._found)]
+        return Following(modules, follower, owner, is_held=is_held)
 
     def _fastest_fitting(self, step: Step, device: torch.device) -> Point:
         """Return the fastest plan whose rehearsal keeps to the budget."""

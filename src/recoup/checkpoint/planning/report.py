@@ -110,6 +110,11 @@ def described(plan: Plan) -> str:
         left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
         right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
         lines.append("  ".join([*left, *right]).rstrip())
+    if plan.num_seen < plan.num_blocks:
+        lines.append(
+            f"seen {plan.num_seen} of {plan.num_blocks} blocks: the others were not called, and "
+            "would be recomputed"
+        )
     if plan.standing_bytes:
         lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
     return "\n".join(lines)
