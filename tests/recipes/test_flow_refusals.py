@@ -23,7 +23,7 @@ def write_pictures(folder, *shapes):
     ("options", "message"),
     [
         (["--memory", "cubic"], "`memory` is 'cubic', but must be \"linear\""),
-        (["--memroy", "sqrt"], "no option `--memroy sqrt`. See `--help`"),
+        (["--memroy", "sqrt"], "no option `--memroy sqrt`. Did you mean `--memory`?"),
         (["--epochs", "many"], "`--trainer.max_epochs` is many, but must be one of null, int"),
         (["--model.coupling", "odd"], "is odd, but must be one of null, 'affine', 'additive'"),
         (["--model.num_steps", "0"], "`num_steps` is 0"),

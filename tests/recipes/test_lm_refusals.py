@@ -17,7 +17,7 @@ SIZES = [
     [
         (["--memory", "cubic"], '`memory` is \'cubic\', but must be "linear", "sqrt"'),
         (["--memory", "1 KiB"], "`memory` is 1 KiB, but a step of 37 time steps takes at least"),
-        (["--memroy", "sqrt"], "no option `--memroy sqrt`. See `--help`"),
+        (["--memroy", "sqrt"], "no option `--memroy sqrt`. Did you mean `--memory`?"),
         (["--epochs", "many"], "`--trainer.max_epochs` is many, but must be one of null, int"),
         (["--model.optimizer", "asgd"], "is asgd, but must be one of 'sgd', 'adam'"),
         (["--model.averaging", "often"], "is often, but must be one of 'triggered'"),

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from recoup.recipes.plain_settings import is_plain
+from recoup_cli.mistakes import check_checkpoint
 
 __all__ = [
     "check_same_network",
@@ -34,12 +35,7 @@ def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
     Raises:
         ValueError: When there is no such file, or it is something else.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(
-            f"`{option}` is {path}, which is not there. Give a .ckpt file, such as "
-            "checkpoints/best.ckpt in the folder of a run."
-        )
+    check_checkpoint(path, option)
     try:
         checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # Unpickling raises whatever it likes.

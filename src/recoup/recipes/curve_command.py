@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from recoup.errors import RecoupError
 from recoup.memory import Point, curve, format_bytes
+from recoup.recipes.mistakes import one_line
 
 __all__ = ["curve_command"]
 
 
 def curve_command(
     build: str,
-    depths: list[int],
-    memories: list[str],
+    depths: Sequence[int] = (4, 8, 16, 32),
+    memories: Sequence[str] = ("linear", "sqrt", "constant"),
     device: str = "cpu",
     repeats: int = 3,
     csv: Path | None = None,
@@ -60,7 +62,7 @@ def curve_command(
         if figure is not None:
             print(f"figure: {result.figure(figure)}")
     except (ValueError, RecoupError, OSError, ImportError) as error:
-        print(f"recoup curve: {error}", file=sys.stderr)
+        print(f"recoup curve: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_map_only
 from recoup import plan
 from recoup.errors import RecoupError
 from recoup.memory import load_builder
+from recoup.recipes.mistakes import one_line
+from recoup_cli import MistakeError
 
 __all__ = ["explain_command"]
 
@@ -38,10 +41,11 @@ def explain_command(
         figure: draw the plan into this file (.png, .svg or .pdf).
 
     Returns:
-        The exit code: 0, or 2 if something was wrong, of which one line on stderr tells.
+        The exit code: 0, 2 if something was wrong with the arguments, or 1 if the builder, the
+        model or the loss raised; of both one line on stderr tells.
     """
     try:
-        model, args, kwargs = _built(build, torch.device(device))
+        model, args, kwargs = _built(build, device)
         made = plan(
             model,
             *args,
@@ -54,14 +58,24 @@ def explain_command(
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)
             print(f"figure: {made.figure(figure)}")
+    except MistakeError as mistake:
+        print(f"recoup explain: {mistake}", file=sys.stderr)
+        return mistake.exit_code
     except (ValueError, RecoupError, OSError, ImportError) as error:
-        print(f"recoup explain: {error}", file=sys.stderr)
+        print(f"recoup explain: {one_line(error)}", file=sys.stderr)
         return 2
+    except Exception as error:  # noqa: BLE001  # of the model or the loss: the user's
+        print(f"recoup explain: the step raised {_located(error)}", file=sys.stderr)
+        return 1
     return 0
 
 
-def _built(build: str, device: torch.device) -> tuple[nn.Module, list[Any], dict[str, Any]]:
-    made: Any = load_builder(build)()
+def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any]]:
+    builder = load_builder(build)
+    try:
+        made: Any = builder()
+    except Exception as error:  # it is the user's, and raises whatever it likes
+        raise MistakeError(f"`build` ({build}) raised {_located(error)}", exit_code=1) from error
     given = list(cast("Any", made)) if isinstance(made, (tuple, list)) else [made]
     if not given or not isinstance(given[0], nn.Module):
         raise ValueError(
@@ -70,5 +84,16 @@ def _built(build: str, device: torch.device) -> tuple[nn.Module, list[Any], dict
         )
     model, *args = given
     kwargs: dict[str, Any] = args.pop() if args and isinstance(args[-1], dict) else {}
-    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-    return model.to(device), args, kwargs
+    try:
+        model.to(device)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    except (RuntimeError, AssertionError) as error:  # torch says so in either way
+        raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
+    return model, args, kwargs
+
+
+def _located(error: Exception) -> str:
+    """Return the type and text of an error, and the line that it comes from."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno})"

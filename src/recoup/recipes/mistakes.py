@@ -1,4 +1,4 @@
-"""What a user can mend: told in one line, without a traceback."""
+"""Errors of preparing a run, told in one line without a traceback."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from recoup.errors import RecoupError
+from recoup_cli import MistakeError
+from recoup_cli.mistakes import missing_module
 
-__all__ = ["MistakeError", "mistakes_reported"]
-
-
-class MistakeError(Exception):
-    """Something that the user can mend. Its text is one line: what is wrong, and what to do."""
+__all__ = ["MistakeError", "mistakes_reported", "one_line"]
 
 
 @contextmanager
@@ -25,10 +23,12 @@ def mistakes_reported() -> Generator[None]:
     """
     try:
         yield
+    except MistakeError:
+        raise
     except Exception as error:
         if not isinstance(error, _MENDABLE) and type(error).__name__ not in _MENDABLE_NAMES:
             raise
-        raise MistakeError(_one_line(error)) from error
+        raise MistakeError(one_line(error)) from error
 
 
 _MENDABLE = (argparse.ArgumentError, ValueError, OSError, ImportError, RecoupError)
@@ -39,7 +39,10 @@ _EXPECTED = re.compile(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[([^]]*
 _GIVEN = re.compile(r"(?:Given|Got) value: (.*)$")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return what an error says, in one line and in the words of the command line."""
+    if isinstance(error, ModuleNotFoundError):
+        return missing_module(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     text = " ".join(str(error).split()) or type(error).__name__

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from recoup.recipes.checkpoints import check_same_network, read_checkpoint
-from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.mistakes import mistakes_reported, one_line
 from recoup.recipes.plain_settings import folders_noted, plain_settings
 from recoup.recipes.progress import MetricsFile, Progress
 from recoup.recipes.quiet import quiet_lightning
+from recoup.recipes.run_folder import WholeCheckpoints, folder_locked
 from recoup.recipes.run_record import COMMAND, CONFIG_FILE, SETTINGS, RunRecord
+from recoup.recipes.stopping import Stopping, StopRun
+from recoup_cli import MistakeError
+from recoup_cli.fit_arguments import SHORT_NAMES, Fit, check_epochs, given_in, long_names
+from recoup_cli.mistakes import StoppedError
 
 __all__ = ["SHORT_NAMES", "TrainingCLI", "fit_command", "free_folder"]
 
-# Spellings that are translated before anything is parsed: each setting has one name in
-# configuration files, and the full names of Lightning's command line all work.
-SHORT_NAMES = {
-    "--data": "--data.path",
-    "--memory": "--model.memory",
-    "--epochs": "--trainer.max_epochs",
-    "--batch-size": "--data.batch_size",
-    "--out": "--trainer.default_root_dir",
-    "--seed": "--seed_everything",
-    "--threads": "--num_threads",
-}
-
-
 # What the state of the optimizer, of its schedule or of the averages in a checkpoint decides.
 _KEPT = {"averaging", "learning_rate", "num_warmup_steps", "optimizer", "weight_decay"}
-_OWN_SETTINGS = {"--config", "--resume", "--finetune"}
 
 
 class TrainingCLI(LightningCLI):
@@ -49,13 +42,10 @@ class TrainingCLI(LightningCLI):
         model_class: The Lightning module of the recipe.
         data_class: Its data module.
         recipe: Name of the recipe, for messages and for where runs go: ``runs/<recipe>/fit-1``.
-        configs: Folder of the configuration files that come with the recipe; ``--config`` finds
-            them by their bare names.
+        fit: Its short names and configurations.
         links: Pairs of names: a property of the data, and the setting of the model that it gives.
         monitor: The metric whose lowest value marks the best checkpoint.
         args: The arguments, without the name of the command.
-        default_config: The configuration that counts if the arguments name none.
-        short_names: Short names of settings.
         trainer_defaults: Settings of the Trainer that are not Lightning's.
         finetuning: Settings of the model that ``--finetune`` changes.
 
@@ -69,22 +59,18 @@ class TrainingCLI(LightningCLI):
         data_class: type[LightningDataModule],
         *,
         recipe: str,
-        configs: Path,
+        fit: Fit,
         links: Sequence[tuple[str, str]],
         monitor: str,
         args: Sequence[str],
-        default_config: str | None = None,
-        short_names: Mapping[str, str] = SHORT_NAMES,
         trainer_defaults: Mapping[str, Any] | None = None,
         finetuning: Mapping[str, Any] | None = None,
     ) -> None:
         self.recipe = recipe
         self.resume: str | None = None
         self.finetune: str | None = None
+        self._num_epochs_before = 0
         self._options_of = {"model": model_class, "data": data_class}
-        self._configs = configs
-        self._default_config = default_config
-        self._short_names = short_names
         self._finetuning = finetuning or {}
         self._links = links
         self._monitor = monitor
@@ -109,7 +95,7 @@ class TrainingCLI(LightningCLI):
                     "description": (model_class.__doc__ or "").strip().splitlines()[0],
                     "exit_on_error": False,
                 },
-                args=self._long_names(args),
+                args=long_names(args, fit),
                 run=False,
                 auto_configure_optimizers=False,
             )
@@ -144,32 +130,105 @@ class TrainingCLI(LightningCLI):
         callback: Any = self.trainer.checkpoint_callback
         if callback is None or callback.best_model_score is None:
             return None
-        path = Path(callback.best_model_path)
-        if path.is_relative_to(Path.cwd()):
-            path = path.relative_to(Path.cwd())
-        return path, float(callback.best_model_score)
+        return _shown(Path(callback.best_model_path)), float(callback.best_model_score)
 
-    def fit(self, *callbacks: Callback, progress: Progress | None = None) -> None:
+    def fit(
+        self, *callbacks: Callback, progress: Progress | None = None, opening: str | None = None
+    ) -> None:
         """Train; what the run leaves behind is in `out`.
 
         Args:
             callbacks: Callbacks for this run beside those of the configuration.
             progress: What shows how far it is; a bar and a line an epoch if None.
+            opening: What is printed once nothing stands in the way.
+
+        Raises:
+            MistakeError: Another run writes to the folder, or the disk is full.
+            StoppedError: A signal ended the run.
         """
         trainer: Any = self.trainer
         # Its own, since `save_last` of the other writes only when there is a new best.
-        last = _WholeEpochs(
+        last = WholeEpochs(
             self.config.checkpoint.dirpath,
             filename="last",
             save_on_train_epoch_end=True,
             enable_version_counter=False,
         )
         shown = progress or Progress(self._monitor)
-        trainer.callbacks += [MetricsFile(), shown, *callbacks, last]
-        with self.threads(), quiet_lightning():
-            trainer.fit(
-                self.model, self.datamodule, ckpt_path=self.resume, weights_only=bool(self.resume)
-            )
+        stopping = Stopping()
+        # Those that stop come after those that save.
+        trainer.callbacks += [MetricsFile(), shown, *callbacks, last, stopping]
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = WholeCheckpoints()
+        with self._own_folder(), self.threads(), quiet_lightning(), stopping.listening():
+            if opening is not None and trainer.is_global_zero:
+                print(opening)
+            try:
+                trainer.fit(self.model, self.datamodule, ckpt_path=self.resume, weights_only=True)
+            except (StopRun, SystemExit):
+                if stopping.signum is None:
+                    raise
+            except Exception as error:
+                self._report(error, stopping, last)
+                raise
+            if stopping.signum is not None:
+                self._forget_an_empty_run(last)
+                raise StoppedError(self._stopped_at(last), 128 + stopping.signum)
+
+    @contextmanager
+    def _own_folder(self) -> Generator[None]:
+        """Let no other run write where this one does."""
+        saved_to = Path(self.config.checkpoint.dirpath)
+        folders = {self.out: "--out", saved_to: "--checkpoint.dirpath"}
+        with ExitStack() as locks:
+            if self.trainer.is_global_zero:
+                with mistakes_reported():
+                    for folder, option in folders.items():
+                        locks.enter_context(folder_locked(folder, option))
+                    if self.resume is None:
+                        self._check_out()  # It may have been written to in between.
+            yield
+
+    def _report(self, error: Exception, stopping: Stopping, last: WholeEpochs) -> None:
+        """Raise a line for an error that is not one of the program; else return."""
+        if isinstance(error, OSError):  # such as a full disk
+            raise MistakeError(f"{one_line(error)} {self._go_on(last)}", 1) from error
+        if stopping.has_begun:
+            return
+        if self.resume is None:
+            with mistakes_reported():
+                raise error
+        raise MistakeError(
+            f"`--resume` is {self.resume}, with which a run cannot be gone on "
+            f"({type(error).__name__}: {one_line(error)}). Begin with its weights by `--finetune`."
+        ) from error
+
+    def _stopped_at(self, last: WholeEpochs) -> str:
+        num_epochs = last.num_epochs or self._num_epochs_before
+        if not num_epochs:
+            return "stopped before the first epoch ended: nothing is kept. Begin again."
+        if num_epochs == self.trainer.max_epochs:
+            return f"stopped after epoch {num_epochs}, the last one: {_shown(self._last(last))}"
+        return f"stopped after epoch {num_epochs}; {self._go_on(last)}"
+
+    def _go_on(self, last: WholeEpochs) -> str:
+        if not last.num_epochs and self.resume is None:
+            return "No epoch had ended. Begin again."
+        path = shlex.quote(str(_shown(self._last(last))))
+        return f"go on with `recoup {self.recipe} fit --resume {path}`"
+
+    def _last(self, last: WholeEpochs) -> Path:
+        """The checkpoint to go on with."""
+        if last.num_epochs or self.resume is None:
+            return Path(self.config.checkpoint.dirpath, "last.ckpt")
+        return Path(self.resume)
+
+    def _forget_an_empty_run(self, last: WholeEpochs) -> None:
+        """Leave nothing of a run without an epoch, so that the same command begins it again."""
+        saved_to = Path(self.config.checkpoint.dirpath)
+        is_begun = last.num_epochs or self.resume is not None or list(saved_to.glob("*.ckpt"))
+        if self.trainer.is_global_zero and not is_begun:
+            (self.out / CONFIG_FILE).unlink(missing_ok=True)
 
     @contextmanager
     def threads(self) -> Generator[None]:
@@ -244,7 +303,7 @@ class TrainingCLI(LightningCLI):
                 noted,
                 owners=self._options_of,
                 source=f"`{option}` is {path}, which",
-                is_given=lambda setting: _is_given(args, setting),
+                is_given=lambda setting: given_in(args, setting),
             )
             if self.resume is None:
                 settings.setdefault("model", {}).update(self._finetuning)
@@ -258,7 +317,7 @@ class TrainingCLI(LightningCLI):
         saved_apart = folders_noted(noted)
         if saved_apart is None or saved_apart[1] == _saved_to(str(saved_apart[0])):
             settings.setdefault("trainer", {})["default_root_dir"] = str(_folder_of(checkpoint))
-        elif _is_given(args, "trainer.default_root_dir"):
+        elif given_in(args, "trainer.default_root_dir"):
             settings.setdefault("checkpoint", {})["dirpath"] = str(checkpoint.parent)
         else:
             raise ValueError(
@@ -279,27 +338,23 @@ class TrainingCLI(LightningCLI):
         if self.config.checkpoint.dirpath is None:
             self.config.checkpoint.dirpath = str(_saved_to(trainer.default_root_dir))
 
+        self._check_length()
         if self.config.num_threads is not None and self.config.num_threads < 1:
             raise ValueError(f"`--threads` is {self.config.num_threads}, but must be at least 1.")
 
-    def _long_names(self, args: Sequence[str]) -> list[str]:
-        """Write short names out, and find configurations that come with the recipe."""
-        long: list[str] = []
-        for arg in args:
-            name, equals, value = arg.partition("=")
-            name = self._short_names.get(name, name)
-            long += [name, value] if equals else [name]
-        if self._default_config is not None and not _OWN_SETTINGS & set(long):
-            long = ["--config", self._default_config, *long]
-        for index in range(1, len(long)):
-            shipped = self._configs / f"{long[index]}.yaml"
-            if (
-                long[index - 1] == "--config"
-                and not Path(long[index]).exists()
-                and shipped.is_file()
-            ):
-                long[index] = str(shipped)
-        return long
+    def _check_length(self) -> None:
+        """Refuse to train nothing, or without an end."""
+        trainer = self.config.trainer
+        is_bounded = trainer.max_steps > 0 or trainer.max_time is not None
+        check_epochs(trainer.max_epochs, is_bounded=is_bounded)
+        if trainer.max_steps < 1 and trainer.max_steps != -1:
+            raise ValueError(
+                f"`--trainer.max_steps` is {trainer.max_steps}, but must be at least 1, or -1 for "
+                "any number."
+            )
+        for name in ("limit_train_batches", "check_val_every_n_epoch", "val_check_interval"):
+            if trainer[name] == 0:
+                raise ValueError(f"`--trainer.{name}` is 0, but must be more.")
 
     def _check_out(self) -> None:
         if self.out.exists() and not self.out.is_dir():
@@ -329,7 +384,14 @@ class TrainingCLI(LightningCLI):
                 "a run cannot be gone on with bit for bit. Give last.ckpt of the epoch before, or "
                 "begin with its weights by `--finetune`."
             )
+        for part in ("optimizer_states", "lr_schedulers", "loops", "callbacks"):
+            if part not in checkpoint:
+                raise ValueError(
+                    f"`--resume` is {self.resume}, which has no `{part}` to go on with. Begin with "
+                    "its weights by `--finetune`."
+                )
         done, most = int(checkpoint.get("epoch", -1)) + 1, self.trainer.max_epochs
+        self._num_epochs_before = done
         if most is not None and 0 <= most <= done:
             raise ValueError(
                 f"`--resume` is {self.resume}, which has {done} epochs behind it, and `--epochs` "
@@ -340,7 +402,6 @@ class TrainingCLI(LightningCLI):
 def fit_command(
     args: Sequence[str],
     *,
-    usage: str,
     prepare: Callable[[Sequence[str]], TrainingCLI],
     description: Callable[[TrainingCLI], str],
     score: str,
@@ -349,7 +410,6 @@ def fit_command(
 
     Args:
         args: The arguments, without the name of the command.
-        usage: What ``--help`` prints.
         prepare: From the arguments to what is to be trained.
         description: What is said of it before it begins.
         score: How the best validation is said, a format of one number.
@@ -357,13 +417,8 @@ def fit_command(
     Returns:
         The exit code.
     """
-    if "--help" in args or "-h" in args:
-        print(usage)
-        return 0
     run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
-    if run.trainer.is_global_zero:
-        print(description(run))
-    run.fit()
+    run.fit(opening=description(run))
     if run.trainer.is_global_zero:
         if run.best is not None:
             path, value = run.best
@@ -372,17 +427,24 @@ def fit_command(
     return 0
 
 
-class _WholeEpochs(ModelCheckpoint):
+class WholeEpochs(ModelCheckpoint):
     """Saves at the end of each epoch, but not of one that was cut short.
 
     Such a one cannot be gone on with, and its checkpoint would replace one that can.
+
+    Attributes:
+        num_epochs: Number of epochs behind the last checkpoint; 0 before the first.
     """
+
+    num_epochs = 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, if all of the epoch was trained on."""
         is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if is_whole or not self.best_model_path:  # Of a run shorter than that there is one, too.
             super().on_train_epoch_end(trainer, pl_module)
+        if is_whole and Path(self.best_model_path).is_file():
+            self.num_epochs = trainer.current_epoch + 1
 
 
 def free_folder(parent: Path, name: str) -> Path:
@@ -393,15 +455,14 @@ def free_folder(parent: Path, name: str) -> Path:
     return parent / f"{name}-{number}"
 
 
+def _shown(path: Path) -> Path:
+    """Return a path as one writes it from here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _saved_to(folder: str) -> Path:
     """Where a run saves checkpoints, if it is not told."""
     return Path(folder, "checkpoints")
-
-
-def _is_given(args: Sequence[str], setting: str) -> bool:
-    """Say whether arguments give a setting, or a part of it."""
-    names = [arg.partition("=")[0].rstrip("+") for arg in args]
-    return any(name == f"--{setting}" or name.startswith(f"--{setting}.") for name in names)
 
 
 def _folder_of(checkpoint: Path) -> Path:

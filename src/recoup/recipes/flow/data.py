@@ -59,6 +59,8 @@ class Images(LightningDataModule):
         super().__init__()
         self.save_hyperparameters()
         _check(levels, batch_size, validation_fraction, test_fraction, size)
+        if num_workers < 0:
+            raise ValueError(f"`num_workers` is {num_workers}, but must be at least 0.")
         self.path = path
         self.batch_size = batch_size
         self.num_workers = num_workers

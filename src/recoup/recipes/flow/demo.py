@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ def demo(out: str | None = None, epochs: int | None = None) -> int:
         The exit code.
     """
     from recoup.recipes.mistakes import mistakes_reported
+
+    with mistakes_reported():
+        _check_imports()
     from recoup.recipes.training import free_folder
 
     folder = free_folder(Path("runs", "flow"), "demo") if out is None else Path(out)
@@ -102,6 +106,13 @@ def demo(out: str | None = None, epochs: int | None = None) -> int:
         print(f"{name}: {path}")
     print(f"all of it took {time.perf_counter() - start:.0f} s")
     return 0
+
+
+def _check_imports() -> None:
+    """Find out before training, not after it, that something is not installed."""
+    for module in ("flow.pictures", "flow.train", "progress"):
+        importlib.import_module(f"recoup.recipes.{module}")
+    importlib.import_module("matplotlib")
 
 
 def _train(memory: str, out: Path, epochs: int | None) -> _Trained:

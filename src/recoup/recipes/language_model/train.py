@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -23,43 +22,12 @@ from recoup.recipes.language_model.model import MONITOR, LanguageModelTraining
 from recoup.recipes.language_model.trained import vocabulary_in
 from recoup.recipes.language_model.windows import MAX_JITTER
 from recoup.recipes.mistakes import mistakes_reported
-from recoup.recipes.training import SHORT_NAMES, TrainingCLI, fit_command
+from recoup.recipes.training import TrainingCLI, fit_command
+from recoup_cli.commands import LANGUAGE_MODEL
 
 __all__ = ["CONFIGS", "prepare", "train"]
 
-CONFIGS = Path(__file__).parent / "configs"
-_DEFAULT = "tiny"
-
-_HELP = f"""\
-usage: recoup lm fit [options]
-
-Train an AWD-LSTM on text. Options, each as --name VALUE:
-
-  --data PATH        a text file, or a folder with train.txt, valid.txt and test.txt;
-                     the documentation of Python if left out
-  --config FILE      settings from a file, or of the recipe: {
-    ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-}
-                     ({_DEFAULT} if left out)
-  --memory MODE      what backward remembers: linear, sqrt, or a number of bytes as "500 MiB"
-  --epochs N         number of epochs
-  --batch-size N     columns of text that are read side by side
-  --weight-noise STD variational noise on weights, from --model.weight_noise_start on
-  --out DIR          folder of the run (runs/lm/fit-1, or the next number)
-  --seed N           seed of weights, windows, masks and noise
-  --threads N        threads on CPU
-  --resume CKPT      go on from a checkpoint, with its settings, in its folder
-  --finetune CKPT    begin with the weights of a checkpoint, and its settings, and average from
-                     the first step on, until validation no longer improves
-  --data.tokens KIND words, whitespace (for texts that are tokenized) or characters
-  --data.min_count, --data.max_vocab_size, --data.bptt, --data.eval_batch_size, ...
-  --model.embed_size, --model.hidden_size, --model.num_layers, --model.weight_dropout, ...
-  --model.learning_rate, --model.clip, --model.averaging, --early_stopping.patience, ...
-  --trainer.accelerator, --trainer.precision, ...
-                     any setting of Lightning's Trainer
-
-  --help-all         explain all settings
-  --print_config     print all settings, as a file for --config"""
+CONFIGS = LANGUAGE_MODEL.configs
 
 
 def prepare(args: Sequence[str]) -> TrainingCLI:
@@ -75,11 +43,9 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         LanguageModelTraining,
         Texts,
         recipe="lm",
-        configs=CONFIGS,
-        default_config=_DEFAULT,
+        fit=LANGUAGE_MODEL,
         links=[("data.vocab_size", "model.vocab_size"), ("data.bptt", "model.bptt")],
         monitor=MONITOR,
-        short_names={**SHORT_NAMES, "--weight-noise": "--model.weight_noise"},
         # The windows of each epoch are others.
         trainer_defaults={"reload_dataloaders_every_n_epochs": 1},
         finetuning={"averaging": "always"},
@@ -96,9 +62,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
 
 def train(args: Sequence[str]) -> int:
     """Run ``recoup lm fit`` with these arguments; return the exit code."""
-    return fit_command(
-        args, usage=_HELP, prepare=prepare, description=_description, score="perplexity {:.2f}"
-    )
+    return fit_command(args, prepare=prepare, description=_description, score="perplexity {:.2f}")
 
 
 def _description(run: TrainingCLI) -> str:

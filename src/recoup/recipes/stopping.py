@@ -1,0 +1,108 @@
+"""Ending a run by a signal: after the step, with the last whole epoch on the disk.
+
+Rule 1: the first signal is noted, and the run ends after the step that it came in. So no step is
+half done, and with several processes all end after the same one.
+
+Rule 2: the second signal ends the run where it is. Checkpoints are written whole or not at all, so
+the one before stays where another is being written.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+__all__ = ["StopRun", "Stopping"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRun(Exception):  # noqa: N818  # it is no error
+    """Raised after the step in which a signal came."""
+
+
+class Stopping(Callback):
+    """Ends a run after the step in which SIGINT or SIGTERM came. See Rules 1 and 2.
+
+    Attributes:
+        signum: The signal that came; None before one did.
+        has_begun: Whether training has begun.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.has_begun = False
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Note signals; those of other threads than the main one are not ours to handle."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {each: signal.getsignal(each) for each in _SIGNALS}
+        try:
+            self._listen()
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, signal.SIG_DFL if handler is None else handler)
+
+    def _listen(self) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is not None:
+            raise KeyboardInterrupt
+        self.signum = signum
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen again: Lightning has its own handler of SIGTERM, which ends each process alone."""
+        self.has_begun = True
+        is_ours = signal.getsignal(signal.SIGINT) == self._note
+        if is_ours and not _is_requeued(trainer):
+            self._listen()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """End the run, if it is to end."""
+        self._end(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """End the run, if it is to end."""
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        is_asked = self.signum is not None
+        if trainer.world_size > 1:
+            is_asked = trainer.strategy.reduce_boolean_decision(is_asked, all=False)
+        if is_asked:
+            self.signum = self.signum or signal.SIGTERM  # it came to another process
+            raise StopRun
+
+
+def _is_requeued(trainer: Trainer) -> bool:
+    """Say whether SLURM is to begin the run anew, which Lightning's handler sees to."""
+    connector: Any = trainer._accelerator_connector  # pyright: ignore[reportPrivateUsage]
+    return bool(getattr(connector.cluster_environment, "auto_requeue", False))

@@ -1,0 +1,102 @@
+"""Arguments of the commands that are one function: options by its signature and docstring."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from recoup_cli.mistakes import MistakeError, check_checkpoint, near
+from recoup_cli.signatures import Option, signature_of
+
+__all__ = ["help_of", "options_in"]
+
+
+def options_in(args: Sequence[str], *, prog: str, file: Path, function: str) -> dict[str, Any]:
+    """Return the arguments that a function is to be called with.
+
+    Args:
+        args: The command line; names of two words have a hyphen or an underscore.
+        prog: What the command is called.
+        file: The source of the function.
+        function: Its name.
+
+    Raises:
+        MistakeError: An argument is unknown, is missing, or has a value of another type.
+    """
+    _, options = signature_of(file, function)
+    parser = _parser(prog, file, function)
+    given, unknown = parser.parse_known_args([_with_hyphens(arg) for arg in args])
+    if unknown:
+        names = [_shown(option) for option in options]
+        raise MistakeError(
+            f"there is no option `{' '.join(unknown)}`.{near(unknown[0], names)} See `--help` for "
+            "those that there are."
+        )
+    found = vars(given)
+    for option in options:
+        if found[option.name] is ... and option.is_needed:
+            raise MistakeError(f"`{_shown(option)}` is needed. See `--help`.")
+        if found[option.name] is ...:
+            found[option.name] = option.default
+    if "checkpoint" in found:
+        try:
+            check_checkpoint(found["checkpoint"], "--checkpoint")
+        except ValueError as error:
+            raise MistakeError(str(error)) from None
+    return found
+
+
+def help_of(*, prog: str, file: Path, function: str) -> str:
+    """Return what ``--help`` of a command says."""
+    return _parser(prog, file, function).format_help().rstrip()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        """Raise, rather than print the usage and exit."""
+        raise MistakeError(f"{message}. See `--help`.")
+
+
+def _parser(prog: str, file: Path, function: str) -> _Parser:
+    description, options = signature_of(file, function)
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    for option in options:
+        settings: dict[str, Any] = {
+            "type": _reader(option),
+            "default": ...,
+            "help": _explained(option).replace("%", "%%"),
+        }
+        if option.name == _POSITIONAL:
+            parser.add_argument(option.name, nargs="?", **settings)
+        else:
+            many = {"nargs": "+"} if option.is_many else {}
+            metavar = option.name.upper()
+            parser.add_argument(_shown(option), metavar=metavar, **many, **settings)
+    return parser
+
+
+_POSITIONAL = "build"  # of `curve` and `explain`
+
+
+def _reader(option: Option) -> Callable[[str], object]:
+    return lambda text: option.value(text, _shown(option))
+
+
+def _shown(option: Option) -> str:
+    return option.name if option.name == _POSITIONAL else f"--{option.name.replace('_', '-')}"
+
+
+def _explained(option: Option) -> str:
+    if option.is_needed or option.default is None or option.default == "":
+        return option.help
+    default = str(option.default)
+    if option.is_many:
+        default = default.strip("()").replace(",", "").replace("'", "")
+    return f"{option.help.rstrip('.')} ({default})."
+
+
+def _with_hyphens(arg: str) -> str:
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
