@@ -17,9 +17,10 @@ T = TypeVar("T")
 def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
     """Return a callable whose output is not kept, even though the next operator would save it.
 
-    Kept: the tensors in the arguments, unless these are such outputs themselves, and 5 KB of random state if it draws. Backward pays one
-    more run, however many operators saved the output. In contrast, `checkpoint` frees what lies
-    between arguments and output, and the operator after it keeps the output again.
+    Kept: the tensors in the arguments, unless these are such outputs themselves, and 5 KB of random
+    state if it draws. Backward pays one more run, however many operators saved the output.
+    In contrast, `checkpoint` frees what lies between arguments and output, and the operator after
+    it keeps the output again.
 
     Args:
         fn_or_module: a function or module. What it reads beside its arguments must not change

@@ -43,7 +43,8 @@ def checkpoint(
     Args:
         fn: a function or module. What it reads beside its arguments must not change before
             backward: parameters, buffers and modes of the modules it is, belongs to, or closes
-            over are compared, and so are tensors it closes over.
+            over are compared, and so are the tensors that it closes over and the numbers that it
+            reads as closure variables, globals and attributes.
         args: its arguments; tensors may be nested in tuples, lists and dicts.
         use_reentrant: must not be True.
         preserve_rng_state: taken as it comes. Draws are repeated either way, and the random state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,8 @@ from recoup.residuals.seeds import Draws
 from recoup.residuals.sources import looked_at
 
 __all__ = ["Rerun"]
+
+_NOTHING = nullcontext()
 
 
 class Rerun:
@@ -103,7 +106,7 @@ class _First:
 
 
 class _Again:
-    __slots__ = ("_ambient", "_as_it_was", "_attributes", "_draws", "_modules")
+    __slots__ = ("_ambient", "_as_it_was", "_attributes", "_draws", "_modules", "_values")
 
     def __init__(self, rerun: Rerun, stops: bool) -> None:
         rerun._guard.check(rerun._name)
@@ -112,12 +115,16 @@ class _Again:
         self._draws = rerun._draws.replaying()
         self._ambient = rerun._ambient.entered()
         self._as_it_was = rerun._guard.as_it_was()
+        self._values: AbstractContextManager[None] = _NOTHING
+        if rerun._held is not None:
+            self._values = rerun._held.as_it_was()
         self._modules: Sequence[nn.Module] = _not_of_torch(rerun._guard) if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
         self._ambient.__enter__()
         self._as_it_was.__enter__()
+        self._values.__enter__()
         self._draws.__enter__()
         for module in self._modules:
             own = module.__dict__
@@ -132,5 +139,6 @@ class _Again:
         try:
             self._draws.__exit__()
         finally:
+            self._values.__exit__(kind, value, traceback)
             self._as_it_was.__exit__(kind, value, traceback)
             self._ambient.__exit__(kind, value, traceback)

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import gc
 import random
+import re
+import types
 from typing import NamedTuple
 
 import pytest
@@ -478,3 +480,187 @@ def test_a_keyword_of_the_function_by_a_name_of_torch():
     x = leaf(3)
     assert torch.equal(recoup.checkpoint(fn, x, debug=False), x.sin())
     assert torch.equal(recoup.checkpoint(functools.partial(fn, debug=False), x), x.cos())
+
+
+# -- numbers that change between the two runs (N6) -------------------------------------------------
+
+COUNTER = 2
+SCALES = {"first": 2.0, "others": [1.0, 3.0]}
+
+
+class Settings:
+    limit = 4.0
+
+    def __init__(self):
+        self.scale: float | None = 2.0
+        self.unread = 0
+        self.inner = types.SimpleNamespace(scale=2.0)
+
+    @property
+    def doubled(self):
+        return 2 * self.scale
+
+    def apply(self, x):
+        return self.helped(x * self.scale).sin()
+
+    def by_property(self, x):
+        return (x * self.doubled).sin()
+
+    def of_the_class(self, x):
+        return (x * self.limit).sin()
+
+    def helped(self, x):
+        return x * self.inner.scale
+
+    def __call__(self, x):
+        return self.apply(x)
+
+
+SETTINGS = Settings()
+
+
+def of_a_global(x):
+    return (x * COUNTER).sin()
+
+
+def behind_a_helper(x):
+    return of_a_global(x).cos()
+
+
+def within_a_lambda(x):
+    return (lambda x: x * COUNTER)(x).sin()
+
+
+def of_an_entry(x):
+    return (x * SCALES["first"] * SCALES["others"][1]).sin()
+
+
+def of_an_attribute(x):
+    return (x * SETTINGS.inner.scale).sin()
+
+
+def of_none(x):
+    return x.sin() if SETTINGS.scale is None else (x * SETTINGS.scale).sin()
+
+
+def changed_global():
+    globals()["COUNTER"] += 1
+
+
+CHANGES = {
+    "global": (of_a_global, changed_global, "COUNTER"),
+    "helper": (behind_a_helper, changed_global, "of_a_global.COUNTER"),
+    "lambda": (within_a_lambda, changed_global, "COUNTER"),
+    "entry": (of_an_entry, lambda: SCALES.update(first=5.0), "SCALES['first']"),
+    "nested entry": (of_an_entry, lambda: SCALES.update(others=[1.0, 7.0]), "SCALES['others'][1]"),
+    "attribute": (of_an_attribute, lambda: vars(SETTINGS.inner).update(scale=9.0), "inner.scale"),
+    "None": (of_none, lambda: vars(SETTINGS).update(scale=None), "SETTINGS.scale"),
+    "owner": (SETTINGS.apply, lambda: vars(SETTINGS).update(scale=9.0), "self.scale"),
+    "method of owner": (SETTINGS.apply, lambda: vars(SETTINGS.inner).update(scale=9.0), "scale"),
+    "property": (SETTINGS.by_property, lambda: vars(SETTINGS).update(scale=9.0), "scale"),
+    "object": (SETTINGS, lambda: vars(SETTINGS).update(scale=9.0), "scale"),
+    "class": (SETTINGS.of_the_class, lambda: setattr(Settings, "limit", 9.0), "self.limit"),
+    "partial": (functools.partial(of_a_global), changed_global, "COUNTER"),
+}
+
+
+@pytest.fixture
+def as_at_first():
+    yield
+    globals()["COUNTER"] = 2
+    SCALES.update(first=2.0, others=[1.0, 3.0])
+    SETTINGS.__init__()
+    Settings.limit = 4.0
+
+
+@pytest.mark.usefixtures("as_at_first")
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_number_that_changes_between_the_runs_is_named(kind):
+    """N6"""
+    fn, change, name = CHANGES[kind]
+    x = leaf(4)
+    want = torch.autograd.grad(fn(x).sum(), x)[0]
+    y = recoup.checkpoint(fn, x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], want)
+    change()
+    with pytest.raises(ChangedError, match=re.escape(name)):
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("as_at_first")
+def test_numbers_that_the_code_does_not_read_may_change():
+    """N6: no false alarm."""
+    x, unread, counts = leaf(4), 3, [0]
+    y = recoup.checkpoint(SETTINGS.apply, x)
+    z = recoup.checkpoint(lambda x: x.sin(), x)
+    SETTINGS.unread += 1
+    changed_global()
+    unread += counts[0] + 1
+    (y.sum() + z.sum()).backward()
+
+
+TICKS = 0
+
+
+class Counting:
+    def __init__(self):
+        self.steps, self.log, self.started = 0, {"steps": 0}, False
+
+    def apply(self, x):
+        self.steps += 1
+        self.log["steps"] += 1
+        self.started = True
+        return (x * self.steps * self.log["steps"]).sin()
+
+
+def ticking(x):
+    global TICKS
+    TICKS += 1
+    return (x * TICKS).sin()
+
+
+def counts_in_a_cell():
+    count = [0]
+    total = 0
+
+    def fn(x):
+        nonlocal total
+        total += 1
+        count[0] += 1
+        return (x * total * count[0]).sin()
+
+    return fn, lambda: (total, count[0])
+
+
+def counts_in_an_object():
+    counting = Counting()
+    return counting.apply, lambda: (counting.steps, counting.log["steps"])
+
+
+def counts_in_a_global():
+    globals()["TICKS"] = 0
+    return ticking, lambda: (TICKS,)
+
+
+@pytest.mark.parametrize("make", [counts_in_a_cell, counts_in_an_object, counts_in_a_global])
+def test_a_counter_of_the_function_counts_once(make):
+    """N6: and each second run sees what its first run saw, whatever ran in between."""
+    (plain, _), (fn, seen) = make(), make()
+    xs = [leaf(4) for _ in range(3)]
+    make()  # begins anew
+    want = [torch.autograd.grad(plain(x).sum(), x)[0] for x in xs]
+    make()
+    ys = [recoup.checkpoint(fn, x) for x in xs]
+    before = seen()
+    got = torch.autograd.grad(sum(y.sum() for y in ys), xs)
+    assert all(map(torch.equal, got, want))
+    assert seen() == before
+    assert set(before) == {3}
+
+
+def test_a_loop_variable_that_is_bound_late():
+    """N6: an error, since the second run would read another one."""
+    x = leaf(4)
+    ys = [recoup.checkpoint(lambda x: (x * n).sin(), x) for n in (1, 2, 3)]  # noqa: B023
+    with pytest.raises(ChangedError, match="`n`"):
+        sum(y.sum() for y in ys).backward()
