@@ -11,11 +11,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.residuals import values
 from recoup.residuals.tracking import StorageTracker
 from tests.oracle import tensors
+
+
+def allocated_bytes(fn: Callable[[], Any]) -> tuple[int, int]:
+    """Peak and final running sum of the allocations and frees that torch's profiler sees."""
+    kinds = [ProfilerActivity.CPU]
+    with profile(activities=kinds, profile_memory=True, acc_events=True) as profiler:
+        fn()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    running, peak = 0, 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        running += event.nbytes()
+        peak = max(peak, running)
+    return peak, running
 
 
 @contextmanager

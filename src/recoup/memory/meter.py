@@ -51,13 +51,17 @@ def measure(
     the first call allocates (``.grad`` of each parameter, workspaces of CUDA libraries) belongs to
     the peak; call `fn` once beforehand to leave it out.
 
-    On CPU the storages that operators return are followed. Not seen: temporaries inside a kernel;
-    storages that no operator made (`torch.from_numpy`, `torch.load`); allocations on other threads
-    or inside a compiled graph; the allocator's rounding and what it holds back, so that resident
-    memory (RSS) is larger; and memory that was alive before and is freed by `fn`, which is not
-    subtracted. Temporaries belong to one layer at a time: against the allocations that
-    `torch.profiler` reports, the peak of a step is right to 5 percent for a net of 32 convolutions,
-    a transformer layer and a perceptron, and a quarter too low for one LSTM or two convolutions.
+    On CPU the numbers are those that torch's allocator reports to profilers, temporaries within
+    kernels included. Not seen: allocations on other threads, but for those of autograd; memory that
+    libraries and others (numpy) allocate by themselves; what the allocator holds back, so that
+    resident memory (RSS) is larger; and memory that was alive before and is freed by `fn`, which is
+    not subtracted (unless an earlier measurement saw it begin and memory of its size is alive).
+    Torch may write a line to stderr about memory "allocated before the profiling started".
+
+    A thread has one profiler. If one runs already, storages that operators return are followed
+    instead, with a warning: then the peak is too low by what kernels allocate for a moment, 5
+    percent for a transformer layer, a quarter to a third for an LSTM or convolutions. `fn` cannot
+    start a profiler of its own.
 
     On CUDA the numbers are those of torch's allocator, rounded up to its blocks, for `device`
     alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
@@ -116,8 +120,9 @@ def check_device(device: torch.device | str) -> torch.device:
 def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]:
     with timeline(device) as line:
         result = fn()
-    del result  # Alive until here, since it counts as held.
-    return line.peak_bytes, line.end_bytes
+        held = line.mark()
+        del result  # it counts as held
+    return line.peak_bytes, held.end_bytes
 
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:

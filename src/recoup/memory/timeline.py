@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
+from recoup.residuals.allocations import Allocations, can_follow
 from recoup.residuals.tracking import StorageTracker
 
 __all__ = ["Span", "Timeline", "timeline"]
 
 
-class Span(NamedTuple):
+@dataclass(slots=True)
+class Span:
     """What was alive between two moments, beyond what was alive before the timeline began.
 
     Args:
@@ -21,31 +25,38 @@ class Span(NamedTuple):
         end_bytes: at the second moment.
     """
 
-    peak_bytes: int
-    end_bytes: int
+    peak_bytes: int = 0
+    end_bytes: int = 0
+
+    def fill(self, peak_bytes: int, end_bytes: int) -> None:
+        """Say what was alive."""
+        self.peak_bytes, self.end_bytes = peak_bytes, end_bytes
 
 
 class Timeline(ABC):
-    """A context in which bytes are counted as `measure` counts them, span by span."""
+    """A context in which bytes are counted as `measure` counts them, span by span.
+
+    The numbers of its spans, and its own, are there when it has ended.
+    """
 
     def __init__(self) -> None:
-        self._peak_bytes = self._end_bytes = 0
+        self._spans: list[Span] = []
 
     @property
     def peak_bytes(self) -> int:
-        """Most at one time, of all spans that have ended."""
-        return self._peak_bytes
+        """Most at one time."""
+        return max((span.peak_bytes for span in self._spans), default=0)
 
     @property
     def end_bytes(self) -> int:
-        """What was alive when the last span ended."""
-        return self._end_bytes
+        """What was alive at the end."""
+        return self._spans[-1].end_bytes if self._spans else 0
 
     def mark(self) -> Span:
         """End a span, and begin the next one."""
-        span = self._read()
-        self._peak_bytes = max(self._peak_bytes, span.peak_bytes)
-        self._end_bytes = span.end_bytes
+        span = Span()
+        self._spans.append(span)
+        self._read(span)
         return span
 
     @abstractmethod
@@ -60,15 +71,48 @@ class Timeline(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def _read(self) -> Span: ...
+    def _read(self, span: Span) -> None: ...
 
 
 def timeline(device: torch.device) -> Timeline:
-    """Return a timeline of the bytes on a device, "cpu" or CUDA."""
-    return _CudaTimeline(device) if device.type == "cuda" else _CpuTimeline(device)
+    """Return a timeline of the bytes on a device, "cpu" or CUDA.
+
+    On CPU those are the bytes that the allocator reports. It reports them to one profiler of a
+    thread: while another one runs, storages are followed, and a warning says what is left out.
+    """
+    if device.type == "cuda":
+        return _CudaTimeline(device)
+    if can_follow():
+        return _AllocatorTimeline()
+    warnings.warn(
+        "A profiler runs in this thread, so bytes are counted by the tensors that operators "
+        "return. What kernels allocate for a moment is left out, which can be a third of the "
+        "peak. Measure, or plan, outside of the profiler.",
+        stacklevel=3,
+    )
+    return _StorageTimeline(device)
 
 
-class _CpuTimeline(Timeline):
+class _AllocatorTimeline(Timeline):
+    def __init__(self) -> None:
+        super().__init__()
+        self._allocations = Allocations()
+
+    def __enter__(self) -> Self:
+        self._allocations.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.mark()
+        finally:
+            self._allocations.__exit__(*exc_info)
+
+    def _read(self, span: Span) -> None:
+        self._allocations.mark(span.fill)
+
+
+class _StorageTimeline(Timeline):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._tracker = StorageTracker(device)
@@ -81,11 +125,10 @@ class _CpuTimeline(Timeline):
         self._tracker.__exit__(*exc_info)
         self.mark()
 
-    def _read(self) -> Span:
+    def _read(self, span: Span) -> None:
         tracker = self._tracker
-        span = Span(tracker.peak_bytes, tracker.current_bytes)
+        span.fill(tracker.peak_bytes, tracker.current_bytes)
         tracker.peak_bytes = tracker.current_bytes
-        return span
 
 
 class _CudaTimeline(Timeline):
@@ -104,10 +147,9 @@ class _CudaTimeline(Timeline):
         torch.cuda.synchronize(self._device)
         self.mark()
 
-    def _read(self) -> Span:
-        span = Span(
+    def _read(self, span: Span) -> None:
+        span.fill(
             torch.cuda.max_memory_allocated(self._device) - self._before,
             torch.cuda.memory_allocated(self._device) - self._before,
         )
         torch.cuda.reset_peak_memory_stats(self._device)
-        return span

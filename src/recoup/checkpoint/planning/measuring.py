@@ -47,7 +47,6 @@ __all__ = [
 ]
 
 Run = Callable[..., Any]
-_NOTHING = Span(0, 0)
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,11 @@ class Step:
             backward_within_model(self.model, losses)
         del output
 
+    def forget(self) -> None:
+        """Let go of the gradients, so that what was allocated within a timeline ends within it."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
 
 def seed_all(seed: int) -> None:
     """Seed the streams that a rehearsal puts back: of torch, Python and numpy."""
@@ -112,7 +116,7 @@ class MeasuredCall:
         again: the span of its second run, whose result is alive at the end.
         residuals: the moment after, without the result.
         after: the span after that, until the next second run or the end.
-        shared_bytes: of what it returns, what its own residuals hold.
+        again_bytes: what its second run returned.
         alive_bytes: of its residuals, what others hold (a cache).
         products: the costly operators within.
         saved: of each of them, whether what it makes is a residual.
@@ -124,16 +128,21 @@ class MeasuredCall:
     state_bytes: int
     output_bytes: int = 0
     work: float = 0.0
-    before: Span = _NOTHING
-    forward: Span = _NOTHING
+    before: Span = field(default_factory=Span)
+    forward: Span = field(default_factory=Span)
     until_again: Span | None = None
-    again: Span = _NOTHING
-    residuals: Span = _NOTHING
-    after: Span = _NOTHING
-    shared_bytes: int = 0
+    again: Span = field(default_factory=Span)
+    residuals: Span = field(default_factory=Span)
+    after: Span = field(default_factory=Span)
+    again_bytes: int = 0
     alive_bytes: int = 0
     products: list[Product] = field(default_factory=list[Product])
     saved: list[bool] = field(default_factory=list[bool])
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of what it returns that its own residuals hold."""
+        return max(self.again_bytes - (self.again.end_bytes - self.residuals.end_bytes), 0)
 
 
 @dataclass
@@ -146,7 +155,7 @@ class Measured:
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
-    between: Span = _NOTHING
+    between: Span = field(default_factory=Span)
 
 
 def measure_blocks(
@@ -173,6 +182,7 @@ def measure_blocks(
         finally:
             following.end()
         meter.step_ended()
+        step.forget()
     return meter.measured
 
 
@@ -180,6 +190,7 @@ def peak_of(step: Step, device: torch.device) -> int:
     """Return the peak of a step of a model as it is."""
     with rehearsal(step.model), timeline(device) as line:
         step.run()
+        step.forget()
     return line.peak_bytes
 
 
@@ -248,11 +259,9 @@ class _Meter:
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
         """Take the span of the second run, and the moment after; `outputs` is emptied."""
         found.again = self._line.mark()
-        num_bytes = self._bytes_of(outputs, self._storages(given))
+        found.again_bytes = self._bytes_of(outputs, self._storages(given))
         outputs.clear()
         found.residuals = self._line.mark()
-        freed = found.again.end_bytes - found.residuals.end_bytes
-        found.shared_bytes = max(num_bytes - freed, 0)
         self._latest = found
 
     def step_ended(self) -> None:
