@@ -154,7 +154,7 @@ class Chain:
         for variant in range(len(cost.variants) + 1):
             thin = cost.tape(variant)
             needs = max(
-                state + thin.tape_run_bytes + passed,
+                state + max(thin.tape_run_bytes, cost.before_bytes) + passed,
                 thin.tape_bytes + output + passed,
                 thin.tape_bytes + thin.reverse_bytes + cost.lent_bytes + behind,
                 reversed_,
@@ -165,7 +165,7 @@ class Chain:
             return
         if cost.is_invertible and self._links(start + 1):
             needs = max(
-                max(state + cost.run_bytes, output) + passed,
+                max(state + max(cost.run_bytes, cost.before_bytes), output) + passed,
                 max(output + cost.tape_run_bytes, _reversing(cost)) + behind,
                 state + reversed_,
                 self.handed_over(start + 1),
@@ -242,10 +242,15 @@ class Chain:
         for index in range(start, stop):
             run, output = self.costs[index].run_bytes, self.states[index + 1]
             state = self.states[index] if index > start else 0
-            kept = input_ + max(state + run, output)
-            offloaded = max(self.states[index] + run, output)
+            in_sweep = max(run, self.costs[index].before_bytes)
             passed = self._passed[index]
-            for at, now in enumerate((kept, offloaded, kept + passed, offloaded + passed)):
+            needs = (
+                input_ + max(state + run, output),
+                max(self.states[index] + run, output),
+                input_ + max(state + in_sweep, output) + passed,
+                max(self.states[index] + in_sweep, output) + passed,
+            )
+            for at, now in enumerate(needs):
                 most[at] = max(most[at], now)
                 passes[at].append(most[at])
         return passes

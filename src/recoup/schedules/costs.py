@@ -64,6 +64,8 @@ class Cost:
         invert_seconds: time of one inverse, which makes the tape on its way.
         offload_seconds: time to move the input to host memory and back; None if it cannot be.
         variants: other tapes, for a stage that is taped in the sweep.
+        before_bytes: the most that code before the stage has alive for a moment, in the sweep,
+            beyond the stage's input and what lies beside the chain.
         lent_bytes: how much more `reverse_bytes` is if the stage before is taped, whose tape holds
             on to what would go while this stage is reversed.
 
@@ -91,13 +93,14 @@ class Cost:
     offload_seconds: float | None = None
     variants: tuple[Thin, ...] = ()
     lent_bytes: int = 0
+    before_bytes: int = 0
 
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)
         _require_time("invert_seconds", self.invert_seconds)
         _require_time("offload_seconds", self.offload_seconds or 0.0)
         sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
-        for name in (*sizes, "beside_bytes"):
+        for name in (*sizes, "beside_bytes", "before_bytes"):
             _require_size(name, getattr(self, name))
         if self.tape_bytes < self.state_bytes:
             raise ValueError(

@@ -209,6 +209,7 @@ class Walk:
         cost = self.costs[index]
         if not self.in_backward:
             self.held += cost.beside_bytes
+            beyond = max(beyond, cost.before_bytes)
         self.peak = max(self.peak, self.held + beyond)
         self.forwards[index] += 1
         self.seconds += cost.seconds

@@ -321,7 +321,7 @@ def test_explain(tmp_path: Path, capsys):
     assert "Plan for Sequential: 4 blocks in 1 MiB" in capsys.readouterr().out
     assert figure.exists()
     for wrong, message in (
-        ([built, "--budget", "1KiB"], "the least that a step of this model can take"),
+        ([built, "--budget", "1KiB"], "the least that a step of this model was seen to take"),
         ([built, "--budget", "much"], "`budget` is 'much'"),
         ([f"{path}:wrong", "--budget", "1MiB"], "returned a int, but must return a model"),
         ([f"{path}:nothing", "--budget", "1MiB"], "there is no function nothing"),

@@ -45,6 +45,7 @@ def costs(draw, *, with_choices=True, with_moments=True):
         invert_seconds=draw(TIMES),
         offload_seconds=draw(st.none() | TIMES),
         variants=tuple(draw(st.lists(thins(state), max_size=1))),
+        before_bytes=draw(SIZES),
     )
 
 

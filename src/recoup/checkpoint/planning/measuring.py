@@ -31,6 +31,7 @@ from recoup.residuals.calls import Call
 from recoup.residuals.compiler import is_compiled
 from recoup.residuals.hooks import is_in_backward, storage_of
 from recoup.residuals.rehearsal import backward_within_model, rehearsal
+from recoup.residuals.seeds import fingerprint
 from recoup.residuals.snapshots import copied
 from recoup.residuals.stage import State
 from recoup.residuals.tree import flatten
@@ -118,6 +119,7 @@ class MeasuredCall:
         after: the span after that, until the next second run or the end.
         again_bytes: what its second run returned.
         alive_bytes: of its residuals, what others hold (a cache).
+        drawn_bytes: of the random states that a region of it writes down.
         products: the costly operators within.
         saved: of each of them, whether what it makes is a residual.
     """
@@ -136,8 +138,17 @@ class MeasuredCall:
     after: Span = field(default_factory=Span)
     again_bytes: int = 0
     alive_bytes: int = 0
+    drawn_bytes: int = 0
     products: list[Product] = field(default_factory=list[Product])
     saved: list[bool] = field(default_factory=list[bool])
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of its residuals that are its own."""
+        if self.until_again is None:
+            return 0
+        begin, residuals = self.until_again.end_bytes, self.residuals.end_bytes
+        return max(residuals - begin - self.shared_bytes - self.alive_bytes, 0)
 
     @property
     def shared_bytes(self) -> int:
@@ -171,11 +182,13 @@ def measure_blocks(
         device: where bytes are counted.
     """
     blocks = list(blocks)
+    state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
     with rehearsal(step.model), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
         own = (*step.model.parameters(), *step.model.buffers())
         given, _ = flatten((step.args, step.kwargs))
-        meter = _Meter(names, set(map(storage_of, own)), set(map(storage_of, given)), line)
+        weights = set(map(storage_of, own))
+        meter = _Meter(names, weights, set(map(storage_of, given)), line, state_bytes)
         following = Following([module for _, module in blocks], meter)
         try:
             step.run()
@@ -208,9 +221,15 @@ class _Meter:
     """The follower of all blocks."""
 
     def __init__(
-        self, names: dict[int, str], weights: set[int], given: set[int], line: Timeline
+        self,
+        names: dict[int, str],
+        weights: set[int],
+        given: set[int],
+        line: Timeline,
+        state_bytes: int,
     ) -> None:
         self.measured = Measured()
+        self._state_bytes = state_bytes  # of a random state
         self._names = names
         self._around = around()
         self._line = line
@@ -235,10 +254,12 @@ class _Meter:
         found = MeasuredCall(name, module, bool(at), self._fresh_bytes(linked or given))
         calls.append(found)
         found.before = self._line.mark()
+        drawn_before = self._drawn()
         counter = WorkCounter()
         with counter:
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
+        found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
         found.work = counter.work
         if not is_compiled(module):  # one operator as far as anybody outside can see
             found.products = counter.products
@@ -274,6 +295,12 @@ class _Meter:
         else:
             self._latest.after = span
         self._latest = None
+
+    def _drawn(self) -> int:
+        """Return what tells where the random stream is; what that allocates is in no span."""
+        found = fingerprint()
+        self._line.mark()
+        return found
 
     def _fresh_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Bytes of tensors that no call was given before; parameters have none."""

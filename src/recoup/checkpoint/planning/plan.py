@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from recoup.checkpoint.planning.blocks import Block, name_blocks
+from recoup.checkpoint.planning.choosing import Choice, choose
 from recoup.checkpoint.planning.drafting import follow_schedule
 from recoup.checkpoint.planning.forwards import Following, followings_within, suspended
+from recoup.checkpoint.planning.inverting import constant_memory_of
 from recoup.checkpoint.planning.losses import losses_from
 from recoup.checkpoint.planning.measuring import (
     MeasuredCall,
@@ -251,8 +253,8 @@ class Plan:
         self._found = tuple(found)
         self._calls = tuple(calls)
         self._following: Following | None = None
-        self._rehearsed_bytes = 0
-        self._point = self._fastest_fitting(step, device)
+        self._device = device
+        self._choice, self._point = self._chosen(step)
         self._step_seconds = self._seconds_of(step)
 
     # -- what it is ------------------------------------------------------------------------
@@ -285,12 +287,12 @@ class Plan:
     @property
     def rehearsed_peak_bytes(self) -> int:
         """The peak of the step that was run to see that the plan keeps its promise."""
-        return self.standing_bytes + self._rehearsed_bytes
+        return self.standing_bytes + self._choice.peak_bytes
 
     @property
     def least_bytes(self) -> int:
-        """The least budget."""
-        return self.standing_bytes + self.frontier[0].peak_bytes
+        """A budget that suffices: what a step took that follows the plan of the least bytes."""
+        return self.standing_bytes + self._choice.least_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -392,25 +394,30 @@ class Plan:
         modules = [*roots, *(module for _, module in self._found)]
         return Following(modules, follower, owner, is_held=is_held)
 
-    def _fastest_fitting(self, step: Step, device: torch.device) -> Point:
-        """Return the fastest plan whose rehearsal keeps to the budget."""
-        step_bytes = self.budget_bytes - self.standing_bytes
-        fitting = [point for point in self.frontier if point.peak_bytes <= step_bytes]
-        for point in reversed(fitting):
-            with self._followed(point):
-                self._rehearsed_bytes = peak_of(step, device)
-            if self._rehearsed_bytes <= step_bytes:
-                return point
+    def _chosen(self, step: Step) -> tuple[Choice, Point]:
+        """Return the fastest point whose rehearsal keeps to the budget."""
+
+        def rehearse(place: int) -> int:
+            with self._followed(self.frontier[place]):
+                return peak_of(step, self._device)
+
+        predicted = [point.peak_bytes for point in self.frontier]
+        choice = choose(predicted, self.budget_bytes - self.standing_bytes, rehearse)
+        if choice.place is None:
+            raise self._too_small(self.standing_bytes + choice.least_bytes)
+        return choice, self.frontier[choice.place]
+
+    def _too_small(self, least: int) -> BudgetError:
         of_which = (
             f", {format_bytes(self.standing_bytes)} of which are alive before a step"
             if self.standing_bytes
             else ""
         )
-        least = max(self.least_bytes, self.rehearsed_peak_bytes)
-        raise BudgetError(
+        inverting = "".join(f" {line}" for line in constant_memory_of(self.model))
+        return BudgetError(
             f"`budget` is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but the "
-            f"least that a step of this model can take is {format_bytes(least)} ({least} bytes"
-            f"{of_which}). Give that much, a smaller batch, or smaller `blocks`.",
+            f"least that a step of this model was seen to take is {format_bytes(least)} ({least} "
+            f"bytes{of_which}). Give that much, a smaller batch, or smaller `blocks`.{inverting}",
             least,
         )
 

@@ -9,7 +9,10 @@ Rule 2. The costs are such that `simulate` gives back the bytes that were measur
 Rule 3. What a block saves of its own output it holds longer than the block after it is reversed;
         when that one was measured its input went on the way. So that much is added to the worst
         moment of its backward, if the block before keeps its residuals.
-Rule 4. Another tape of a block keeps what its costly operators made, those with the most work a
+Rule 4. A block that draws writes the random state down if it runs again. That counts as beside the
+        chain, and the tape that needs none is smaller by it (but by no more than all of it, so for
+        residuals that are smaller than a random state running again seems cheaper than it is).
+Rule 5. Another tape of a block keeps what its costly operators made, those with the most work a
         byte first, and not those after the last residual, which no second run gets to.
 """
 
@@ -35,6 +38,7 @@ def price(measured: Measured, device: torch.device) -> list[Cost]:
     """Return the costs of the calls, and of what follows them."""
     moved = _MOVED.get(device.type)
     beside = _beside(measured)
+    beside = [*(b + _drawn(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]
     costs = [
         _cost(call, beside_bytes, min(before, call.state_bytes) if call.is_linked else 0, moved)
@@ -72,8 +76,10 @@ def _beside(measured: Measured) -> list[int]:
     calls = measured.calls
     states = [_state_bytes(call) for call in calls]
     kept = [0, *accumulate(states)]
+    drawn = [0, *accumulate(call.drawn_bytes if call.until_again else 0 for call in calls)]
     alive = [call.before.end_bytes - call.state_bytes for call in calls]
     alive.append(calls[-1].forward.end_bytes - calls[-1].output_bytes)
+    alive = [a - d for a, d in zip(alive, drawn, strict=True)]  # See Rule 4
     # What goes away again on the way is taken to stay.
     until = accumulate((a - k for a, k in zip(alive, kept, strict=True)), max)
     levels = [0, *(max(level, 0) for level in until)]
@@ -86,34 +92,42 @@ def _state_bytes(call: MeasuredCall) -> int:
 
 def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float | None) -> Cost:
     """The cost of a call whose input is held by the tape of the one before, in part (Rule 3)."""
-    run_bytes = max(call.forward.peak_bytes - call.before.end_bytes, call.output_bytes)
+    run_bytes = call.forward.peak_bytes - call.before.end_bytes - _drawn(call)
+    run_bytes = max(run_bytes, call.output_bytes)
+    before_bytes = call.before.peak_bytes - call.before.end_bytes
     if call.until_again is None:  # no gradient goes through it
         return Cost(
             seconds=call.work,
             state_bytes=0,
             tape_bytes=0,
-            run_bytes=run_bytes,
-            tape_run_bytes=run_bytes,
+            run_bytes=call.state_bytes + run_bytes,  # nobody else counts its input
+            tape_run_bytes=call.state_bytes + run_bytes,
             beside_bytes=beside_bytes,
             is_linked=call.is_linked,
+            before_bytes=call.state_bytes + before_bytes,
         )
-    begin, residuals = call.until_again.end_bytes, call.residuals.end_bytes
-    own = max(residuals - begin - call.shared_bytes - call.alive_bytes, 0)
-    tape_bytes = call.state_bytes + own
+    begin, own = call.until_again.end_bytes, call.own_bytes
+    tape_bytes = call.state_bytes + own - _drawn(call)
     return Cost(
         seconds=call.work,
         state_bytes=call.state_bytes,
         tape_bytes=tape_bytes,
         run_bytes=run_bytes,
         tape_run_bytes=max(call.again.peak_bytes - begin, 0),
-        reverse_bytes=max(call.after.peak_bytes - begin - own, 0),
+        reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + _drawn(call),
         lent_bytes=lent_bytes,
         offload_seconds=None if moved is None else moved * call.state_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + beside_bytes,
         beside_bytes=beside_bytes,
         is_linked=call.is_linked,
+        before_bytes=before_bytes,
         variants=tuple(_thin(call, own, run_bytes, chosen) for chosen in chosen_products(call)),
     )
+
+
+def _drawn(call: MeasuredCall) -> int:
+    """Bytes that running a block again keeps from its random draws (See Rule 4)."""
+    return min(call.drawn_bytes, call.own_bytes)
 
 
 def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -> Thin:

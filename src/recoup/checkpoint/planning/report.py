@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from recoup.checkpoint.planning.inverting import constant_memory_of
 from recoup.checkpoint.planning.measuring import MeasuredCall
 from recoup.memory import format_bytes
 from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
@@ -115,6 +116,7 @@ def described(plan: Plan) -> str:
             f"seen {plan.num_seen} of {plan.num_blocks} blocks: the others were not called, and "
             "would be recomputed"
         )
+    lines += constant_memory_of(plan.model)
     if plan.standing_bytes:
         lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
     return "\n".join(lines)
