@@ -10,7 +10,9 @@ from torch import nn
 
 import recoup
 from recoup.checkpoint.planning.choosing import choose
+from recoup.checkpoint.planning.inverting import constant_memory_of
 from recoup.errors import BudgetError
+from recoup.flows import NICE
 from tests.alive import allocated_bytes
 
 
@@ -195,3 +197,25 @@ def test_two_rehearsals_do_where_predictions_hold():
     met.clear()
     assert choose(peaks, 60, rehearse) == (None, 100, 100)
     assert met == [0]
+
+
+# -- what a plan does not choose -------------------------------------------------------------------
+
+
+def test_constant_memory_is_named_where_modules_can_be_inverted():
+    """R10: a plan inverts nothing, so its least is not the least of a flow."""
+    torch.manual_seed(0)
+    flow, x = NICE((1, 4, 4), levels=None, width=16), torch.randn(32, 1, 4, 4)
+    flow(x)  # where each ActNorm starts
+    options = {"loss": lambda found: found[1].sum() + square(found[0][0])}
+    way_out = r'`model` \(NICE\) can be inverted: without a plan, `model.memory = "constant"`'
+    with pytest.raises(BudgetError, match=way_out) as caught:
+        recoup.plan(flow, x, budget="1 KiB", **options)
+    assert 'memory = "constant"' in str(
+        recoup.plan(flow, x, budget=caught.value.least_bytes, **options)
+    )
+    wrapped = nn.ModuleDict({"first": flow, "second": nn.Linear(2, 2)})
+    assert "`model.first.memory" in constant_memory_of(wrapped)[0]
+    assert constant_memory_of(nn.Sequential(nn.Linear(2, 2), recoup.Sequential(nn.Tanh()))) == []
+    flow.memory = "constant"
+    assert constant_memory_of(wrapped) == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 from torch import nn
 
@@ -15,19 +16,18 @@ def constant_memory_of(model: nn.Module) -> list[str]:
     Those are modules with an inverse and a choice of `memory`: chains of invertible modules, and
     flows. Of modules within one another the outermost counts.
     """
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        if any(not outer or name.startswith(f"{outer}.") for outer, _ in found):
+    found: list[tuple[str, str]] = []
+    inner: set[int] = set()
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        if id(module) in inner or not _is_invertible(module):
             continue
-        if callable(getattr(module, "inverse", None)) and isinstance(
-            getattr(type(module), "memory", None), property
-        ):
-            found.append((name, module))
-    told: list[Any] = [(name, module) for name, module in found if _memory(module) != "constant"]
-    if not told:
+        inner.update(map(id, module.modules()))
+        if cast("Any", module).memory != "constant":
+            found.append((name, type(module).__name__))
+    if not found:
         return []
-    names = ", ".join(f"`{name or 'model'}` ({type(module).__name__})" for name, module in told)
-    first = f"model.{told[0][0]}" if told[0][0] else "model"
+    names = ", ".join(f"`{name or 'model'}` ({kind})" for name, kind in found)
+    first = f"model.{found[0][0]}" if found[0][0] else "model"
     sentence = (
         f"A plan inverts nothing, and {names} can be inverted: without a plan, "
         f'`{first}.memory = "constant"` keeps outputs alone, which may take less.'
@@ -35,5 +35,6 @@ def constant_memory_of(model: nn.Module) -> list[str]:
     return [sentence]
 
 
-def _memory(module: Any) -> Any:
-    return module.memory
+def _is_invertible(module: nn.Module) -> bool:
+    kind: type[nn.Module] = type(module)
+    return isinstance(getattr(kind, "memory", None), property) and hasattr(kind, "inverse")
