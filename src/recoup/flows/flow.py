@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -16,6 +15,7 @@ from recoup.flows.labels import one_hot
 from recoup.flows.latents import Latents, as_latents, as_tuple, chosen, temperature_of_each
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.residuals.drift import Drift, DriftGuard
+from recoup.residuals.restoring import Undoing, restoring
 from recoup.residuals.seeds import with_seed
 from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory
@@ -336,13 +336,11 @@ def _check(
         )
 
 
-@contextmanager
+@restoring
 def _evaluation(module: nn.Module) -> Generator[None]:
     """Put `module` in evaluation mode, and each part back in the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
+    with Undoing() as undo:
+        for part in module.modules():
+            undo.later(setattr, part, "training", part.training)
+        module.eval()
         yield
-    finally:
-        for part, training in modes:
-            part.training = training

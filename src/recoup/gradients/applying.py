@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from recoup.errors import GradientError
 from recoup.gradients.lent import Lent
 from recoup.gradients.targets import parameters_of, said
+from recoup.residuals.restoring import Undoing, restoring
 
 __all__ = ["Missing", "Unknown", "check_can_step", "installed"]
 
@@ -82,7 +82,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-@contextmanager
+@restoring
 def installed(
     gradients: Mapping[Tensor, Tensor],
     parameters: Mapping[Tensor, str],
@@ -121,11 +121,15 @@ def installed(
             copied.add(each)
         lending[each] = (fitting, gradient.dtype if as_they_are else None)
     changed: list[Tensor] = []
-    with Lent(lending) as lent:
-        try:
-            yield changed
-        finally:
-            changed += (each for each in lent.changed() if each in gradients and each not in copied)
+    with Lent(lending) as lent, Undoing() as undo:
+        undo.later(_note_changed, changed, lent, gradients, copied)
+        yield changed
+
+
+def _note_changed(
+    changed: list[Tensor], lent: Lent, gradients: Mapping[Tensor, Tensor], copied: set[Tensor]
+) -> None:
+    changed[:] = [each for each in lent.changed() if each in gradients and each not in copied]
 
 
 def _absent(target: Tensor, missing: Missing) -> Tensor | None:

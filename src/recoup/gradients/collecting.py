@@ -15,7 +15,6 @@ Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a p
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -32,7 +31,9 @@ from recoup.gradients.reducers import (
 )
 from recoup.gradients.targets import said
 from recoup.residuals.graph import ends_of, hidden_leaves
+from recoup.residuals.hooks import grad_mode
 from recoup.residuals.ownership import is_alone, owned, shared
+from recoup.residuals.restoring import Undoing, restoring
 
 __all__ = ["Backward", "Mode", "check_mode", "collect", "collecting", "mode_for"]
 
@@ -185,7 +186,7 @@ def _collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Ten
     return _by_grad(backward, entries)
 
 
-@contextmanager
+@restoring
 def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[int]]:
     """Collect what any backward within accumulates in `.grad` of the targets.
 
@@ -263,16 +264,23 @@ def _by_stream(backward: Backward, entries: Entries) -> tuple[list[Tensor | None
         gradient, target.grad = target.grad, None
         if gradient is not None:
             received.add(target)
-            with torch.enable_grad():  # what is there already may have a graph
+            with grad_mode(True):  # what is there already may have a graph
                 entries.add(target, gradient)
 
     wanted = [*backward.targets, *backward.inputs]
-    with Lent(dict.fromkeys(wanted, (None, None))) as lent, ExitStack() as hooks:
+    with Lent(dict.fromkeys(wanted, (None, None))) as lent, Undoing() as undo:
         for target in backward.targets:
-            handle = cast("Any", target).register_post_accumulate_grad_hook(take)
-            hooks.callback(handle.remove)
+            undo.later(_forget_hook, target, take)
+            cast("Any", target).register_post_accumulate_grad_hook(take)
         backward.run(wanted)
         return _taken(lent, backward.inputs), len(received)
+
+
+def _forget_hook(target: Tensor, hook: Any) -> None:
+    hooks: dict[int, Any] = getattr(target, "_post_accumulate_grad_hooks", None) or {}
+    for key, each in list(hooks.items()):
+        if each is hook:
+            del hooks[key]
 
 
 def _by_lending(
@@ -298,7 +306,7 @@ def _by_lending(
         return _taken(lent, backward.inputs), num_received
 
 
-@contextmanager
+@restoring
 def _lent(
     targets: Sequence[Tensor], entries: Entries, others: Sequence[Tensor] = (), *, is_plain: bool
 ) -> Generator[Lent]:
@@ -316,15 +324,14 @@ def _lent(
         for each in (lending if is_plain else ())
         if each.grad is not None and not is_alone(each.grad)
     ]
-    with Lent(lending) as lent:
+    with Undoing() as undo, Lent(lending) as lent:
+        for gradient, before in numbers:
+            undo.later(gradient.copy_, before)
         try:
             yield lent
         except BaseException:
             entries.num_changes += len(lent.changed())
             raise
-        finally:
-            for gradient, before in numbers:
-                gradient.copy_(before)
 
 
 def _take(lent: Lent, targets: Iterable[Tensor], entries: Entries, *, is_seen: bool = False) -> int:

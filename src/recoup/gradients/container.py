@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -13,6 +12,7 @@ from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.merging import as_dense, coalesced
 from recoup.gradients.targets import named_in, parameters_of, said
+from recoup.residuals.restoring import restoring
 from recoup.residuals.tokens import parts_of
 
 __all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
@@ -40,7 +40,7 @@ class Container(Mapping[Tensor, Tensor]):
         self._scale: float | str | None = None
         self._damage: str | None = None
 
-    @contextmanager
+    @restoring
     def _guarded(self) -> Generator[None]:
         """Write down whether what was there has changed when something goes wrong within."""
         was_empty = not self._entries.gradients

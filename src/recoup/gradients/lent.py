@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recoup.errors import GradientError
 from recoup.gradients.targets import said
+from recoup.residuals.restoring import Restoring
 
 __all__ = ["Lent", "LentElsewhereError"]
 
@@ -30,7 +31,7 @@ class LentElsewhereError(GradientError):
         self.target = target
 
 
-class Lent:
+class Lent(Restoring):
     """`.grad` of some tensors, lent to a store for a while.
 
     Args:
@@ -39,9 +40,11 @@ class Lent:
     """
 
     _lock = threading.Lock()
-    _holders: dict[int, list[int]] = {}  # noqa: RUF012 - of all threads, and guarded by the lock
+    _holders: dict[int, list[Lent]] = {}  # noqa: RUF012 - of all threads, and guarded by the lock
 
     def __init__(self, installed: dict[Tensor, tuple[Tensor | None, torch.dtype | None]]) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
         self._installed: dict[Tensor, tuple[Tensor | None, torch.dtype | None]] = {}
         self._wanted = installed
         self._before: list[tuple[Tensor, Tensor | None, torch.dtype | None]] = []
@@ -52,32 +55,25 @@ class Lent:
         """Whether another thread holds `.grad` of `target`."""
         with cls._lock:
             holders = cls._holders.get(id(target), [])
-        return any(holder != threading.get_ident() for holder in holders)
+        return any(holder._thread != threading.get_ident() for holder in holders)
 
     def __enter__(self) -> Lent:
-        try:
-            self._install(self._wanted)
-        except BaseException:
-            self._give_back()
-            raise
+        self._install(self._wanted)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._give_back()
 
     def put_away(self, others: Iterable[Tensor]) -> None:
         """Put `.grad` of more tensors away."""
         self._install(dict.fromkeys((o for o in others if o not in self._installed), (None, None)))
 
     def _install(self, more: dict[Tensor, tuple[Tensor | None, torch.dtype | None]]) -> None:
-        me = threading.get_ident()
         with self._lock:
             for target in more:
-                if any(holder != me for holder in self._holders.get(id(target), [])):
+                holders = self._holders.get(id(target), [])
+                if any(holder._thread != self._thread for holder in holders):
                     raise LentElsewhereError(target)
-            for target in more:
-                self._holders.setdefault(id(target), []).append(me)
             self._installed |= more
+            for target in more:
+                self._holders.setdefault(id(target), []).append(self)
         for target, (gradient, dtype) in more.items():
             self._before.append((target, target.grad, target.grad_dtype))
             target.grad = None
@@ -88,20 +84,20 @@ class Lent:
             if gradient is not None:
                 self._versions[target] = _version_of(gradient)
 
-    def _give_back(self) -> None:
+    def restore(self) -> None:
         for target, gradient, dtype in reversed(self._before):
             target.grad = None
             if target.grad_dtype is not dtype:
                 target.grad_dtype = dtype
             target.grad = gradient
         self._before = []
-        me = threading.get_ident()
         with self._lock:
             for target in self._installed:
-                holders = self._holders[id(target)]
-                holders.remove(me)
+                holders = self._holders.get(id(target), [])
+                if self in holders:
+                    holders.remove(self)
                 if not holders:
-                    del self._holders[id(target)]
+                    self._holders.pop(id(target), None)
 
     def changed(self) -> list[Tensor]:
         """Return the targets whose gradient in the store was changed in place so far."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
+from recoup.residuals.restoring import restoring
 
 __all__ = ["check_is_not_reduced", "is_distributed", "reduced_in_time"]
 
@@ -59,7 +59,7 @@ def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
     return found
 
 
-@contextmanager
+@restoring
 def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[None]:
     """Raise if a backward within would be reduced and what is in the store would never be.
 

@@ -13,6 +13,7 @@ from recoup.gradients.collecting import Mode, check_mode
 from recoup.gradients.store import GradStore
 from recoup.gradients.targets import named_in
 from recoup.residuals.drift import DriftGuard
+from recoup.residuals.hooks import grad_mode
 from recoup.residuals.links import Otherwise, plan_for, run_through, value_of, ways_of
 from recoup.residuals.tree import flatten
 from recoup.schedules.memory import Memory
@@ -128,7 +129,7 @@ def segments_backward(
     check_weight(weight)
     check_mode(mode)
     params = None if params is None else tuple(named_in("params", params))
-    with torch.enable_grad():
+    with grad_mode(True):
         returned = loss_fn(_run(links, input, memory, otherwise))
         loss, aux = _loss_in(returned, has_aux=has_aux)
         with store._unchanged_by_errors() as collected:

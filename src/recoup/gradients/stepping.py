@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +18,7 @@ from recoup.gradients.applying import (
 from recoup.gradients.container import UNSCALED, scaled_by
 from recoup.gradients.merging import scaled
 from recoup.gradients.targets import parameters_of, said
+from recoup.residuals.restoring import restoring
 
 __all__ = ["Stepping", "step"]
 
@@ -111,7 +111,7 @@ class Stepping(Algebra):
                 f"{type(optimizer).__name__}. Call `scaler.update()` after the step only."
             )
 
-    @contextmanager
+    @restoring
     def as_grad(self, params: Any, *, consume: bool = True) -> Generator[None]:
         """Let `.grad` be what the store holds, for code that reads it.
 
@@ -133,7 +133,7 @@ class Stepping(Algebra):
         with self._installed(params, consume, "skip"):
             yield
 
-    @contextmanager
+    @restoring
     def _installed(
         self, params: Any, consume: bool, missing: Missing, *, is_divided: bool = False
     ) -> Generator[None]:
@@ -145,18 +145,20 @@ class Stepping(Algebra):
                 each: gradients[each].detach().clone() for each in gradients if each in parameters
             }
         changed: list[Tensor] = []
+        is_over = False
         try:
             with installed(gradients, parameters, missing=missing) as changed:
                 yield
+                is_over = True
+            if consume:
+                for each in parameters:
+                    gradients.pop(each, None)
+                if not gradients:
+                    self.clear()
         except BaseException as error:
-            if consume and (changed or is_divided):
+            if consume and (changed or is_divided or is_over):
                 self._damage = f"{type(error).__name__}: {error}"
             raise
-        if consume:
-            for each in parameters:
-                gradients.pop(each, None)
-            if not gradients:
-                self.clear()
 
     def step(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -16,6 +15,7 @@ from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import named_in, said
 from recoup.gradients.transfer import Transfer
 from recoup.residuals.ownership import shared
+from recoup.residuals.restoring import restoring
 
 __all__ = ["GradStore"]
 
@@ -162,11 +162,11 @@ class GradStore(Stepping, Transfer):
             found, num_received = collect(mode, backward, self._entries)
             if not allow_empty:
                 self._check_received(num_received, len(targets))
-        self.weight += weight
-        self._scale = scale
+            self._scale = scale
+            self.weight += weight
         return tuple(found)
 
-    @contextmanager
+    @restoring
     def collecting(
         self, params: Iterable[Tensor] | None = None, *, allow_empty: bool = False
     ) -> Generator[None]:
@@ -201,10 +201,10 @@ class GradStore(Stepping, Transfer):
                 yield
             if not allow_empty:
                 self._check_received(num_received[0], len(targets))
-        self.weight += 1.0
-        self._scale = None  # a store that was emptied one by one may have had another
+            self._scale = None  # a store that was emptied one by one may have had another
+            self.weight += 1.0
 
-    @contextmanager
+    @restoring
     def _unchanged_by_errors(self) -> Generator[Self]:
         """Yield a store to collect in, so that an error leaves this one as it was.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from recoup.errors import GridError
+from recoup.residuals.hooks import grad_mode
 
 __all__ = ["check_bound", "grid_bound", "to_grid"]
 
@@ -18,7 +19,7 @@ def to_grid(x: Tensor, fraction_bits: int) -> Tensor:
     The step is a power of two, so that scaling by it is exact. Autograd keeps nothing.
     """
     scale = 2.0**fraction_bits
-    with torch.no_grad():
+    with grad_mode(False):
         change = (x * scale).round_().div_(scale).sub_(x)  # exact: the two are that close
     return x + change
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from recoup.residuals.hooks import grad_mode
+from recoup.residuals.restoring import Undoing, restoring
 
 __all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
 
@@ -30,14 +32,13 @@ class _Shared(threading.local):
 _shared = _Shared()
 
 
-@contextmanager
+@restoring
 def one_weight_a_call() -> Generator[None]:
     """Within it each layer computes its normalised weight once, however often it is called."""
-    before, _shared.weights = _shared.weights, {}
-    try:
+    with Undoing() as undo:
+        undo.later(setattr, _shared, "weights", _shared.weights)
+        _shared.weights = {}
         yield
-    finally:
-        _shared.weights = before
 
 
 class LipschitzLinear(nn.Linear):
@@ -188,7 +189,7 @@ class LipschitzConv2d(nn.Conv2d):
         num_out, num_in = weight.shape[0] // self.groups, weight.shape[1]
         blocks = transform.reshape(self.groups, num_out, num_in, -1)
         blocks = blocks.permute(3, 0, 1, 2).flatten(0, 1)
-        with torch.no_grad():
+        with grad_mode(False):
             values: Tensor = _linalg.svdvals(blocks)
             worst = values[:, 0].argmax().reshape(1)
         rise = math.prod(

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recoup.residuals.hooks import grad_mode
 from recoup.residuals.inner import GradientsWithin
+from recoup.residuals.restoring import restoring
 from recoup.residuals.seeds import draw_seed
 from recoup.residuals.sources import own_generator
 
@@ -95,7 +96,7 @@ def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[
     return bits.to(x.dtype).mul_(2).sub_(1), num_more
 
 
-@contextmanager
+@restoring
 def _differentiable(x: Tensor) -> Generator[Tensor]:
     """Around derivatives with respect to `x`, of which an alias is given (See Rule 1)."""
     if torch.is_inference_mode_enabled():
@@ -105,7 +106,7 @@ def _differentiable(x: Tensor) -> Generator[Tensor]:
         with GradientsWithin():
             yield x.view_as(x)
     else:
-        with torch.enable_grad(), GradientsWithin():
+        with grad_mode(True), GradientsWithin():
             yield x.detach().requires_grad_()
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from recoup.errors import NotInvertibleError
 from recoup.invertible.coupling import Condition, Coupling, Partition, takes_a_context
+from recoup.residuals.hooks import grad_mode
 
 __all__ = ["MixtureCoupling"]
 
@@ -155,7 +156,7 @@ class _Bend(NamedTuple):
 
     def inverse(self, target: Tensor) -> Tensor:
         """Find the x with ``h(x) = target``."""
-        with torch.no_grad():
+        with grad_mode(False):
             root = self._search(target)
         # Newton's step from the root makes it a function of `target` and the mixture, with the
         # right first derivatives, and after a second step the right second and third.

@@ -20,6 +20,7 @@ from recoup.invertible.log_dets import (
     series_weights,
 )
 from recoup.residuals.compiler import is_loaded, uncompiled
+from recoup.residuals.hooks import grad_mode
 
 __all__ = ["InvertibleResidual", "LogDet"]
 
@@ -159,7 +160,7 @@ class InvertibleResidual(InvertibleModule):
 
     def _value_and_log_det(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Derivatives need a graph in any case, so whether the caller wants one is asked before.
-        with torch.set_grad_enabled(self._is_differentiated(x)):
+        with grad_mode(self._is_differentiated(x)):
             return self._with_derivatives(x)
 
     def _is_differentiated(self, x: Tensor) -> bool:

@@ -30,6 +30,7 @@ from recoup.residuals.filling import Filling, Untaped
 from recoup.residuals.inner import FirstRun
 from recoup.residuals.quiet import draws_nothing
 from recoup.residuals.region import Region
+from recoup.residuals.restoring import Restoring
 from recoup.residuals.seeds import SeededCall
 from recoup.residuals.tree import Tree, flatten
 
@@ -81,21 +82,26 @@ def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any
         return _run(network, inputs, evaluation.call)
 
 
-class _Answering:
+class _Answering(Restoring):
     """Within it, `answer` is asked for every evaluation; None lets networks run by themselves."""
 
-    __slots__ = ("_answer", "_before")
+    __slots__ = ("_answer", "_before", "_is_entered")
 
     def __init__(self, answer: Callable[[nn.Module, Inputs], Any] | None) -> None:
+        super().__init__()
         self._answer = answer
         self._before: Callable[[nn.Module, Inputs], Any] | None = None
+        self._is_entered = False
 
     def __enter__(self) -> None:
         self._before = _local.answer
+        self._is_entered = True
         _local.answer = self._answer
 
-    def __exit__(self, *_: object) -> None:
-        _local.answer = self._before
+    def restore(self) -> None:
+        if self._is_entered:
+            _local.answer = self._before
+            self._is_entered = False
 
 
 class _Evaluation:

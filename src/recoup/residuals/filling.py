@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from recoup.residuals.compiler import never_compiled
 from recoup.residuals.hooks import saving, set_grad_enabled, storage_of, version_of
 from recoup.residuals.inner import FirstRun
 from recoup.residuals.region import Region, Slot, is_parameter, num_nodes
+from recoup.residuals.restoring import Restoring
 
 __all__ = ["Filled", "Filling", "Untaped"]
 
@@ -55,7 +56,7 @@ def _last_worth_a_stop(slots: list[weakref.ref[Slot]]) -> int:
     return -1
 
 
-class Filling:
+class Filling(Restoring):
     """Around a second run of a region: fills its slots.
 
     Args:
@@ -78,6 +79,7 @@ class Filling:
     )
 
     def __init__(self, region: Region, inputs: Iterable[Tensor], *, stops: bool = False) -> None:
+        super().__init__()
         self._region = region
         self._slots = region.slots
         self._last = -1
@@ -89,20 +91,25 @@ class Filling:
         self._place = 0
         self._start = 0
         self._hooks: saving | None = None
-        self._before = False
+        self._before: bool | None = None
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
-        set_grad_enabled(True)
         self._hooks = saving(self.pack, _itself)
+        set_grad_enabled(True)
         self._hooks.__enter__()
         self._start = num_nodes()
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def restore(self) -> None:
+        if self._before is not None:
+            set_grad_enabled(self._before)
+            self._before = None
         if self._hooks is not None:
-            self._hooks.__exit__()
+            self._hooks.restore()
             self._hooks = None  # it holds a method of ours: a reference cycle
-        set_grad_enabled(self._before)
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        self.restore()
         if kind is None:
             if self._has_stopped:
                 raise Filled(self._region)
@@ -166,7 +173,7 @@ class Filling:
             )
 
 
-class Untaped:
+class Untaped(Restoring):
     """Around a second run that is not to be reversed: with a graph, and nothing kept in it.
 
     Args:
@@ -177,7 +184,8 @@ class Untaped:
     __slots__ = ("_before", "_first_run", "_hooks", "_name")
 
     def __init__(self, name: str, first_run: FirstRun) -> None:
-        self._before = torch.is_grad_enabled()
+        super().__init__()
+        self._before: bool | None = None
         self._name = name
         self._first_run = first_run
         self._hooks: saving | None = None
@@ -189,11 +197,16 @@ class Untaped:
         self._hooks.__enter__()
         set_grad_enabled(True)
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def restore(self) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__()
+            self._hooks.restore()
             self._hooks = None  # it holds a method of ours: a reference cycle
-        set_grad_enabled(self._before)
+        if self._before is not None:
+            set_grad_enabled(self._before)
+            self._before = None
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        self.restore()
         self._first_run.end(is_whole=kind is None)
 
     @never_compiled

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from recoup.residuals.restoring import Undoing, restoring
 
 __all__ = ["Ends", "ends_of", "hidden_leaves"]
 
@@ -55,7 +56,7 @@ def ends_of(outputs: Iterable[Tensor]) -> Ends:
     return Ends(leaves, checkpoints)
 
 
-@contextmanager
+@restoring
 def hidden_leaves(
     checkpoints: Iterable[Any], found: Callable[[list[Tensor]], None]
 ) -> Generator[None]:
@@ -67,12 +68,11 @@ def hidden_leaves(
     """
     nodes = [node for node in checkpoints if hasattr(node, "run_function")]
     functions = [node.run_function for node in nodes]
-    try:
+    with Undoing() as undo:
+        for node, function in zip(nodes, functions, strict=True):
+            undo.later(setattr, node, "run_function", function)
         _listen(nodes, found)
         yield
-    finally:
-        for node, function in zip(nodes, functions, strict=True):
-            node.run_function = function
 
 
 def _listen(nodes: Iterable[Any], found: Callable[[list[Tensor]], None]) -> None:

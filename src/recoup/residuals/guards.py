@@ -18,8 +18,8 @@ Rule 4. Sharded modules (FSDP2) put other parameters in place of their own for t
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -28,14 +28,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from recoup.errors import ChangedError, ReplayError
 from recoup.residuals.quiet import QUIET
+from recoup.residuals.restoring import Restoring
 
-__all__ = ["Guard", "is_in_place"]
+__all__ = ["LOCK", "Guard", "is_in_place"]
 
 _NOTHING = nullcontext()
 _NUMBERS = frozenset((bool, int, float, complex, str))
 _Mark = tuple[int, int]
 _Entry = tuple[dict[str, Any], str, Tensor, _Mark]
-_lock = threading.RLock()  # threads may share a module that is put back as it was
+LOCK = threading.RLock()  # threads may share a module that is put back as it was
 
 
 class Guard:
@@ -144,14 +145,14 @@ class Guard:
                     "again would compute something else. Call train() or eval() after backward."
                 )
 
-    def as_it_was(self) -> AbstractContextManager[None]:
+    def as_it_was(self) -> _AsItWas | None:
         """Around a second run: numbers as the first run met them, and norms that do not count."""
         moved = [entry for entry in self._numbers if entry[0].get(entry[1]) != entry[2]]
-        return _as_it_was(self._norms, moved) if self._norms or moved else _NOTHING
+        return _AsItWas(self._norms, moved) if self._norms or moved else None
 
     def counted(self) -> AbstractContextManager[object]:
         """Around a first run, in which norms count: no other thread holds them still meanwhile."""
-        return _lock if self._norms else _NOTHING
+        return LOCK if self._norms else _NOTHING
 
     def _name_of(self, entries: dict[str, Any], key: str) -> str:
         for root in self._roots:
@@ -184,22 +185,32 @@ def _mark_of(tensor: Tensor) -> _Mark:
     return version, tensor.data_ptr() if is_plain else 0
 
 
-@contextmanager
-def _as_it_was(norms: list[Any], numbers: list[tuple[dict[str, Any], str, Any]]) -> Generator[None]:
-    with _lock:
-        saved = [(norm, norm.momentum, norm._buffers["num_batches_tracked"]) for norm in norms]
-        moved = [(own, key, own.get(key)) for own, key, _ in numbers]
-        try:
-            for own, key, value in numbers:
-                own[key] = value
-            for norm in norms:
-                norm.momentum = 0.0
-                norm._buffers["num_batches_tracked"] = None
-            yield
-        finally:
-            # In reverse, since a norm that is met twice was saved twice.
-            for norm, momentum, count in reversed(saved):
-                norm.momentum = momentum
-                norm._buffers["num_batches_tracked"] = count
-            for own, key, value in moved:
-                own[key] = value
+class _AsItWas(Restoring):
+    lock = LOCK  # to be held around it
+
+    __slots__ = ("_moved", "_norms", "_numbers", "_saved")
+
+    def __init__(self, norms: list[Any], numbers: list[tuple[dict[str, Any], str, Any]]) -> None:
+        super().__init__()
+        self._norms = norms
+        self._numbers = numbers
+        self._saved: list[tuple[Any, Any, Any]] = []
+        self._moved: list[tuple[dict[str, Any], str, Any]] = []
+
+    def __enter__(self) -> None:
+        self._saved = [(n, n.momentum, n._buffers["num_batches_tracked"]) for n in self._norms]
+        self._moved = [(own, key, own.get(key)) for own, key, _ in self._numbers]
+        for own, key, value in self._numbers:
+            own[key] = value
+        for norm in self._norms:
+            norm.momentum = 0.0
+            norm._buffers["num_batches_tracked"] = None
+
+    def restore(self) -> None:
+        # In reverse, since a norm that is met twice was saved twice.
+        for norm, momentum, count in reversed(self._saved):
+            norm.momentum = momentum
+            norm._buffers["num_batches_tracked"] = count
+        for own, key, value in self._moved:
+            own[key] = value
+        self._saved, self._moved = [], []

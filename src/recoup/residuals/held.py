@@ -17,18 +17,18 @@ Rule 4. A tensor with a history is held weakly: it would hold the graph that hol
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from recoup.errors import ChangedError
+from recoup.residuals.guards import LOCK
 from recoup.residuals.hooks import version_of
 from recoup.residuals.reads import PLAIN, Place, plain_values, reads_of
+from recoup.residuals.restoring import Restoring
 
 __all__ = ["Held"]
 
@@ -36,8 +36,6 @@ _MOST_ENTRIES = 64
 _DEEPEST = 4
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
 _MISSING = object()
-_NOTHING = nullcontext()
-_lock = threading.RLock()  # threads may run again what holds the same values
 
 
 class Held:
@@ -97,22 +95,30 @@ class Held:
                     "change it after backward."
                 )
 
-    def as_it_was(self) -> AbstractContextManager[None]:
+    def as_it_was(self) -> _AsItWas | None:
         """Around a second run: values that the first run changed are what it met (See Rule 2)."""
-        return _put_back(self._moved) if self._moved else _NOTHING
+        return _AsItWas(self._moved) if self._moved else None
 
 
-@contextmanager
-def _put_back(moved: list[tuple[Place, Any]]) -> Generator[None]:
-    with _lock:
-        now = [(place, place.get()) for place, _ in moved]
-        try:
-            for place, value in moved:
-                place.put(value)
-            yield
-        finally:
-            for place, value in now:
-                place.put(value)
+class _AsItWas(Restoring):
+    lock = LOCK  # to be held around it
+
+    __slots__ = ("_moved", "_now")
+
+    def __init__(self, moved: list[tuple[Place, Any]]) -> None:
+        super().__init__()
+        self._moved = moved
+        self._now: list[tuple[Place, Any]] = []
+
+    def __enter__(self) -> None:
+        self._now = [(place, place.get()) for place, _ in self._moved]
+        for place, value in self._moved:
+            place.put(value)
+
+    def restore(self) -> None:
+        for place, value in self._now:
+            place.put(value)
+        self._now = []
 
 
 def _is_same(before: Any, now: Any) -> bool:

@@ -8,6 +8,8 @@ Rule 2. Autograd does not compare versions of a tensor that went through hooks. 
         that we keep ourselves is kept with its version, and compared when it is asked for.
 Rule 3. What is kept is detached: a saved output that held on to its own node would be a
         reference cycle, which only the garbage collector ends.
+Rule 4. Only the top of the stack of pairs can be seen. A pair of ours notes what it was pushed
+        upon; cut off, it pops whatever lies above that, also what others have left there.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup.errors import ChangedError, RecoupError
+from recoup.residuals.compiler import never_compiled
+from recoup.residuals.restoring import Restoring
 
 __all__ = [
     "Kept",
     "Pair",
     "check_hooks_work",
     "frame_in_force",
+    "grad_mode",
     "is_in_backward",
     "is_transformed",
     "pair_in_force",
+    "pop_down_to",
     "reverse_at_once",
     "saving",
     "set_grad_enabled",
@@ -38,17 +44,82 @@ __all__ = [
     "version_of",
 ]
 
-saving = torch.autograd.graph.saved_tensors_hooks
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 # What torch.enable_grad() calls; making and entering that one takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+_top: Callable[[bool], Pair | None] = _autograd._top_saved_tensors_default_hooks
+_push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
+_pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 _LAST = 2**64 - 1
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def pair_in_force() -> Pair | None:
     """Return the innermost pair of saved-tensor hooks of this thread."""
-    autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
-    return autograd._top_saved_tensors_default_hooks(False)
+    return _top(False)
+
+
+class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_hooks does
+    """Around operators whose saved tensors go through a pair of hooks (See Rule 4)."""
+
+    __slots__ = ("_beneath", "_is_entered", "_pack", "_unpack")
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self._pack = pack
+        self._unpack = unpack
+        self._beneath: Pair | None = None
+        self._is_entered = False
+
+    @never_compiled
+    def __enter__(self) -> None:
+        self._beneath = _top(False)
+        self._is_entered = True
+        _push(self._pack, self._unpack)
+
+    @never_compiled
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is not None:
+            self.restore()
+        elif self._is_entered:
+            _pop()
+            self._is_entered = False
+
+    @never_compiled
+    def restore(self) -> None:
+        if self._is_entered:
+            pop_down_to(self._beneath)
+            self._is_entered = False
+
+
+def pop_down_to(beneath: Pair | None) -> None:
+    """Pop pairs of hooks until `beneath`, which is on the stack, is in force."""
+    top = _top(False)
+    while top is not None and (beneath is None or top[0] is not beneath[0]):
+        _pop()
+        top = _top(False)
+
+
+class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_enabled does
+    """Around code that runs with grad mode on, or off."""
+
+    __slots__ = ("_before", "_is_enabled")
+
+    def __init__(self, is_enabled: bool) -> None:
+        super().__init__()
+        self._is_enabled = is_enabled
+        self._before: bool | None = None
+
+    @never_compiled
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(self._is_enabled)
+
+    @never_compiled
+    def restore(self) -> None:
+        if self._before is not None:
+            set_grad_enabled(self._before)
+            self._before = None
 
 
 def frame_in_force() -> object | None:

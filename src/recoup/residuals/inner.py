@@ -32,6 +32,7 @@ from torch import Tensor
 from recoup.errors import ReplayError
 from recoup.residuals.compiler import never_compiled
 from recoup.residuals.hooks import Pair, pair_in_force, saving
+from recoup.residuals.restoring import Restoring
 
 __all__ = ["FirstRun", "GradientsWithin", "place_of"]
 
@@ -86,12 +87,13 @@ def place_of(name: str) -> object:
     return _Place()
 
 
-class GradientsWithin:
+class GradientsWithin(Restoring):
     """Within it, `torch.autograd.grad` may ask for what was saved within, in any region."""
 
     __slots__ = ("_at_hand", "_beneath", "_hooks")
 
     def __init__(self) -> None:
+        super().__init__()
         self._beneath: Pair | None = None
         self._hooks: saving | None = None
         self._at_hand: list[_AtHand] = []
@@ -102,9 +104,9 @@ class GradientsWithin:
             self._hooks = saving(self._pack, _unpack)
             self._hooks.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def restore(self) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__()
+            self._hooks.restore()
             self._hooks = None  # it holds a method of ours: a reference cycle
         for held in self._at_hand:
             held.tensor = None  # See Rule 2

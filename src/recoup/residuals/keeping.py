@@ -37,6 +37,7 @@ from recoup.residuals.bits import Bits
 from recoup.residuals.calls import Call
 from recoup.residuals.casts import geometry_of, laid_out
 from recoup.residuals.hooks import Kept, Pair, pair_in_force
+from recoup.residuals.modes import InMode
 from recoup.residuals.region import num_nodes
 from recoup.residuals.seeds import States, generator_states, same_states, set_generator_states
 from recoup.residuals.work import is_costly, is_mask
@@ -83,11 +84,11 @@ class KeepingCall(Call):
         outputs = self._outputs
         if outputs.is_noted:
             try:
-                with _Met(outputs.hand_out):
+                with InMode(_Met(outputs.hand_out)):
                     return super()._called(given)
             finally:
                 outputs.forget()
-        with _Met(outputs.note):
+        with InMode(_Met(outputs.note)):
             result = super()._called(given)
         outputs.first_run_ended()
         return result

@@ -7,7 +7,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-__all__ = ["Listener", "Way", "here"]
+from recoup.residuals.restoring import Restoring
+
+__all__ = ["Listener", "Way", "heard_by", "here"]
 
 Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
 
@@ -25,3 +27,26 @@ class _Here(threading.local):
 
 
 here = _Here()
+
+
+class heard_by(Restoring):  # noqa: N801 - it reads as what it does
+    """Around what a listener is told of; gives the listener of before."""
+
+    __slots__ = ("_before", "_is_entered", "_listener")
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+        self._before: Listener | None = None
+        self._is_entered = False
+
+    def __enter__(self) -> Listener | None:
+        self._before = before = here.listener
+        self._is_entered = True
+        here.listener = self._listener
+        return before
+
+    def restore(self) -> None:
+        if self._is_entered:
+            here.listener = self._before
+            self._is_entered = False

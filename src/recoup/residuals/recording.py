@@ -29,7 +29,9 @@ from recoup.errors import RecoupError
 from recoup.residuals.arguments import mapped, tensors_in
 from recoup.residuals.compiler import is_loaded, never_compiled, uncompiled
 from recoup.residuals.hooks import Kept, Pair, is_transformed, pair_in_force, saving
+from recoup.residuals.modes import InMode
 from recoup.residuals.recorded import Look, Memory, Operator, Record, layout_of
+from recoup.residuals.restoring import Restoring, Reusable
 from recoup.residuals.storages import Storages
 from recoup.residuals.streams import Streams
 from recoup.residuals.values import _marked, read_anew
@@ -48,7 +50,7 @@ _OVERWRITING = frozenset((
 _STATISTICS = frozenset(("running_mean", "running_var"))  # See Rule 3
 
 
-class Recording:
+class Recording(Reusable):
     """A context around a block whose values are not kept.
 
     Args:
@@ -56,43 +58,62 @@ class Recording:
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        self._entered: list[tuple[_Recorder, saving] | None] = []
+
+    def once(self) -> Restoring:
+        """Return the context of one block."""
+        return _Block(self._name)
+
+
+class _Block(Restoring):
+    __slots__ = ("_hooks", "_mode", "_name", "_recorder")
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._recorder: _Recorder | None = None
+        self._hooks: saving | None = None
+        self._mode: InMode | None = None
 
     def __enter__(self) -> None:
         (uncompiled(_enter) if is_loaded() else _enter)(self)
 
     @never_compiled
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        entered = self._entered.pop()
-        if entered is None:
-            return
-        recorder, hooks = entered
+    def restore(self) -> None:
+        if self._mode is not None:
+            self._mode.restore()
+        if self._hooks is not None:
+            self._hooks.restore()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._mode = self._hooks = self._recorder = None
+
+    @never_compiled
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        if self._mode is not None and self._hooks is not None:
+            self._mode.leave(kind, value, traceback)
+            self._hooks.leave(kind, value, traceback)
         try:
-            try:
-                recorder.__exit__(kind, value, traceback)
-            finally:
-                hooks.__exit__(kind, value, traceback)
-            if kind is None:
-                recorder.finish()
+            if kind is None and self._recorder is not None:
+                self._recorder.finish()
         finally:
-            recorder.close()
+            self.restore()
 
 
-def _enter(recording: Recording) -> None:
+def _enter(block: _Block) -> None:
     if not torch.is_grad_enabled():
-        recording._entered.append(None)  # nothing is kept anyway
-        return
+        return  # nothing is kept anyway
     if is_transformed():
         raise RecoupError(
             "recoup.recomputing() does not work inside transforms of torch.func (grad, vmap, "
             "jacrev), which do not support saved tensor hooks. Leave it out there."
         )
-    recorder = _Recorder(recording._name, pair_in_force())
-    hooks = saving(recorder.pack, _unpack)
-    hooks.__enter__()  # raises where hooks are disabled
-    recorder.__enter__()
-    recording._entered.append((recorder, hooks))
+    block._recorder = recorder = _Recorder(block._name, pair_in_force())
+    block._hooks = saving(recorder.pack, _unpack)
+    block._hooks.__enter__()  # raises where hooks are disabled
+    block._mode = InMode(recorder)
+    block._mode.__enter__()
 
 
 def place_in_code() -> str:

@@ -153,21 +153,18 @@ def _beneath_ours(pair: Pair | None) -> Pair | None:
     return pair
 
 
-class _Recording:
-    __slots__ = ("_hooks", "_region")
+class _Recording(saving):
+    __slots__ = ("_region",)
 
     def __init__(self, region: Region) -> None:
+        super().__init__(region._pack, _unpack)
         self._region = region
-        self._hooks = saving(region._pack, _unpack)
 
     def __enter__(self) -> None:
         region = self._region
         region._beneath = _beneath_ours(pair_in_force())
-        self._hooks.__enter__()
+        super().__enter__()
         region.start = num_nodes()
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
 
 
 @never_compiled

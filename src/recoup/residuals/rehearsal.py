@@ -19,7 +19,6 @@ import gc
 import random
 import sys
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,13 +26,14 @@ from torch import Tensor, nn
 
 from recoup.errors import ReplayError
 from recoup.residuals.graph import ends_of
-from recoup.residuals.hooks import version_of
+from recoup.residuals.hooks import grad_mode, version_of
+from recoup.residuals.restoring import Undoing, restoring
 from recoup.residuals.seeds import generators_restored
 
 __all__ = ["backward_within_model", "rehearsal"]
 
 
-@contextmanager
+@restoring
 def rehearsal(module: nn.Module) -> Generator[None]:
     """Around steps of `module`, which leave no trace on it."""
     parameters = list({id(p): p for p in module.parameters()}.values())
@@ -42,19 +42,21 @@ def rehearsal(module: nn.Module) -> Generator[None]:
     buffers = [(m._buffers, m._buffers.copy()) for m in module.modules()]
     attributes = [_Attributes(m) for m in module.modules()]
     torch.clear_autocast_cache()  # casts that were made before would not be counted
-    with generators_restored(), _streams_restored(), _lent(parameters), _uncollected():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, content in contents:
-                    buffer.copy_(content)
-            for own, found in buffers:
-                own.clear()
-                own.update(found)
-            for each in attributes:
-                each.restore()
-            torch.clear_autocast_cache()
+    with (
+        generators_restored(),
+        _streams_restored(),
+        _lent(parameters),
+        _uncollected(),
+        Undoing() as undo,
+    ):
+        undo.later(torch.clear_autocast_cache)
+        for each in attributes:
+            undo.later(each.restore)
+        for own, found in buffers:
+            undo.later(_fill, own, found)
+        for buffer, content in contents:
+            undo.later(_copy, buffer, content)
+        yield
     for name, parameter, version in versions:
         if version_of(parameter) != version:
             raise ReplayError(
@@ -71,35 +73,43 @@ def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> None:
         torch.autograd.backward(losses)
 
 
-@contextmanager
+@restoring
 def _uncollected() -> Generator[None]:
     """Around what is measured: nothing is left of before, and nothing collected (See Rule 4)."""
     gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with Undoing() as undo:
+        if gc.isenabled():
+            undo.later(gc.enable)
+        gc.disable()
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
-@contextmanager
+def _fill(own: dict[Any, Any], found: dict[Any, Any]) -> None:
+    """Give a dict the entries of another one, and no others."""
+    own.clear()
+    own.update(found)
+
+
+def _copy(buffer: Tensor, content: Tensor) -> None:
+    with grad_mode(False):
+        buffer.copy_(content)
+
+
+@restoring
 def _lent(leaves: Iterable[Tensor]) -> Generator[None]:
     """Around a backward: leaves have no gradients yet, and no hooks (See Rules 1 and 2)."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]
-    try:
+    with Undoing() as undo:
+        for own, found in hooks:
+            undo.later(own.update, found)
+        for leaf, gradient in gradients:
+            undo.later(setattr, leaf, "grad", gradient)
         for leaf, _ in gradients:
             leaf.grad = None
         for own, _ in hooks:
             own.clear()
         yield
-    finally:
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
-        for own, found in hooks:
-            own.update(found)
 
 
 def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
@@ -107,17 +117,16 @@ def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
     return [found for found in hooks if found]
 
 
-@contextmanager
+@restoring
 def _streams_restored() -> Generator[None]:
     numpy = sys.modules.get("numpy.random")
     of_python = random.getstate()
     of_numpy = None if numpy is None else numpy.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
+    with Undoing() as undo:
+        undo.later(random.setstate, of_python)
         if numpy is not None:
-            numpy.set_state(of_numpy)
+            undo.later(numpy.set_state, of_numpy)
+        yield
 
 
 class _Attributes:

@@ -14,6 +14,7 @@ from recoup.residuals.guards import Guard
 from recoup.residuals.held import Held
 from recoup.residuals.inner import FirstRun
 from recoup.residuals.quiet import QUIET
+from recoup.residuals.restoring import Restoring
 from recoup.residuals.seeds import Draws
 from recoup.residuals.sources import looked_at
 
@@ -77,68 +78,90 @@ def _not_of_torch(guard: Guard) -> list[nn.Module]:
 # Classes and not generators: a chain enters them once or twice for each of its stages.
 
 
-class _First:
-    __slots__ = ("_counted", "_draws", "_looking", "_rerun")
+# Their locks are taken by the `with` statement, which takes and frees a lock in one instruction.
+
+
+class _First(Restoring):
+    __slots__ = ("_draws", "_looking", "_rerun", "lock")
 
     def __init__(self, rerun: Rerun) -> None:
+        super().__init__()
         self._rerun = rerun
         guard = rerun._guard
         self._looking = looked_at(rerun._code, rerun._modules, guard.is_training, rerun._name)
-        self._counted = guard.counted()
+        self.lock = guard.counted()
         self._draws = rerun._draws.recording()
 
     def __enter__(self) -> None:
-        self._looking.__enter__()
-        self._counted.__enter__()
+        if self._looking is not None:
+            self._looking.__enter__()
         self._draws.__enter__()
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+    def restore(self) -> None:
+        self._draws.restore()
+        if self._looking is not None:
+            self._looking.restore()
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         rerun = self._rerun
-        try:
-            self._draws.__exit__()
-        finally:
-            self._counted.__exit__(kind, value, traceback)
-            self._looking.__exit__(kind, value, traceback)
+        self._draws.leave(kind, value, traceback)
+        if self._looking is not None:
+            self._looking.leave(kind, value, traceback)
         if kind is None:
             rerun._guard.first_run_ended(rerun._name)
             if rerun._held is not None:
                 rerun._held.first_run_ended()
 
 
-class _Again:
-    __slots__ = ("_ambient", "_as_it_was", "_attributes", "_draws", "_modules", "_values")
+class _Again(Restoring):
+    __slots__ = (
+        "_ambient",
+        "_as_it_was",
+        "_attributes",
+        "_draws",
+        "_modules",
+        "lock",
+    )
 
     def __init__(self, rerun: Rerun, stops: bool) -> None:
+        super().__init__()
         rerun._guard.check(rerun._name)
         if rerun._held is not None:
             rerun._held.check(rerun._name)
         self._draws = rerun._draws.replaying()
         self._ambient = rerun._ambient.entered()
-        self._as_it_was = rerun._guard.as_it_was()
-        self._values: AbstractContextManager[None] = _NOTHING
-        if rerun._held is not None:
-            self._values = rerun._held.as_it_was()
+        guarded = rerun._guard.as_it_was()
+        held = None if rerun._held is None else rerun._held.as_it_was()
+        self._as_it_was = [each for each in (guarded, held) if each is not None]
+        self.lock: AbstractContextManager[object] = (
+            self._as_it_was[0].lock if self._as_it_was else _NOTHING
+        )
         self._modules: Sequence[nn.Module] = _not_of_torch(rerun._guard) if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
-        self._ambient.__enter__()
-        self._as_it_was.__enter__()
-        self._values.__enter__()
+        if self._ambient is not None:
+            self._ambient.__enter__()
+        for each in self._as_it_was:
+            each.__enter__()
         self._draws.__enter__()
         for module in self._modules:
             own = module.__dict__
             self._attributes.append((own, own.copy()))
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        if kind is not None:
-            for own, before in self._attributes:
-                for key in own.keys() - before.keys():
-                    del own[key]
-                own.update(before)
-        try:
-            self._draws.__exit__()
-        finally:
-            self._values.__exit__(kind, value, traceback)
-            self._as_it_was.__exit__(kind, value, traceback)
-            self._ambient.__exit__(kind, value, traceback)
+    def restore(self) -> None:
+        for own, before in self._attributes:
+            for key in own.keys() - before.keys():
+                del own[key]
+            own.update(before)
+        self._attributes = []
+        self._draws.restore()
+        for each in reversed(self._as_it_was):
+            each.restore()
+        if self._ambient is not None:
+            self._ambient.restore()
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is None:
+            self._attributes.clear()
+        self.restore()

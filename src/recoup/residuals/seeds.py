@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from recoup.errors import RecoupError, ReplayError
+from recoup.residuals.restoring import Restoring
 
 __all__ = [
     "Counted",
@@ -127,31 +128,52 @@ class Draws:
         return seed
 
 
-class _Recording:
-    __slots__ = ("_draws", "_start")
+class _Pushed(Restoring):
+    """Around code whose draws belong to a region, too."""
+
+    __slots__ = ("_draws", "_num_around")
 
     def __init__(self, draws: Draws) -> None:
+        super().__init__()
         self._draws = draws
+        self._num_around = -1
+
+    def push(self) -> None:
+        self._num_around = len(_stack.draws)
+        _stack.draws.append(self._draws)
+
+    def restore(self) -> None:
+        if self._num_around >= 0:
+            del _stack.draws[self._num_around :]
+            self._num_around = -1
+
+
+class _Recording(_Pushed):
+    __slots__ = ("_start",)
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__(draws)
         self._start: States = ()
 
     def __enter__(self) -> None:
         self._start = self._draws._expected = generator_states()
-        _stack.draws.append(self._draws)
+        self.push()
 
-    def __exit__(self, *_: object) -> None:
-        draws = _stack.draws.pop()
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        self.restore()
+        draws = self._draws
         draws._meet(generator_states())
         draws._start = self._start if draws._foreign else None
         draws._expected = ()
 
 
-class _Replaying:
-    __slots__ = ("_before", "_draws", "_outer")
+class _Replaying(_Pushed):
+    __slots__ = ("_before", "_outer")
 
     def __init__(self, draws: Draws) -> None:
-        self._draws = draws
+        super().__init__(draws)
         self._before: States | None = None
-        self._outer = (False, 0)
+        self._outer: tuple[bool, int] | None = None
 
     def __enter__(self) -> None:
         draws = self._draws
@@ -160,15 +182,18 @@ class _Replaying:
             self._before = generator_states()
         self._outer = (draws._replaying, draws._cursor)
         draws._replaying, draws._cursor = True, 0
-        _stack.draws.append(draws)
+        self.push()
         if start is not None:
             set_generator_states(start)
 
-    def __exit__(self, *_: object) -> None:
-        draws = _stack.draws.pop()
-        draws._replaying, draws._cursor = self._outer
+    def restore(self) -> None:
+        super().restore()
+        if self._outer is not None:
+            self._draws._replaying, self._draws._cursor = self._outer
+            self._outer = None
         if self._before is not None:
             set_generator_states(self._before)  # See Rule 5
+            self._before = None
 
 
 def _moves(entry: Any) -> bool:
@@ -259,11 +284,8 @@ def remembered(decide: Callable[[], T]) -> T:
         draws._meet(states)
     found = None if known is None else known._next()
     if found is None:
-        around, _stack.draws = _stack.draws, []
-        try:
+        with _Only([]):
             found = counted(decide)
-        finally:
-            _stack.draws = around
     elif not isinstance(found, Counted):
         raise ReplayError(
             "A region that runs again draws in another order than its first run did: a weight is "
@@ -278,14 +300,48 @@ def remembered(decide: Callable[[], T]) -> T:
     return found.value
 
 
-@contextmanager
-def generators_restored() -> Generator[None]:
-    """Around what shall not be seen in the random stream."""
-    before = generator_states()
-    try:
-        yield
-    finally:
-        set_generator_states(before)
+def generators_restored() -> AbstractContextManager[object]:
+    """Return a context around what shall not be seen in the random stream."""
+    return _LeftAs()
+
+
+class _LeftAs(Restoring):
+    """Around code that the default generators are left as they were, or at `states`."""
+
+    __slots__ = ("states",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: States | None = None
+
+    def __enter__(self) -> _LeftAs:
+        self.states = generator_states()
+        return self
+
+    def restore(self) -> None:
+        if self.states is not None:
+            set_generator_states(self.states)
+            self.states = None
+
+
+class _Only(Restoring):
+    """Around code that these regions alone are around."""
+
+    __slots__ = ("_around", "_draws")
+
+    def __init__(self, draws: list[Draws]) -> None:
+        super().__init__()
+        self._draws = draws
+        self._around: list[Draws] | None = None
+
+    def __enter__(self) -> None:
+        self._around = _stack.draws
+        _stack.draws = self._draws
+
+    def restore(self) -> None:
+        if self._around is not None:
+            _stack.draws = self._around
+            self._around = None
 
 
 def fingerprint() -> int:
@@ -345,16 +401,14 @@ class SeededCall:
 
     def _first(self, call: Callable[[], T], before: States) -> T:
         seed = _fresh_seed()
-        after = generator_states()
-        drew = True
-        try:
+        with _LeftAs() as left:
             _seed_generators(seed)
             probe = generator_states()
             with _Within(self._within, is_replaying=False):
                 result = call()
             drew = not same_states(probe, generator_states())
-        finally:
-            set_generator_states(after if drew else before)  # See Rule 2
+            if not drew:
+                left.states = before  # See Rule 2
         self._draw = seed if drew else None
         return result
 
@@ -363,36 +417,35 @@ class SeededCall:
             return call() if self._draw is None else with_seed(call, self._draw)
 
 
-class _Within:
+class _Within(_Only):
     """Around a seeded call: what is drawn within is written down, or repeated, by it alone."""
 
-    __slots__ = ("_around", "_draws", "_is_replaying", "_outer")
+    __slots__ = ("_is_replaying", "_outer", "_own")
 
     def __init__(self, draws: Draws, *, is_replaying: bool) -> None:
-        self._draws = draws
+        super().__init__([draws])
+        self._own = draws
         self._is_replaying = is_replaying
-        self._around: list[Draws] = []
-        self._outer = (False, 0)
+        self._outer: tuple[bool, int] | None = None
 
     def __enter__(self) -> None:
-        draws = self._draws
-        self._around, _stack.draws = _stack.draws, [draws]
+        super().__enter__()
+        draws = self._own
         self._outer = (draws._replaying, draws._cursor)
         draws._replaying, draws._cursor = self._is_replaying, 0
 
-    def __exit__(self, *_: object) -> None:
-        _stack.draws = self._around
-        self._draws._replaying, self._draws._cursor = self._outer
+    def restore(self) -> None:
+        super().restore()
+        if self._outer is not None:
+            self._own._replaying, self._own._cursor = self._outer
+            self._outer = None
 
 
 def with_seed(call: Callable[[], T], seed: int) -> T:
     """Run `call` with the default generators at `seed`, and leave them as they were."""
-    before = generator_states()
-    try:
+    with _LeftAs():
         _seed_generators(seed)
         return call()
-    finally:
-        set_generator_states(before)
 
 
 def _seed_generators(seed: int) -> None:

@@ -20,7 +20,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,10 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.errors import ReplayError
 from recoup.residuals.codes import Codes
+from recoup.residuals.modes import InMode
 
 __all__ = ["looked_at", "own_generator"]
-
-_NOTHING = nullcontext()
 
 
 class _OwnGenerator(torch.Generator):
@@ -55,8 +53,8 @@ def own_generator(device: torch.device, seed: int) -> torch.Generator:
 
 def looked_at(
     code: object, modules: tuple[nn.Module, ...], is_training: bool, name: str
-) -> AbstractContextManager[None]:
-    """Around a first run: raise if it draws from elsewhere, unless it was looked at before.
+) -> InMode | None:
+    """Around a first run: raise if it draws from elsewhere; None if it was looked at before.
 
     Args:
         code: a module, or the `Codes` of a function.
@@ -68,31 +66,52 @@ def looked_at(
     codes: list[Any] = code.codes if isinstance(code, Codes) else [code]
     generators: list[Any] = code.generators if isinstance(code, Codes) else []
     if not generators and all(one in seen for one in codes) and all(m in seen for m in modules):
-        return _NOTHING
-    return _looking((*codes, *modules), generators, seen, name)
+        return None
+    return _Looking((*codes, *modules), generators, seen, name)
 
 
-@contextmanager
-def _looking(
-    codes: tuple[Any, ...], generators: list[Any], seen: weakref.WeakSet[Any], name: str
-) -> Generator[None]:
-    numpy = sys.modules.get("numpy.random")
-    python_before = random.getstate()
-    numpy_before = None if numpy is None else _numpy_state(numpy)
-    own: list[Any] = [g for g in generators if not isinstance(g, torch.Generator)]
-    own.extend(_generators_in(codes))
-    own_before = [_own_state(generator) for generator in own]
-    with _Generators(name):
-        yield
-    if random.getstate() != python_before:
-        raise ReplayError(_message(name, "Python's `random`"))
-    if numpy is not None and _numpy_state(numpy) != numpy_before:
-        raise ReplayError(_message(name, "numpy's global generator"))
-    for generator, before in zip(own, own_before, strict=True):
-        if _own_state(generator) != before:
-            kind = "random.Random" if isinstance(generator, random.Random) else "numpy Generator"
-            raise ReplayError(_message(name, f"a {kind} of its own"))
-    seen.update(codes)
+class _Looking(InMode):
+    """Around code that is looked at."""
+
+    def __init__(
+        self, codes: tuple[Any, ...], generators: list[Any], seen: weakref.WeakSet[Any], name: str
+    ) -> None:
+        super().__init__(_Generators(name))
+        self._codes = codes
+        self._generators = generators
+        self._seen = seen
+        self._name = name
+        self._python_before: Any = None
+        self._numpy_before: Any = None
+        self._own_before: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> None:
+        numpy = sys.modules.get("numpy.random")
+        self._python_before = random.getstate()
+        self._numpy_before = None if numpy is None else _numpy_state(numpy)
+        own: list[Any] = [g for g in self._generators if not isinstance(g, torch.Generator)]
+        own.extend(_generators_in(self._codes))
+        self._own_before = [(generator, _own_state(generator)) for generator in own]
+        super().__enter__()
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        super().leave(kind, value, traceback)
+        if kind is None:
+            self._check()
+            self._seen.update(self._codes)
+
+    def _check(self) -> None:
+        if random.getstate() != self._python_before:
+            raise ReplayError(_message(self._name, "Python's `random`"))
+        numpy = sys.modules.get("numpy.random")
+        if self._numpy_before is not None and _numpy_state(numpy) != self._numpy_before:
+            raise ReplayError(_message(self._name, "numpy's global generator"))
+        for generator, before in self._own_before:
+            if _own_state(generator) != before:
+                kind = (
+                    "random.Random" if isinstance(generator, random.Random) else "numpy Generator"
+                )
+                raise ReplayError(_message(self._name, f"a {kind} of its own"))
 
 
 def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:

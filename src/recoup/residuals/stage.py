@@ -30,7 +30,7 @@ from recoup.residuals.evaluation import Evaluations
 from recoup.residuals.filling import Filled, Filling, Untaped
 from recoup.residuals.guards import is_in_place
 from recoup.residuals.held import Held
-from recoup.residuals.hooks import version_of
+from recoup.residuals.hooks import grad_mode, version_of
 from recoup.residuals.region import Region
 from recoup.residuals.rerun import Rerun
 
@@ -98,7 +98,8 @@ class StageRun:
 
     def tape(self, state: State) -> tuple[State, Tensor | None]:
         """Run the stage as any module is run, so that it can be run again."""
-        with self._rerun.first():
+        first = self._rerun.first()
+        with first.lock, first:
             return self._forward(state)
 
     def run_as_region(
@@ -120,13 +121,14 @@ class StageRun:
 
         region = make()
         self._region = weakref.ref(region)
-        answering: AbstractContextManager[None] = _NOTHING
+        answering: AbstractContextManager[object] = _NOTHING
         if is_inverted:
             self._evaluations = Evaluations(self._stage.name)
             answering = self._evaluations.recording(make)
+        first = self._rerun.first()
         is_whole = False
         try:
-            with self._rerun.first(), region.recording(), answering:
+            with first.lock, first, region.recording(), answering:
                 result = self._forward(state)
             is_whole = True
         finally:
@@ -166,7 +168,8 @@ class StageRun:
     def advance(self, state: State) -> State:
         """Run the stage again from its input, without a tape."""
         inputs = self._inputs(state)
-        with self._rerun.again(), Untaped(self._stage.name, self._rerun.first_run()):
+        again = self._rerun.again()
+        with again.lock, again, Untaped(self._stage.name, self._rerun.first_run()):
             output, _ = self._stage.forward(inputs)
         return tuple(value.detach() for value in output)
 
@@ -181,9 +184,10 @@ class StageRun:
         stops = not needs_output and (self._evaluations is None or recall)
         filling = None if region is None else Filling(region, inputs, stops=stops)
         stops = filling is not None and filling.stops
-        taping = torch.enable_grad() if filling is None else filling
+        taping = grad_mode(True) if filling is None else filling
+        again = self._rerun.again(stops=stops)
         try:
-            with self._rerun.again(stops=stops), taping, self._answering(recall):
+            with again.lock, again, taping, self._answering(recall):
                 output, _ = self._stage.forward(inputs)
         except Filled as filled:
             if filled.region is not region:
@@ -197,8 +201,9 @@ class StageRun:
         if evaluations is None:
             raise ReplayError(f"{self._stage.name} did not run as a stage to be inverted.")
         recall = is_taped and evaluations.are_shared
+        again = self._rerun.again()
         try:
-            with torch.no_grad(), self._rerun.again(), evaluations.inverting(recall):
+            with grad_mode(False), again.lock, again, evaluations.inverting(recall):
                 state = self._inverse(after)
             if self._rerun.has_foreign_draws:  # See Rule 4
                 self._check_same(self.fill(state, recall=recall), after)
@@ -220,7 +225,7 @@ class StageRun:
         )
         if not self.changes_input:
             return inputs
-        with torch.enable_grad():  # autograd allows no change of a leaf
+        with grad_mode(True):  # autograd allows no change of a leaf
             return tuple(value.clone() for value in inputs)
 
     def _answering(self, recall: bool) -> AbstractContextManager[None]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self, cast
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.residuals.hooks import storage_of
-from recoup.residuals.listening import Way, here
+from recoup.residuals.listening import Way, heard_by
+from recoup.residuals.modes import InMode
+from recoup.residuals.restoring import restoring
 
 __all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
 
@@ -76,13 +78,11 @@ class WorkCounter(TorchDispatchMode):
         self._num_needed = 0
         self._around: Any = None
 
-    def __enter__(self) -> Self:
-        self._around, here.listener = here.listener, self
-        return super().__enter__()
-
-    def __exit__(self, *exc_info: Any) -> None:
-        here.listener = self._around
-        super().__exit__(*exc_info)
+    @restoring
+    def counting(self) -> Generator[None]:
+        """Return a context whose operators are counted."""
+        with InMode(self), heard_by(self) as self._around:
+            yield
 
     def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Take note that a region does not keep `tensor`."""

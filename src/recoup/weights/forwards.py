@@ -20,10 +20,12 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from recoup.residuals.compiler import never_compiled
+from recoup.residuals.restoring import Restoring, Reusable
 from recoup.residuals.seeds import draw_seed
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization
 
@@ -57,16 +59,32 @@ def frames() -> list[Frame]:
 class Frame:
     """What is in force from entering to leaving it."""
 
-    def __enter__(self) -> None:
-        _stack.frames.append(self)
 
-    def __exit__(self, *_: object) -> None:
-        # From the end: contexts of generators may end in another order.
-        frames = _stack.frames
-        for place in range(len(frames) - 1, -1, -1):
-            if frames[place] is self:
-                del frames[place]
-                break
+class _InForce(Restoring):
+    """Around code in which a frame is in force."""
+
+    __slots__ = ("_frame", "_num_before")
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self._frame = frame
+        self._num_before = -1
+
+    def __enter__(self) -> None:
+        self._num_before = _stack.frames.count(self._frame)
+        _stack.frames.append(self._frame)
+
+    def restore(self) -> None:
+        if self._num_before >= 0:
+            _remove(_stack.frames, self._frame, self._num_before)
+            self._num_before = -1
+
+
+def _remove(frames: list[Any], frame: object, num_left: int) -> None:
+    # From the end: contexts of generators may end in another order.
+    places = [place for place, each in enumerate(frames) if each is frame]
+    for place in reversed(places[num_left:]):
+        del frames[place]
 
 
 class Made(NamedTuple):
@@ -81,12 +99,13 @@ class Made(NamedTuple):
     with_graph: bool
 
 
-class Forward(Frame):
+class Forward(Frame, Restoring):
     """A forward of a module that has, or covers, reparametrized weights (See Rule 1)."""
 
     __slots__ = ("applications", "drawn", "held", "made", "owner", "reads_raw", "steps")
 
     def __init__(self, owner: nn.Module | None, applications: tuple[Application, ...]) -> None:
+        super().__init__()
         self.owner = owner
         self.applications = applications
         self.drawn: dict[Reparametrization, Drawn] = {}
@@ -95,17 +114,34 @@ class Forward(Frame):
         self.held: list[Tensor] = []
         self.reads_raw = False
 
+    @never_compiled
+    def __enter__(self) -> None:
+        _stack.frames.append(self)
 
-class SameDraw(Frame):
+    @never_compiled
+    def restore(self) -> None:
+        frames = _stack.frames
+        if frames and frames[-1] is self:
+            frames.pop()
+        else:
+            _remove(frames, self, 0)
+
+
+class SameDraw(Frame, Reusable):
     """Draws that last for several forwards (See Rule 2)."""
 
     __slots__ = ("_num_named", "_seed", "drawn", "steps")
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._seed = seed
         self._num_named: dict[str, int] = {}
         self.drawn: dict[Reparametrization, Drawn] = {}
         self.steps: dict[Application, int] = {}
+
+    def once(self) -> Restoring:
+        """Return a context in which it is in force."""
+        return _InForce(self)
 
     def seed_for(self, name: str) -> int:
         """Return a seed for the weight: the same in every context of this seed, by its name."""
@@ -114,30 +150,46 @@ class SameDraw(Frame):
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
-class Override(Frame):
+class Override(Frame, Reusable):
     """Noise turned on or off for some weights (See Rule 3)."""
 
     __slots__ = ("is_on", "places")
 
     def __init__(self, places: frozenset[object], is_on: bool) -> None:
+        super().__init__()
         self.places = places
         self.is_on = is_on
+
+    def once(self) -> Restoring:
+        """Return a context in which it is in force."""
+        return _Overriding(self)
+
+
+class _Overriding(_InForce):
+    """Around code in which noise is turned on or off."""
+
+    __slots__ = ("override",)
+
+    def __init__(self, override: Override) -> None:
+        super().__init__(override)
+        self.override = override
 
     def __enter__(self) -> None:
         _overriding.append(self)
         super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        _overriding.remove(self)
+    def restore(self) -> None:
+        super().restore()
+        if self in _overriding:
+            _overriding.remove(self)
 
 
-_overriding: list[Override] = []  # of all threads
+_overriding: list[_Overriding] = []  # of all threads
 
 
 def is_turned_on() -> bool:
     """Whether any weight may be noisy that would not be otherwise."""
-    return any(override.is_on for override in _overriding)
+    return any(each.override.is_on for each in _overriding)
 
 
 def is_overridden() -> bool:

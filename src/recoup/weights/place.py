@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from recoup.errors import RecoupError
 from recoup.residuals.compiler import never_compiled
 from recoup.residuals.decisions import Decisions, may_run_again
-from recoup.residuals.hooks import Kept, is_transformed, reverse_at_once, version_of
+from recoup.residuals.hooks import Kept, grad_mode, is_transformed, reverse_at_once, version_of
 from recoup.residuals.seeds import is_repeated, remembered
 from recoup.residuals.values import Source, as_value, read_anew
 from recoup.weights.forwards import Forward, Made, drawn_for, frames, is_turned_on
@@ -152,7 +152,7 @@ class Place:
                 weight = each.step.apply(weight, taken, each)
                 reverse_at_once(weight)
         else:
-            with torch.no_grad():
+            with grad_mode(False):
                 weight = _remade(raw, operands, drawn)
             weight = cast("Tensor", _MadeAgain.apply(stub, weight))
             reverse_at_once(weight)

@@ -37,6 +37,7 @@ from recoup.residuals.calls import Call
 from recoup.residuals.executor import Plan, Run
 from recoup.residuals.hooks import is_in_backward
 from recoup.residuals.keeping import KeepingCall
+from recoup.residuals.restoring import Restoring
 from recoup.residuals.stage import State
 
 __all__ = ["Follow", "Part", "PlannedStage"]
@@ -115,6 +116,32 @@ class _Pass:
         self.around = around()
 
 
+class _InPass(Restoring):
+    """Around a forward of the model."""
+
+    __slots__ = ("_num_around", "_passes")
+
+    def __init__(self, passes: list[_Pass]) -> None:
+        super().__init__()
+        self._passes = passes
+        self._num_around = -1
+
+    def __enter__(self) -> None:
+        self._num_around = len(self._passes)
+        self._passes.append(_Pass())
+
+    def restore(self) -> None:
+        if self._num_around >= 0:
+            del self._passes[self._num_around :]
+            self._num_around = -1
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        del kind, value, traceback
+        now = self._passes[-1]
+        self.restore()
+        _end(now)
+
+
 class _Here(threading.local):
     def __init__(self) -> None:
         self.passes: list[_Pass] = []
@@ -168,12 +195,8 @@ class Follow:
         return self._stage(self._stages[place], place, now, run, args, kwargs)
 
     def _pass(self, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        passes = self._here.passes
-        passes.append(_Pass())
-        try:
+        with _InPass(self._here.passes):
             return run(*args, **kwargs)
-        finally:
-            _end(passes.pop())
 
     def _place_of(self, module: nn.Module, now: _Pass) -> int | None:
         places = self._places.get(id(module), ())

@@ -20,8 +20,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any, Protocol
 
@@ -30,9 +29,10 @@ from torch import nn
 
 from recoup.residuals.compiler import is_loaded, is_traced, uncompiled
 from recoup.residuals.hooks import frame_in_force
+from recoup.residuals.restoring import Undoing, restoring
 from recoup.residuals.seeds import num_repeated
 
-__all__ = ["Follower", "Following", "around", "followings_within", "suspended"]
+__all__ = ["Follower", "Following", "around", "followed", "followings_within", "suspended"]
 
 _COMPILED = "_compiled_call_impl"
 _OF_A_FUNCTION = frozenset((
@@ -142,7 +142,7 @@ class Following:
         self._owner: Callable[[], object | None] | None = None
         if owner is not None:
             self._owner = (lambda: owner) if is_held else weakref.ref(owner)
-        self.num_suspensions = 0
+        self.suspensions: list[object] = []
         self._followed: list[tuple[str, _Followed]] = []
         try:
             for module in modules:
@@ -172,7 +172,11 @@ class Following:
     @property
     def follower(self) -> Follower | None:
         """Who is called in the place of the forwards now."""
-        return None if self.num_suspensions or self.is_over else self._follower
+        return None if self.suspensions or self.is_over else self._follower
+
+    def is_for(self, follower: Follower) -> bool:
+        """Whether the forwards go through this follower."""
+        return self._follower is follower
 
     def _follow(self, module: nn.Module) -> None:
         _check_is_free(module)
@@ -181,8 +185,9 @@ class Following:
         found = own.get(key)
         while isinstance(found, _Followed) and (found.following is None or found.following.is_over):
             found = found.inner
-        own[key] = followed = _Followed(module, found, self)
+        followed = _Followed(module, found, self)
         self._followed.append((key, followed))
+        own[key] = followed
 
     def end(self) -> None:
         """Give the modules their forwards back."""
@@ -233,14 +238,34 @@ def followings_within(model: nn.Module) -> list[Following]:
     return [each for each in found.values() if not each.is_over]
 
 
-@contextmanager
+@restoring
 def suspended(followings: Iterable[Following]) -> Generator[None]:
     """Return a context in which nobody is called for these (See Rule 5)."""
-    followings = list(followings)
-    for each in followings:
-        each.num_suspensions += 1
-    try:
-        yield
-    finally:
+    suspension = object()
+    with Undoing() as undo:
         for each in followings:
-            each.num_suspensions -= 1
+            undo.later(_go_on, each, suspension)
+            each.suspensions.append(suspension)
+        yield
+
+
+def _go_on(following: Following, suspension: object) -> None:
+    if suspension in following.suspensions:
+        following.suspensions.remove(suspension)
+
+
+@restoring
+def followed(modules: Iterable[nn.Module], follower: Follower) -> Generator[None]:
+    """Return a context in which the forwards of modules go through a follower."""
+    modules = list(modules)
+    with Undoing() as undo:
+        undo.later(_unfollow, modules, follower)
+        Following(modules, follower)
+        yield
+
+
+def _unfollow(modules: Sequence[nn.Module], follower: Follower) -> None:
+    found = {id(each): each for module in modules for each in _followings_of(module)}
+    for each in found.values():
+        if each.is_for(follower):
+            each.end()

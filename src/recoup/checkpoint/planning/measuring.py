@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from recoup.checkpoint.planning.blocks import Block
-from recoup.checkpoint.planning.forwards import Following, around
+from recoup.checkpoint.planning.forwards import around, followed
 from recoup.checkpoint.planning.linking import Returned
 from recoup.checkpoint.region import run_again
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.residuals.calls import Call
 from recoup.residuals.compiler import is_compiled
-from recoup.residuals.hooks import is_in_backward, storage_of
+from recoup.residuals.hooks import grad_mode, is_in_backward, storage_of
 from recoup.residuals.rehearsal import backward_within_model, rehearsal
 from recoup.residuals.seeds import fingerprint
 from recoup.residuals.snapshots import copied
@@ -77,7 +77,7 @@ class Step:
         args, kwargs = copied((self.args, self.kwargs))
         if self.seed is not None:
             seed_all(self.seed)
-        with torch.enable_grad():
+        with grad_mode(True):
             output = self.call(*args, **kwargs)
             losses = self.losses(output)
             if not self.holds_output:
@@ -189,11 +189,8 @@ def measure_blocks(
         given, _ = flatten((step.args, step.kwargs))
         weights = set(map(storage_of, own))
         meter = _Meter(names, weights, set(map(storage_of, given)), line, state_bytes)
-        following = Following([module for _, module in blocks], meter)
-        try:
+        with followed([module for _, module in blocks], meter):
             step.run()
-        finally:
-            following.end()
         meter.step_ended()
         step.forget()
     return meter.measured
@@ -256,7 +253,7 @@ class _Meter:
         found.before = self._line.mark()
         drawn_before = self._drawn()
         counter = WorkCounter()
-        with counter:
+        with counter.counting():
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
         found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
@@ -346,7 +343,8 @@ class _MeasuredCall(Call):
             self.outputs, beside = super().forward(state)
             return self.outputs, beside
         found = self._meter.second_run_begins(self._place)
-        with WorkCounter() as counter:
+        counter = WorkCounter()
+        with counter.counting():
             outputs = list(super().forward(state)[0])
         self._meter.second_run_ended(found, outputs, state)
         found.saved = counter.products_alive() if found.products else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import nn
 from recoup.checkpoint.planning.blocks import Block, name_blocks
 from recoup.checkpoint.planning.choosing import Choice, choose
 from recoup.checkpoint.planning.drafting import follow_schedule
-from recoup.checkpoint.planning.forwards import Following, followings_within, suspended
+from recoup.checkpoint.planning.forwards import Following, followed, followings_within, suspended
 from recoup.checkpoint.planning.inverting import constant_memory_of
 from recoup.checkpoint.planning.losses import losses_from
 from recoup.checkpoint.planning.measuring import (
@@ -29,6 +29,7 @@ from recoup.checkpoint.planning.total import standing_bytes
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes, parse_bytes
 from recoup.residuals.hooks import check_hooks_work
+from recoup.residuals.restoring import Undoing, restoring
 from recoup.schedules import Action, Cost, Point, Schedule, frontier
 
 __all__ = ["Plan", "applied_plans", "plan"]
@@ -356,18 +357,17 @@ class Plan:
         if following is not None:
             following.end()
 
-    @contextmanager
+    @restoring
     def applied(self) -> Generator[Plan]:
         """Return a context in which the model follows the plan; after it, the one of before."""
         before = [each for each in applied_plans(self.model) if each.model is self.model]
-        self.apply()
-        try:
-            yield self
-        finally:
-            self.remove()
+        with Undoing() as undo:
             for each in before:
                 if each is not self:
-                    each.apply()
+                    undo.later(each.apply)
+            undo.later(self.remove)
+            self.apply()
+            yield self
 
     def figure(self, path: str | Path) -> Path:
         """Draw memory over a step before and after, and time against bytes of all plans.
@@ -390,9 +390,12 @@ class Plan:
         self, point: Point, owner: Plan | None = None, *, is_held: bool = True
     ) -> Following:
         follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
+        return Following(self._followed_modules, follower, owner, is_held=is_held)
+
+    @property
+    def _followed_modules(self) -> list[nn.Module]:
         roots = [] if self._root is None else [self._root]
-        modules = [*roots, *(module for _, module in self._found)]
-        return Following(modules, follower, owner, is_held=is_held)
+        return [*roots, *(module for _, module in self._found)]
 
     def _chosen(self, step: Step) -> tuple[Choice, Point]:
         """Return the fastest point whose rehearsal keeps to the budget."""
@@ -425,10 +428,6 @@ class Plan:
         with self._followed(self._point):
             return seconds_of(step)
 
-    @contextmanager
-    def _followed(self, point: Point) -> Generator[None]:
-        following = self._follow(point)
-        try:
-            yield
-        finally:
-            following.end()
+    def _followed(self, point: Point) -> AbstractContextManager[None]:
+        follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
+        return followed(self._followed_modules, follower)

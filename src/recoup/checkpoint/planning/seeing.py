@@ -30,6 +30,7 @@ from recoup.checkpoint.planning.measuring import (
     seed_all,
 )
 from recoup.residuals.rehearsal import rehearsal
+from recoup.residuals.restoring import Undoing
 from recoup.residuals.snapshots import copied
 from recoup.schedules import Cost
 
@@ -98,15 +99,20 @@ def _sequence(step: Step, modules: Sequence[nn.Module], seed: int) -> list[nn.Mo
         del args
         called.append(module)
 
-    handles = [module.register_forward_pre_hook(note) for module in modules]
-    try:
+    with Undoing() as undo:
+        for module in modules:
+            undo.later(_remove_hook, module, note)
+            module.register_forward_pre_hook(note)
         args, kwargs = copied((step.args, step.kwargs))
         seed_all(seed)
         step.call(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return called
+
+
+def _remove_hook(module: nn.Module, hook: Any) -> None:
+    hooks: dict[int, Any] = getattr(module, "_forward_pre_hooks")  # noqa: B009 - it is private
+    for key in [key for key, each in hooks.items() if each is hook]:
+        del hooks[key]
 
 
 def blocks_of_any_forward(
