@@ -230,12 +230,13 @@ _LOOKS: frozenset[Any] = frozenset(
      Tensor.__repr__, Tensor.register_hook, Tensor.backward, torch.autograd.backward,
      torch.autograd.grad, Tensor.as_subclass}  # fmt: skip
 # Through these a value may be changed without its version telling: it is kept from then on.
-_EXPOSES: frozenset[Any] = frozenset(
-    (getattr(Tensor, "data").__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,  # noqa: B009
-     Tensor.untyped_storage, Tensor.storage, torch.unsafe_chunk, Tensor.unsafe_chunk,
-     torch.unsafe_split, Tensor.unsafe_split, torch.unsafe_split_with_sizes,
-     Tensor.unsafe_split_with_sizes)
-)  # fmt: skip
+_EXPOSING: list[Any] = [
+    getattr(Tensor, "data").__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,  # noqa: B009
+    Tensor.untyped_storage, Tensor.storage, torch.unsafe_chunk, Tensor.unsafe_chunk,
+    torch.unsafe_split, Tensor.unsafe_split, torch.unsafe_split_with_sizes,
+    Tensor.unsafe_split_with_sizes,
+]  # fmt: skip
+_EXPOSES: frozenset[Any] = frozenset(_EXPOSING)
 _COPIES: frozenset[Any] = frozenset(
     getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__")
 )
