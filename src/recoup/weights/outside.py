@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import linecache
 import re
 import sys
 import warnings
@@ -44,6 +45,8 @@ _USES = re.compile(
     "split|unbind|narrow|contiguous|to|type|type_as|float|double|half|bfloat16|matmul|mm|bmm|mv|"
     "mul|add|sub|div|index_select|gather"
 )
+_ASKED_BEFORE = re.compile(r"\b(isinstance|hasattr|type|id|len|print|repr|str)\($|\bis (not )?$")
+_ASKED_AFTER = re.compile(r"\s+is\b")
 _SETTING_UP = re.compile(r"init|reset|tie|share|optim|param|state|load|save|copy|remove|^on_")
 
 _MACHINERY = ("torch.", "recoup.weights.", "recoup.residuals.")
@@ -167,11 +170,12 @@ def warn_of_read(place: Place, frame: FrameType | None = None, *, is_training: b
 
 def _reader(frame: FrameType | None) -> FrameType | None:
     """Return the frame of a method of a model that computes with what it reads, or None."""
-    asked = None if frame is None else _asked_next(frame.f_code, frame.f_lasti)
+    if frame is None or not _computes(frame.f_code, frame.f_lasti):
+        return None
     while frame is not None and (frame.f_code.co_name.startswith("<") or _name(frame) in _PASSING):
         # A comprehension or a lambda of the function around, or a list that returns what it holds.
         frame = frame.f_back
-    if frame is None or (asked is not None and not _USES.fullmatch(asked)):
+    if frame is None:
         return None
     code = frame.f_code
     if not code.co_argcount or _SETTING_UP.search(code.co_name):
@@ -185,15 +189,19 @@ def _reader(frame: FrameType | None) -> FrameType | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _asked_next(code: CodeType, place: int) -> str | None:
-    """Return the name of the attribute that the code asks of what it has just read, if it does."""
-    following = False
-    for instruction in dis.get_instructions(code):
-        if following:
-            is_attribute = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            return str(instruction.argval) if is_attribute else None
-        following = instruction.offset == place
-    return None
+def _computes(code: CodeType, place: int) -> bool:
+    """Whether code computes with what it has just read, as far as it shows."""
+    instructions = dis.get_instructions(code)
+    read = next((each for each in instructions if each.offset == place), None)
+    then = next(instructions, None)
+    if then is not None and then.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return _USES.fullmatch(str(then.argval)) is not None
+    where = None if read is None else read.positions
+    if where is None or where.lineno is None or where.lineno != where.end_lineno:
+        return True
+    line = linecache.getline(code.co_filename, where.lineno).encode()
+    before, after = line[: where.col_offset].decode(), line[where.end_col_offset :].decode()
+    return not _ASKED_BEFORE.search(before) and not _ASKED_AFTER.match(after)
 
 
 def _level(frame: FrameType | None) -> int:

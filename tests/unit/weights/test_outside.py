@@ -54,6 +54,8 @@ class Tagger(nn.Module):
         return torch.optim.SGD([self.scale, self.embedding.weight], lr=0.1)
 
     def of_type(self, x):
+        if isinstance(self.scale, torch.Tensor) and self.scale is not None:
+            assert len(self.scale) == 4
         return x.to(self.scale.dtype).to(self.scale.device)
 
 
