@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -406,3 +407,70 @@ def test_drift_of_sharded_stages_is_an_error():
     blocks = [Sharded(dense(STIFF), dense(STIFF)) for _ in range(60)]
     with pytest.raises(DriftError, match="is sharded"):
         gradients(Chain(*blocks, memory="constant"), data())
+
+
+# -- inverses that are wrong -----------------------------------------------------------------------
+
+
+class Off(AdditiveCoupling):
+    """Its inverse is off by one number everywhere."""
+
+    offset = 0.05
+
+    def inverse(self, y, *context):
+        x, log_det = super().inverse(y, *context)
+        return x + self.offset, log_det
+
+
+def wrong(depth, every=1, **options):
+    torch.manual_seed(0)
+    kinds = [Off if place % every == 0 else AdditiveCoupling for place in range(depth)]
+    return Chain(*[kind(dense(1.0), dense(1.0)) for kind in kinds], memory="constant", **options)
+
+
+def test_a_wrong_inverse_is_said():
+    """R12: it hid behind the guard, at five times the bytes."""
+    chain, x = wrong(24), data()
+    with pytest.warns(UserWarning, match="Most states of this chain must be kept") as caught:
+        assert error(chain, x) < 1e-6
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert re.search(r"13 or more of 24.*the input of module `\d+` \(Off\), by [2-9].\de-02", text)
+    guard = chain.drift
+    for _ in range(2):  # once a chain, and what was seen stays to be read
+        assert error(chain, x) < 1e-6
+        assert 0.02 < guard.largest_error < 0.2
+        assert set(guard.refused) == set(range(1, 24))
+        assert re.search(r"refused and computed again: 23, off by up to [2-9].\de-02", str(guard))
+    guard.reset()
+    assert guard.largest_error == 0
+    with pytest.warns(UserWarning, match="Most states"):
+        gradients(chain, x)
+
+
+def test_a_few_wrong_inverses_are_in_the_report_alone():
+    """R12: the drift guard is for a stiff layer here and there."""
+    chain = wrong(24, every=8)
+    assert error(chain, data()) < 1e-3
+    assert 0.02 < chain.drift.largest_error < 0.2
+    assert "(Off)" in str(chain.drift)
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (4, 8), (3, 16), (210, 8), (64, 64)])
+def test_an_inverse_that_is_off_by_one_number_is_seen(shape):
+    """R12: signs that runs of values shared summed to zero, for some numbers of runs."""
+
+    class Shifts(InvertibleModule):
+        def forward(self, x):
+            return x + 1, x.new_zeros(len(x))
+
+        def inverse(self, y):
+            return y - 1.05, y.new_zeros(len(y))
+
+    x = torch.randn(shape, requires_grad=True)
+    chain = Chain(ActNorm(shape[1]).eval(), Shifts(), memory="constant", drift="raise")
+    y, _ = chain(x)
+    with pytest.raises(DriftError) as caught:
+        y.square().sum().backward()
+    seen = float(re.search(r"add up to (\S+),", str(caught.value))[1])
+    assert 0.015 < seen < 0.15, "to a factor of three"

@@ -12,6 +12,9 @@ Rule 3. A stage whose input comes out too far is run again from its true input, 
         stages before it from the nearest kept state. From the errors on the way the guard learns
         where the next forward is to keep a state, so that this soon ends: it marks the stage as
         one to be recomputed, whose input a schedule keeps.
+Rule 4. What is computed again is right, so an inverse that is plainly wrong shows in bytes and in
+        time alone. The errors that states were refused for are kept until `reset`, and it is said
+        once if most states have to be kept.
 """
 
 from __future__ import annotations
@@ -79,9 +82,13 @@ class DriftGuard:
         self.otherwise: Otherwise = otherwise
         self.tolerance = tolerance
         self.errors: dict[int, float] = {}
+        self.refused: dict[int, float] = {}
         self.kept: frozenset[int] = frozenset()
+        self._worst = (0.0, "")  # of the refused: the error, and the stage whose input it is
+        self._num_inverses = 0  # of the chain, had nothing to be kept
         self._num_recomputed = 0  # states, in the last backward
         self._has_warned = False
+        self._has_said_most = False
 
     @classmethod
     def of(cls, drift: Drift) -> DriftGuard:
@@ -94,22 +101,33 @@ class DriftGuard:
 
     @property
     def largest_error(self) -> float:
-        """The largest relative error of a state that the last backward was given by inverses."""
-        return max(self.errors.values(), default=0.0)
+        """The largest relative error that an inverse arrived with.
+
+        Of the states that the last backward used, and of those that were refused since `reset` and
+        computed again.
+        """
+        return max((*self.errors.values(), *self.refused.values()), default=0.0)
 
     @property
     def total_error(self) -> float:
-        """The sum of these errors, which may be a fifth of the tolerance."""
+        """The sum of the errors of the states that the last backward used.
+
+        It may be a fifth of the tolerance; a state that was refused has no part in it.
+        """
         return sum(self.errors.values())
 
     def reset(self) -> None:
         """Forget the errors and where states are kept, after weights have changed much."""
         self.errors = {}
+        self.refused = {}
         self.kept = frozenset()
+        self._worst = (0.0, "")
         self._num_recomputed = 0
+        self._has_said_most = False
 
     def ways(self, ways: Sequence[Way]) -> tuple[Way, ...]:
         """Return the ways of the stages of a chain, with those recomputed whose input is kept."""
+        self._num_inverses = sum(way == "invert" for way in ways)
         if self.otherwise != "recompute":
             return tuple(ways)
         # The states from which others are computed again: that before each run of inverses, where
@@ -158,6 +176,33 @@ class DriftGuard:
             return False
         return self.total_error * _CALM <= self.tolerance / _PER_ERROR
 
+    def _refuse(self, index: int, error: float, name: str) -> None:
+        """Write down how far off a state was that is computed again (See Rule 4)."""
+        self.refused[index] = max(error, self.refused.get(index, 0.0))
+        if error > self._worst[0]:
+            self._worst = (error, name)
+
+    def _say_if_most_are_kept(self, num_stages: int) -> None:
+        """Warn once if inverses save little of this chain (See Rule 4).
+
+        Args:
+            num_stages: how many stages were to be inverted this time.
+        """
+        num_inverses = max(self._num_inverses, num_stages)
+        if self._has_said_most or 2 * len(self.kept) <= num_inverses:
+            return
+        self._has_said_most = True
+        error, name = self._worst
+        warnings.warn(
+            f"Most states of this chain must be kept, {len(self.kept)} or more of {num_inverses}: "
+            "what inverses deliver is too far from what forward was given, most of all the input "
+            f"of {name}, by {error:.1e} of itself. If its `inverse` does not undo `forward`, mend "
+            "it (recoup.invertible.check_invertible tells). If the layers are stiff, bound their "
+            'scales, or use memory="sqrt". The gradients are right, at the price of bytes and '
+            "seconds.",
+            stacklevel=2,
+        )
+
     def _say_late(self, name: str) -> None:
         """Warn that drift was found after some gradients were made, which nobody had looked at."""
         warnings.warn(  # each time: these gradients are used
@@ -192,14 +237,23 @@ class DriftGuard:
         return f"DriftGuard({self.otherwise!r}, tolerance={self.tolerance:g})"
 
     def __str__(self) -> str:
-        if not self.errors:
+        if not self.errors and not self.refused:
             return f"{self!r}: nothing was inverted yet"
-        worst = max(self.errors, key=lambda at: self.errors[at])
-        kept = f"; states kept: {len(self.kept)}" if self.kept else ""
-        return (
-            f"{self!r}: relative errors add up to {self.total_error:.1e}, the largest "
-            f"{self.errors[worst]:.1e} before stage {worst} of {max(self.errors) + 1}{kept}"
-        )
+        said: list[str] = []
+        if self.errors:
+            worst = max(self.errors, key=lambda at: self.errors[at])
+            said.append(
+                f"relative errors add up to {self.total_error:.1e}, the largest "
+                f"{self.errors[worst]:.1e} before stage {worst} of {max(self.errors) + 1}"
+            )
+        if self.kept:
+            said.append(f"states kept: {len(self.kept)}")
+        if self.refused:
+            said.append(
+                f"states refused and computed again: {len(self.refused)}, off by up to "
+                f"{self._worst[0]:.1e} (the input of {self._worst[1]})"
+            )
+        return f"{self!r}: {'; '.join(said)}"
 
 
 Drift = Otherwise | DriftGuard

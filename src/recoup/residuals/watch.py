@@ -8,7 +8,8 @@ Rule 1. Forward leaves of the input of each inverted stage a sketch: eight sums 
         what was there, to a factor of three.
 Rule 2. Reading all of a large value costs more than the guard is worth: of such a value a sketch
         sees 256 runs of eight, spread evenly, at places that move from stage to stage. The signs
-        come from a fixed seed; they are made anew in backward.
+        come from a fixed seed; they are made anew in backward. Each value has a sign of its own: a
+        wrong inverse may be off by one number everywhere, which signs for runs could cancel.
 Rule 3. A value is compared before autograd is given anything that was made of it, or the gradient
         of one stage would be wrong before anybody knew.
         Where the last backward was far within the tolerance, every fourth stage is compared, and
@@ -126,6 +127,7 @@ class Watch:
         if total <= allowed or not self._guard._objects(total, name):
             self._sum = total
             return True
+        self._guard._refuse(index, error, name)
         if skipped:
             self._guard._say_late(name)
         return False
@@ -137,6 +139,7 @@ class Watch:
         spacing = max(1, self._top - index)
         self._errors[index] = 0.0  # it is not used
         self._guard._num_recomputed += 1
+        self._guard._say_if_most_are_kept(self._num_stages)
         return spacing
 
     def _error_of(self, index: int, state: tuple[Tensor, ...]) -> float:
@@ -168,9 +171,9 @@ class Watch:
         start = value.storage_offset() + index * table.size[0] % table.num_starts
         sample = value.as_strided(table.size, table.stride, start)
         if not (table.is_half or self._is_autocast):
-            return torch.mv(sample, table.signs)
+            return (sample * table.signs).sum(1)
         with torch.autocast(value.device.type, enabled=False):
-            return torch.mv(sample.to(table.signs.dtype), table.signs)
+            return (sample.to(table.signs.dtype) * table.signs).sum(1)
 
 
 class _Table(NamedTuple):
@@ -191,7 +194,7 @@ def _table_for(value: Tensor) -> _Table | None:
     every = value.numel() // num_runs
     is_half = value.dtype not in (torch.float32, torch.float64)
     generator = own_generator(value.device, _SEED)
-    signs = torch.randint(2, (num_runs,), generator=generator, device=value.device)
+    signs = torch.randint(2, (run, num_runs), generator=generator, device=value.device)
     signs = signs.mul_(2).sub_(1).to(torch.float32 if is_half else value.dtype)
     return _Table((run, num_runs), (1, every), every - run + 1, is_half, signs)
 
