@@ -90,8 +90,9 @@ class Stopping(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """End the run, if it is to end."""
-        self._end(trainer)
+        """End the run, if it is to end; processes may validate different numbers of batches."""
+        if trainer.world_size == 1:
+            self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
         is_asked = self.signum is not None
