@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import nn
 
-__all__ = ["Block", "find_blocks", "name_blocks"]
+__all__ = ["Block", "find_blocks", "find_leaves", "name_blocks", "repeated_calls"]
 
 Block = tuple[str, nn.Module]
 Named = str | Iterable[str | nn.Module] | None
@@ -99,6 +99,45 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """
     blocks = list(_of_lists(model, "")) or list(_side_by_side(model, "")) or list(_links(model, ""))
     return [(name, module) for name, module in blocks if name]
+
+
+def find_leaves(model: nn.Module) -> list[Block]:
+    """Return what repeats in lists of modules that have none within, such as `nn.LSTM`."""
+    return [(name, module) for name, module in _leaves(model, "") if name]
+
+
+def _leaves(module: nn.Module, path: str) -> Iterator[Block]:
+    children = _children(module, path)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        parts = [
+            (n, m)
+            for n, m in children
+            if not _has_parts(m) and next(m.parameters(), None) is not None
+        ]
+        if _repeats(parts):
+            yield from parts
+            return
+    for name, child in children:
+        yield from _leaves(child, name)
+
+
+def repeated_calls(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
+    """Return the outermost modules with parameters that one forward calls more than once.
+
+    Args:
+        model: the model.
+        called: its modules, as often as a forward calls them.
+    """
+    counts = Counter(map(id, called))
+    return list(_outermost(model, "", counts))
+
+
+def _outermost(module: nn.Module, path: str, counts: Counter[int]) -> Iterator[Block]:
+    for name, child in _children(module, path):
+        if counts[id(child)] > 1 and next(child.parameters(), None) is not None:
+            yield name, child
+        else:
+            yield from _outermost(child, name, counts)
 
 
 def _children(module: nn.Module, path: str) -> list[Block]:

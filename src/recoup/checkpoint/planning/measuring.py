@@ -15,9 +15,9 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,7 @@ class MeasuredCall:
         again_bytes: what its second run returned.
         alive_bytes: of its residuals, what others hold (a cache).
         drawn_bytes: of the random states that a region of it writes down.
+        holders: names of attributes within the block that are tensors with a graph.
         products: the costly operators within.
         saved: of each of them, whether what it makes is a residual.
     """
@@ -139,6 +140,7 @@ class MeasuredCall:
     again_bytes: int = 0
     alive_bytes: int = 0
     drawn_bytes: int = 0
+    holders: tuple[str, ...] = ()
     products: list[Product] = field(default_factory=list[Product])
     saved: list[bool] = field(default_factory=list[bool])
 
@@ -263,6 +265,7 @@ class _Meter:
         outputs = call.take_outputs()
         found.output_bytes = self._bytes_of(outputs, taken)
         found.alive_bytes = counter.alive_bytes(taken | self._storages(outputs) | self._weights)
+        found.holders = _attributes_with_a_graph(name, module)
         self._returned = Returned(outputs)
         return output
 
@@ -354,3 +357,13 @@ class _MeasuredCall(Call):
         """Return what the first run returned, and forget it."""
         outputs, self.outputs = self.outputs, None
         return outputs or ()
+
+
+def _attributes_with_a_graph(name: str, module: nn.Module) -> tuple[str, ...]:
+    """Return the qualified names of attributes within a block that are tensors with a graph."""
+    return tuple(
+        ".".join(part for part in (name, inner, key) if part)
+        for inner, each in cast("Iterator[Block]", module.named_modules())
+        for key, value in vars(each).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    )

@@ -14,6 +14,7 @@ from recoup.checkpoint.planning.blocks import Block, name_blocks
 from recoup.checkpoint.planning.choosing import Choice, choose
 from recoup.checkpoint.planning.drafting import follow_schedule
 from recoup.checkpoint.planning.forwards import Following, followed, followings_within, suspended
+from recoup.checkpoint.planning.holders import held_by_others
 from recoup.checkpoint.planning.inverting import constant_memory_of
 from recoup.checkpoint.planning.losses import losses_from
 from recoup.checkpoint.planning.measuring import (
@@ -24,7 +25,11 @@ from recoup.checkpoint.planning.measuring import (
 )
 from recoup.checkpoint.planning.pricing import price
 from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
-from recoup.checkpoint.planning.seeing import blocks_of_any_forward, measure_most
+from recoup.checkpoint.planning.seeing import (
+    blocks_of_any_forward,
+    blocks_that_are_called,
+    measure_most,
+)
 from recoup.checkpoint.planning.total import standing_bytes
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes, parse_bytes
@@ -124,12 +129,14 @@ def plan_call(
     device = _device_of(model)
     step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
     named = name_blocks(model, blocks)
-    if not named:
-        raise ValueError(
-            f"`model` is a {type(model).__name__} in which no modules repeat. Name its `blocks`."
-        )
     own = [each for each in followings_within(model) if getattr(each.owner, "model", 0) is model]
     with suspended(own):  # so that what is measured is the model without a plan
+        named = named or blocks_that_are_called(step)
+        if not named:
+            raise ValueError(
+                f"`model` is a {type(model).__name__} in which no modules repeat. Name its "
+                "`blocks`."
+            )
         step, measured, sequences = measure_most(step, named, device)
         if not measured.calls:
             names = ", ".join(f"`{name}`" for name, _ in named[:3])
@@ -253,6 +260,7 @@ class Plan:
         self.frontier = tuple(points)
         self._found = tuple(found)
         self._calls = tuple(calls)
+        self.held_by_others = tuple(held_by_others(step.model, calls))
         self._following: Following | None = None
         self._device = device
         self._choice, self._point = self._chosen(step)

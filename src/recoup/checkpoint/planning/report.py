@@ -117,6 +117,7 @@ def described(plan: Plan) -> str:
             "would be recomputed"
         )
     lines += constant_memory_of(plan.model)
+    lines += plan.held_by_others
     if plan.standing_bytes:
         lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
     return "\n".join(lines)

@@ -14,14 +14,14 @@ Rule 3. A block that none of them called is no stage. If it comes, it is run aga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from recoup.checkpoint.planning.blocks import Block
+from recoup.checkpoint.planning.blocks import Block, find_leaves, repeated_calls
 from recoup.checkpoint.planning.measuring import (
     Measured,
     MeasuredCall,
@@ -34,7 +34,7 @@ from recoup.residuals.restoring import Undoing
 from recoup.residuals.snapshots import copied
 from recoup.schedules import Cost
 
-__all__ = ["blocks_of_any_forward", "measure_most", "sequences_of"]
+__all__ = ["blocks_of_any_forward", "blocks_that_are_called", "measure_most", "sequences_of"]
 
 Sequences = list[list[nn.Module]]
 _MOST_TRIES = 32
@@ -70,6 +70,19 @@ def measure_most(
     return step, measured, [called, *sequences]
 
 
+def blocks_that_are_called(step: Step) -> list[Block]:
+    """Return blocks of a model in whose tree no blocks repeat.
+
+    Those are the modules that one forward calls more than once (one block for all layers), or else
+    modules in lists that have none within.
+    """
+    named: list[Block] = list(cast("Iterator[Block]", step.model.named_modules()))[1:]
+    modules = [module for _, module in named]
+    with rehearsal(step.model), torch.no_grad():
+        called = _sequence(step, modules, None)
+    return repeated_calls(step.model, called) or find_leaves(step.model)
+
+
 def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
     """Return which of `modules` forwards call, in order, under one seed after another.
 
@@ -92,7 +105,7 @@ def _distinct(modules: Sequence[nn.Module]) -> set[int]:
     return set(map(id, modules))
 
 
-def _sequence(step: Step, modules: Sequence[nn.Module], seed: int) -> list[nn.Module]:
+def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None) -> list[nn.Module]:
     called: list[nn.Module] = []
 
     def note(module: nn.Module, args: Any) -> None:
@@ -104,7 +117,8 @@ def _sequence(step: Step, modules: Sequence[nn.Module], seed: int) -> list[nn.Mo
             undo.later(_remove_hook, module, note)
             module.register_forward_pre_hook(note)
         args, kwargs = copied((step.args, step.kwargs))
-        seed_all(seed)
+        if seed is not None:
+            seed_all(seed)
         step.call(*args, **kwargs)
     return called
 
