@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -219,3 +220,40 @@ def test_constant_memory_is_named_where_modules_can_be_inverted():
     assert constant_memory_of(nn.Sequential(nn.Linear(2, 2), recoup.Sequential(nn.Tanh()))) == []
     flow.memory = "constant"
     assert constant_memory_of(wrapped) == []
+
+
+# -- other batches ---------------------------------------------------------------------------------
+
+
+def test_a_batch_larger_than_planned_is_said_once():
+    """N15: with how much; smaller batches and other shapes of one size are no news."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+    x = torch.randn(4, 8, 16)
+    with recoup.plan(model, x, budget="1 GiB", loss=square).applied():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for other in (x, x[:1], x.reshape(8, 4, 16), x.reshape(32, 16)):
+                model(other)
+        with pytest.warns(UserWarning, match=r"given 64 KiB of arguments, 32 times as much"):
+            model(torch.randn(128, 8, 16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.randn(128, 8, 16))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_a_chain_without_a_backward_needs_no_plan(kind):
+    """N10: frozen modules and integers; an input that requires a gradient is planned for."""
+    chain = recoup.Sequential(*[nn.Linear(4, 4) for _ in range(4)], memory="1 MiB")
+    chain.requires_grad_(False)
+    if kind is torch.int64:
+        chain.insert(0, nn.Embedding(10, 4).requires_grad_(False))
+        assert chain(torch.ones(3, 2, dtype=kind)).shape == (3, 2, 4)
+        return
+    x = torch.randn(2, 4)
+    assert not chain(x).requires_grad
+    assert recoup.applied_plans(chain) == []
+    x.requires_grad_()
+    want = torch.autograd.grad(nn.Sequential(*chain)(x).sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(chain(x).sum(), x)[0], want)
+    assert len(recoup.applied_plans(chain)) == 1

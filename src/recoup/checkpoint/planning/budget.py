@@ -46,9 +46,12 @@ class Budget:
 
     def plan_for(self, call: Callable[[Any], Any], value: Any) -> None:
         """See to it that the chain follows a plan for an input as large as this one."""
-        num_values = sum(tensor.numel() for tensor in flatten(value)[0])
+        given = flatten(value)[0]
         if self._bytes is None:
             return
+        if not any(tensor.requires_grad for tensor in (*given, *self._chain.parameters())):
+            return  # there is no backward
+        num_values = sum(tensor.numel() for tensor in given)
         if num_values <= self._num_values and self._plan is not None and self._plan.is_applied:
             return
         self._forget()

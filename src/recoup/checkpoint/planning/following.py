@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from recoup.checkpoint.planning.blocks import Block
 from recoup.checkpoint.planning.forwards import around
 from recoup.checkpoint.planning.linking import Returned
+from recoup.checkpoint.planning.outgrowing import Sizes
 from recoup.checkpoint.region import run_again
 from recoup.residuals.calls import Call
 from recoup.residuals.executor import Plan, Run
@@ -174,6 +175,7 @@ class Follow:
             self._places.setdefault(id(stage.module), []).append(place)
         self._here = _Here()
         self._has_warned = False
+        self.sizes: Sizes | None = None  # what a pass is held against
 
     def called(
         self, module: nn.Module, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -195,6 +197,8 @@ class Follow:
         return self._stage(self._stages[place], place, now, run, args, kwargs)
 
     def _pass(self, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.sizes is not None:
+            self.sizes.look_at(type(self._model).__name__, args, kwargs)
         with _InPass(self._here.passes):
             return run(*args, **kwargs)
 

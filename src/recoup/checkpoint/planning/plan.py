@@ -23,6 +23,7 @@ from recoup.checkpoint.planning.measuring import (
     peak_of,
     seconds_of,
 )
+from recoup.checkpoint.planning.outgrowing import Sizes
 from recoup.checkpoint.planning.pricing import price
 from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
 from recoup.checkpoint.planning.seeing import (
@@ -262,6 +263,7 @@ class Plan:
         self._calls = tuple(calls)
         self.held_by_others = tuple(held_by_others(step.model, calls))
         self._following: Following | None = None
+        self._sizes = Sizes(step.args, step.kwargs)
         self._device = device
         self._choice, self._point = self._chosen(step)
         self._step_seconds = self._seconds_of(step)
@@ -398,6 +400,7 @@ class Plan:
         self, point: Point, owner: Plan | None = None, *, is_held: bool = True
     ) -> Following:
         follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
+        follower.sizes = self._sizes if owner is not None else None
         return Following(self._followed_modules, follower, owner, is_held=is_held)
 
     @property
