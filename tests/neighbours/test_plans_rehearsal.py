@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,6 +143,173 @@ def test_no_trace_is_left_on_arguments():
     planned(Takes(), x, items)
     assert x.grad is None
     assert len(items) == 1
+
+
+class Marked(nn.Linear):
+    """A layer that is not there before the first forward."""
+
+
+def _hook(module: nn.Module, *_: Any) -> None:
+    """A hook that does nothing."""
+
+
+class Installs(Net):
+    """Does once, in its first forward, what others do lazily."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.is_installed = what, False
+        self.nested: dict[str, Any] = {"lists": [[1], [2]], "queue": deque([3])}
+        self.settings = SimpleNamespace(flags={"on": False}, sizes=[1, 2])
+        self.plain = torch.zeros(3)
+
+    def install(self) -> None:
+        block: Any = self.blocks[0]
+        if self.what == "hooks":
+            block.register_forward_hook(_hook)
+            block.register_forward_hook(lambda *_, **__: None, with_kwargs=True, always_call=True)
+            block.register_forward_pre_hook(lambda *_, **__: None, with_kwargs=True)
+            block.register_full_backward_hook(_hook)
+            block.register_full_backward_pre_hook(_hook)
+            block.register_state_dict_post_hook(_hook)
+            block.register_load_state_dict_post_hook(_hook)
+        elif self.what == "global hooks":
+            nn.modules.module.register_module_forward_hook(_hook)
+        elif self.what == "nested":
+            self.nested["lists"][0].append(5)
+            self.nested["queue"].append(6)
+            self.settings.flags["on"] = True
+            self.settings.sizes.append(7)
+            self.settings.more = 8
+        elif self.what == "a tensor":
+            self.plain.numpy()[:] = 1.0
+        elif self.what == "modules":
+            self.added = nn.Linear(32, 32)
+            self.blocks[1].drop = nn.Identity()
+        elif self.what == "a class":
+            self.head.__class__ = Marked
+        elif self.what == "a parameter":
+            self.head.bias.requires_grad_(False)
+            self.head.bias.mark = True
+        elif self.what == "settings":
+            torch.set_default_dtype(torch.float64)
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        elif self.what == "modes":
+            self.blocks[2].eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_installed:
+            self.is_installed = True
+            self.install()
+        return super().forward(x)
+
+
+def state_of(model: Installs) -> list[Any]:
+    """All that a rehearsal may have changed, as values that compare."""
+    found: list[Any] = [
+        (type(m), m.training, {k: len(v) for k, v in vars(m).items() if "hooks" in k}, set(vars(m)))
+        for m in model.modules()
+    ]
+    found += [(p.requires_grad, sorted(vars(p))) for p in model.parameters()]
+    found += [copy.deepcopy(model.nested), copy.deepcopy(vars(model.settings)), [*model._modules]]
+    found += [model.plain.tolist(), model.plain._version, model.is_installed]
+    found += [len(nn.modules.module._global_forward_hooks), torch.get_default_dtype()]
+    return [*found, torch.are_deterministic_algorithms_enabled()]
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["hooks", "global hooks", "nested", "a tensor", "modules", "a class", "a parameter",
+     "settings", "modes"],
+)  # fmt: skip
+def test_f2_what_a_first_forward_installs_is_not_left(what: str):
+    torch.manual_seed(0)
+    model = Installs(what)
+    before = state_of(model)
+    planned(model)
+    assert state_of(model) == before
+
+
+def test_f2_a_parameter_that_is_written_to_past_its_version_is_an_error():
+    class Clips(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.head.weight.data.clamp_(-0.01, 0.01)
+            return super().forward(x)
+
+    with pytest.raises(RecoupError, match=r"`head.weight` of Clips was changed by a forward"):
+        planned(Clips())
+
+
+def test_f2_a_parameter_that_is_given_other_memory_has_its_own_again():
+    class Renews(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.head.weight.data = self.head.weight.data.clone()
+            return super().forward(x)
+
+    model = Renews()
+    address = model.head.weight.data_ptr()
+    planned(model)
+    assert model.head.weight.data_ptr() == address
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda x: x.masked_fill_(x > 0, 0.0),
+    "through data": lambda x: x.data.zero_(),
+    "with numpy": lambda x: x.numpy().fill(0.0),
+    "through a view": lambda x: x[1:].mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_f4_arguments_that_a_forward_writes_to_are_as_before(write: str):
+    class Writes(Net):
+        def forward(self, x: Tensor, beside: dict[str, Any]) -> Tensor:
+            WRITES[write](x)
+            WRITES[write](beside["nested"][0])
+            beside["array"] += 1.0
+            return super().forward(x)
+
+    x, nested, array = torch.randn(64, 32), torch.randn(32, 32), np.zeros(3)
+    before, nested_before = x.clone(), nested.clone()
+    version = x._version
+    planned(Writes(), x, {"nested": [nested], "array": array})
+    assert torch.equal(x, before)
+    assert x._version == version
+    assert torch.equal(nested, nested_before)
+    assert not array.any()
+
+
+def test_f4_what_a_loss_writes_to_is_as_before():
+    class Criterion(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, output: Tensor) -> Tensor:
+            self.seen += 1
+            return loss_of(output)
+
+    target, criterion = torch.ones(64, 32), Criterion()
+    planned(loss=lambda y: criterion(y) + loss_of(y - target.mul_(0.5)))
+    planned(loss=criterion)
+    assert torch.equal(target, torch.ones(64, 32))
+    assert criterion.seen == 0
+
+
+def test_f4_a_chain_with_a_budget_writes_to_its_input_as_often_as_a_plain_one():
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.data.add_(1.0)
+            return self.layer(x).tanh()
+
+    layers = [Adds(), *(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))]
+    x = torch.zeros(8, 32)
+    recoup.Sequential(*layers, memory="1 GiB")(x)
+    assert torch.equal(x, torch.ones(8, 32))
 
 
 def test_a_failing_forward_leaves_no_trace():

@@ -62,6 +62,12 @@ class Held:
                 self._places[path] = (value, place, is_own)
         self.modules = tuple(modules)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among them, that are alive."""
+        found = [kept() if isinstance(kept, weakref.ref) else kept for _, kept, _ in self._items]
+        return [value for value in found if isinstance(value, Tensor)]
+
     def first_run_ended(self) -> None:
         """Take the versions and values that the first run left (See Rule 2)."""
         if not (self._items or self._places):

@@ -18,14 +18,16 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup.errors import ReplayError
+from recoup.residuals.as_found import AsFound, settings_restored
 from recoup.residuals.graph import ends_of
+from recoup.residuals.held import Held
 from recoup.residuals.hooks import grad_mode, version_of
 from recoup.residuals.restoring import Undoing, restoring
 from recoup.residuals.seeds import generators_restored
@@ -34,36 +36,46 @@ __all__ = ["backward_within_model", "rehearsal"]
 
 
 @restoring
-def rehearsal(module: nn.Module) -> Generator[None]:
-    """Around steps of `module`, which leave no trace on it."""
+def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[None]:
+    """Around steps of `module`, which leave no trace.
+
+    Args:
+        module: the model.
+        values: what else a step may change: arguments, and functions with what they read.
+    """
     parameters = list({id(p): p for p in module.parameters()}.values())
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
-    contents = [(b, b.clone()) for b in {id(b): b for b in module.buffers()}.values()]
-    buffers = [(m._buffers, m._buffers.copy()) for m in module.modules()]
-    attributes = [_Attributes(m) for m in module.modules()]
+    found = AsFound([module, *_read(values)])
     torch.clear_autocast_cache()  # casts that were made before would not be counted
     with (
         generators_restored(),
         _streams_restored(),
+        settings_restored(),
         _lent(parameters),
         _uncollected(),
         Undoing() as undo,
     ):
         undo.later(torch.clear_autocast_cache)
-        for each in attributes:
-            undo.later(each.restore)
-        for own, found in buffers:
-            undo.later(_fill, own, found)
-        for buffer, content in contents:
-            undo.later(_copy, buffer, content)
+        undo.later(found.restore)
         yield
+    changed = set(map(id, found.changed_parameters()))
     for name, parameter, version in versions:
-        if version_of(parameter) != version:
+        if version_of(parameter) != version or id(parameter) in changed:
             raise ReplayError(
                 f"Parameter `{name}` of {type(module).__name__} was changed by a forward (a start "
                 "that depends on data?), which a measurement may not do. Run a forward of your own "
                 "before."
             )
+
+
+def _read(values: Iterable[object]) -> Iterator[object]:
+    """Yield values, and in the place of functions what they read."""
+    for value in values:
+        if callable(value) and not isinstance(value, nn.Module):
+            held = Held(value)
+            yield from (*held.modules, *held.tensors)
+        else:
+            yield value
 
 
 def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> None:

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -71,6 +72,10 @@ class Step:
     losses: Callable[[Any], Sequence[Tensor]]
     holds_output: bool = True
     seed: int | None = None
+
+    def rehearsed(self) -> AbstractContextManager[None]:
+        """Return a context around runs of it, which leave no trace."""
+        return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
 
     def run(self) -> None:
         """Run it."""
@@ -185,7 +190,7 @@ def measure_blocks(
     """
     blocks = list(blocks)
     state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
-    with rehearsal(step.model), timeline(device) as line:
+    with step.rehearsed(), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
         own = (*step.model.parameters(), *step.model.buffers())
         given, _ = flatten((step.args, step.kwargs))
@@ -200,7 +205,7 @@ def measure_blocks(
 
 def peak_of(step: Step, device: torch.device) -> int:
     """Return the peak of a step of a model as it is."""
-    with rehearsal(step.model), timeline(device) as line:
+    with step.rehearsed(), timeline(device) as line:
         step.run()
         step.forget()
     return line.peak_bytes
@@ -208,7 +213,7 @@ def peak_of(step: Step, device: torch.device) -> int:
 
 def seconds_of(step: Step) -> float:
     """Return the time of a step of a model as it is, which has run before."""
-    with rehearsal(step.model):
+    with step.rehearsed():
         begin = time.perf_counter()
         step.run()
         if torch.cuda.is_initialized():

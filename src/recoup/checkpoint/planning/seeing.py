@@ -29,7 +29,6 @@ from recoup.checkpoint.planning.measuring import (
     measure_blocks,
     seed_all,
 )
-from recoup.residuals.rehearsal import rehearsal
 from recoup.residuals.restoring import Undoing
 from recoup.residuals.snapshots import copied
 from recoup.schedules import Cost
@@ -89,7 +88,7 @@ def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
     It ends with a forward that calls all that were called before, or when the first few are alike.
     """
     sequences: Sequences = []
-    with rehearsal(step.model), torch.no_grad():
+    with step.rehearsed(), torch.no_grad():
         for seed in range(_MOST_TRIES):
             sequences.append(_sequence(step, modules, seed))
             alike = all(each == sequences[0] for each in sequences)
