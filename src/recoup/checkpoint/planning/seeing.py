@@ -77,7 +77,7 @@ def blocks_that_are_called(step: Step) -> list[Block]:
     """
     named: list[Block] = list(cast("Iterator[Block]", step.model.named_modules()))[1:]
     modules = [module for _, module in named]
-    with rehearsal(step.model), torch.no_grad():
+    with step.rehearsed(), torch.no_grad():
         called = _sequence(step, modules, None)
     return repeated_calls(step.model, called) or find_leaves(step.model)
 
