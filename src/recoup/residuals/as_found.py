@@ -20,7 +20,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,10 +122,10 @@ class AsFound:
 
     def _note_container(self, value: Any, depth: int) -> None:
         numpy = sys.modules.get("numpy")
-        if isinstance(value, (list, dict, set, deque)):
-            self._note_entries(cast("Any", value), depth)
-        elif isinstance(value, tuple):
-            for item in cast("tuple[Any, ...]", value):
+        if _is_a(value, list, dict, set, deque):
+            self._note_entries(value, depth)
+        elif _is_a(value, tuple):
+            for item in value:
                 self._note(item, depth + 1)
         elif numpy is not None and type(value) is numpy.ndarray:
             if value.flags.writeable and id(value) not in self._seen:
@@ -144,34 +144,38 @@ class AsFound:
         self._seen[id(container)] = container
         entries: Any = container.copy() if type(container) in _PLAIN else _entries_of(container)
         self._containers.append((container, entries))
-        if len(entries) <= _MOST_ENTRIES and not isinstance(entries, set):
-            for item in entries.values() if isinstance(entries, dict) else entries:
+        if len(entries) <= _MOST_ENTRIES and not _is_a(entries, set):
+            for item in entries.values() if _is_a(entries, dict) else entries:
                 self._note(item, depth + 1)
 
 
-_PLAIN = frozenset((list, dict, set, deque))
+_PLAIN: frozenset[type[Any]] = frozenset((list, dict, set, deque))
+
+
+def _is_a(value: Any, *kinds: type[Any]) -> bool:
+    """As isinstance, which would narrow the type to one whose entries are unknown."""
+    return isinstance(value, kinds)
 
 
 def _entries_of(container: Any) -> Any:
     """Return the entries of an instance of a subclass, which may copy itself in its own way."""
-    if isinstance(container, dict):
-        return dict(cast("dict[Any, Any]", container))
-    return set(container) if isinstance(container, set) else list(container)
+    if _is_a(container, dict):
+        return dict(container)
+    return set(container) if _is_a(container, set) else list(container)
 
 
 def _refill(container: Any, entries: Any) -> None:
     """Give a container its entries back, if they are not those."""
-    if isinstance(container, dict):
-        now = cast("dict[Any, Any]", container)
-        if len(now) == len(entries) and all(
+    if _is_a(container, dict):
+        if len(container) == len(entries) and all(
             key is other and value is entries[other]
-            for (key, value), other in zip(now.items(), entries, strict=True)
+            for (key, value), other in zip(container.items(), entries, strict=True)
         ):
             return
-        kind = OrderedDict if isinstance(container, OrderedDict) else dict
-        kind.clear(now)
-        kind.update(now, entries)
-    elif isinstance(container, set):
+        kind: Any = OrderedDict if _is_a(container, OrderedDict) else dict
+        kind.clear(container)
+        kind.update(container, entries)
+    elif _is_a(container, set):
         if container != entries:
             container.clear()
             container.update(entries)

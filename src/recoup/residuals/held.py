@@ -65,7 +65,10 @@ class Held:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among them, that are alive."""
-        found = [kept() if isinstance(kept, weakref.ref) else kept for _, kept, _ in self._items]
+        found: list[Any] = [
+            cast("Any", kept() if isinstance(kept, weakref.ref) else kept)
+            for _, kept, _ in self._items
+        ]
         return [value for value in found if isinstance(value, Tensor)]
 
     def first_run_ended(self) -> None:

@@ -19,7 +19,7 @@ import gc
 import random
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from recoup.errors import ReplayError
 from recoup.residuals.as_found import AsFound, settings_restored
 from recoup.residuals.graph import ends_of
 from recoup.residuals.held import Held
-from recoup.residuals.hooks import grad_mode, version_of
+from recoup.residuals.hooks import version_of
 from recoup.residuals.restoring import Undoing, restoring
 from recoup.residuals.seeds import generators_restored
 
@@ -96,17 +96,6 @@ def _uncollected() -> Generator[None]:
         yield
 
 
-def _fill(own: dict[Any, Any], found: dict[Any, Any]) -> None:
-    """Give a dict the entries of another one, and no others."""
-    own.clear()
-    own.update(found)
-
-
-def _copy(buffer: Tensor, content: Tensor) -> None:
-    with grad_mode(False):
-        buffer.copy_(content)
-
-
 @restoring
 def _lent(leaves: Iterable[Tensor]) -> Generator[None]:
     """Around a backward: leaves have no gradients yet, and no hooks (See Rules 1 and 2)."""
@@ -139,26 +128,3 @@ def _streams_restored() -> Generator[None]:
         if numpy is not None:
             undo.later(numpy.set_state, of_numpy)
         yield
-
-
-class _Attributes:
-    """The attributes of a module, and what is in the lists and dicts among them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._own = vars(module)
-        self._found = self._own.copy()
-        self._contents = [
-            (value, value.copy())
-            for key, value in self._found.items()
-            if key != "_buffers" and type(value) in (list, dict, set)
-        ]
-
-    def restore(self) -> None:
-        self._own.clear()
-        self._own.update(self._found)
-        for value, content in self._contents:
-            value.clear()
-            if isinstance(value, list):
-                cast("list[Any]", value).extend(content)
-            else:
-                value.update(content)
