@@ -27,7 +27,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 help:
 	@echo "make demo    train a flow in three memory modes, and compare them"
 	@echo "make test    run the tests"
-	@echo "make test-all     the same, and plans for models of other libraries"
+	@echo "make test-all     the same, plans for models of other libraries, and what takes minutes"
 	@echo "make test-oldest  all tests with the oldest Python, torch and neighbours that are named"
 	@echo "make cuda    run the tests and benchmarks of a GPU, with the Python that is on the path"
 	@echo "make check   run the linters, the type checker and the import contracts"
@@ -55,7 +55,7 @@ demo: setup
 	@$(BIN)/recoup flow demo
 
 test: setup
-	@$(BIN)/python -m pytest -n 2 -m "not foreign" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m "not foreign and not exhaustive" $(ARGS)
 
 # Without what diffusers asks for beside transformers; timm needs a torchvision that is built for
 # the same torch, which an index with CPU builds need not have: there its tests are skipped.
@@ -64,7 +64,7 @@ test: setup
 	@touch $@
 
 test-all: test .venv/.foreign
-	@$(BIN)/python -m pytest -n 2 -m foreign $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m "foreign or exhaustive" $(ARGS)
 
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt
 	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \

@@ -353,7 +353,7 @@ def test_n2_n3_n4_an_interrupt_at_any_place_leaves_nothing(mode, quiet):
     check(mode, some, num_steps=2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
 def test_n2_n3_n4_then_ten_steps_are_those_of_an_undisturbed_run(mode, quiet):
     def many(num_places):

@@ -35,6 +35,7 @@ from recoup.checkpoint.planning.total import standing_bytes
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes, parse_bytes
 from recoup.residuals.hooks import check_hooks_work
+from recoup.residuals.rehearsal import uncollected
 from recoup.residuals.restoring import Undoing, restoring
 from recoup.schedules import Action, Cost, Point, Schedule, frontier
 
@@ -131,7 +132,7 @@ def plan_call(
     step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
     named = name_blocks(model, blocks)
     own = [each for each in followings_within(model) if getattr(each.owner, "model", 0) is model]
-    with suspended(own):  # so that what is measured is the model without a plan
+    with suspended(own), uncollected():  # what is measured is the model without a plan
         named = named or blocks_that_are_called(step)
         if not named:
             raise ValueError(
