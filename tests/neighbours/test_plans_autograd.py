@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -202,8 +203,10 @@ STEPS = [
     batches_of_other_sizes, after_an_exception, scaled,
 ]  # fmt: skip
 OTHERWISE = [some_blocks, blocks_twice, blocks_in_reverse, blocks_left_out]
-# What these take is one planned step, and nothing on top.
+# What these take is one planned step, and nothing on top; a checkpoint around it has a random state
+# of its own, and so has each block while the checkpoint runs again.
 IN_BUDGET = {simple, of_some, offloaded, in_ours, in_torchs}
+WITH_STATES = {in_ours, in_torchs}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -212,11 +215,16 @@ IN_BUDGET = {simple, of_some, offloaded, in_ours, in_torchs}
 def test_a_step_is_the_plain_one(step: Callable[..., Any], share: float):
     model, x = fresh()
     wanted = result_of(model, lambda: step(model, x))
+    is_larger = step is batches_of_other_sizes
+    said = pytest.warns(match="2 times as much") if is_larger else contextlib.nullcontext()
     with plan_for(model, x, share=share).applied() as plan:
-        assert_same(result_of(model, lambda: step(model, x)), wanted)
+        with said:
+            found = result_of(model, lambda: step(model, x))
+        assert_same(found, wanted)
         if step in IN_BUDGET:
             peak = recoup.measure(lambda: step(model, x), device="cpu", repeats=0).peak_bytes
-            assert peak <= plan.budget_bytes
+            num_states = 1 + len(plan.blocks) if step in WITH_STATES else 0
+            assert peak <= plan.budget_bytes + num_states * torch.get_rng_state().nbytes
     model.zero_grad()
     result_of(model, lambda: step(model, x))
 

@@ -33,11 +33,13 @@ from recoup.residuals.modes import InMode
 __all__ = ["looked_at", "own_generator"]
 
 
-class _OwnGenerator(torch.Generator):
-    """A generator that weak references can be made to: torch 2.11's own class has none."""
+class _Referable(torch.Generator):
+    """A generator that weak references can be made to."""
 
 
-_own: weakref.WeakSet[_OwnGenerator] = weakref.WeakSet()
+# Those of torch 2.11 themselves take none; and the compiler knows torch's own class alone.
+_OwnGenerator = torch.Generator if torch.Generator.__weakrefoffset__ else _Referable
+_own: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
 _own_lock = threading.Lock()
 _seen: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
 
