@@ -9,7 +9,15 @@ from typing import cast
 
 from torch import nn
 
-__all__ = ["Block", "find_blocks", "find_leaves", "name_blocks", "repeated_calls"]
+__all__ = [
+    "Block",
+    "find_blocks",
+    "find_leaves",
+    "has_list_of_blocks",
+    "name_blocks",
+    "repeated_calls",
+    "repeats",
+]
 
 Block = tuple[str, nn.Module]
 Named = str | Iterable[str | nn.Module] | None
@@ -99,6 +107,16 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """
     blocks = list(_of_lists(model, "")) or list(_side_by_side(model, "")) or list(_links(model, ""))
     return [(name, module) for name, module in blocks if name]
+
+
+def has_list_of_blocks(module: nn.Module) -> bool:
+    """Whether there is a list or sequence of alike modules that have modules within."""
+    return next(_of_lists(module, ""), None) is not None
+
+
+def repeats(modules: Sequence[nn.Module]) -> bool:
+    """Whether several of the modules that have modules within are of one class."""
+    return _repeats([("", module) for module in modules if _has_parts(module)])
 
 
 def find_leaves(model: nn.Module) -> list[Block]:

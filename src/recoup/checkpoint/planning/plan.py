@@ -24,12 +24,13 @@ from recoup.checkpoint.planning.measuring import (
     seconds_of,
 )
 from recoup.checkpoint.planning.outgrowing import Sizes
-from recoup.checkpoint.planning.pricing import price
 from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
-from recoup.checkpoint.planning.seeing import (
-    blocks_of_any_forward,
-    blocks_that_are_called,
-    measure_most,
+from recoup.checkpoint.planning.seeing import blocks_that_are_called
+from recoup.checkpoint.planning.stages import (
+    PricedBlocks,
+    fastest_first,
+    kinds_of_blocks,
+    price_blocks,
 )
 from recoup.checkpoint.planning.total import standing_bytes
 from recoup.errors import BudgetError
@@ -37,7 +38,7 @@ from recoup.memory import format_bytes, parse_bytes
 from recoup.residuals.hooks import check_hooks_work
 from recoup.residuals.rehearsal import uncollected
 from recoup.residuals.restoring import Undoing, restoring
-from recoup.schedules import Action, Cost, Point, Schedule, frontier
+from recoup.schedules import Action, Cost, Point, Schedule
 
 __all__ = ["Plan", "applied_plans", "plan"]
 
@@ -139,18 +140,22 @@ def plan_call(
                 f"`model` is a {type(model).__name__} in which no modules repeat. Name its "
                 "`blocks`."
             )
-        step, measured, sequences = measure_most(step, named, device)
-        if not measured.calls:
-            names = ", ".join(f"`{name}`" for name, _ in named[:3])
-            raise ValueError(
-                f"`blocks` are {names}, but forward calls none of them, or a checkpoint of the "
-                "model runs them. Name others, or turn that off."
-            )
-        calls, costs = blocks_of_any_forward(
-            measured.calls, price(measured, device), sequences, named
-        )
-        points = frontier(costs)
-        return Plan(step, device, budget_bytes, standing, named, calls, costs, points)
+        kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
+        priced = [price_blocks(step, kind, device) for kind in kinds]
+        return _fastest(priced, device, budget_bytes, standing)
+
+
+def _fastest(
+    kinds: Sequence[PricedBlocks], device: torch.device, budget_bytes: int, standing: int
+) -> Plan:
+    """Return the plan that keeps to the budget of the blocks with which it is the fastest."""
+    errors: list[BudgetError] = []
+    for kind in fastest_first(kinds, budget_bytes - standing):
+        try:
+            return Plan(kind.step, device, budget_bytes, standing, *kind[1:])
+        except BudgetError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.least_bytes)
 
 
 def checked_budget(budget: int | str, budget_of: str) -> int:
