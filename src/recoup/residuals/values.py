@@ -273,15 +273,22 @@ class HasTensor(Protocol):
 
 
 def keep(tensor: Tensor, name: str, pair: Pair | None) -> HasTensor:
-    """Return what `tensor` is to be had from again: for a value that is its source."""
-    if isinstance(tensor, Value) and tensor._recoup_source._owns(tensor):
-        return tensor._recoup_source._slot(tensor, None)
+    """Return what `tensor` is to be had from again: for a value that is its source (See Rule 6)."""
+    if isinstance(tensor, Value) and _is_here(tensor._recoup_within, _hooks_around()):
+        source = tensor._recoup_source
+        if source._owns(tensor):
+            return source._slot(tensor, None)
     return Kept(tensor, name, pair)
 
 
 def _hooks_around() -> object:
     pair = pair_in_force()
     return None if pair is None else pair[0]
+
+
+def _is_here(within: object, around: object) -> bool:
+    """Whether a value of the hooks `within` is one under the hooks `around` (See Rule 6)."""
+    return around is None or around is within
 
 
 def _marked(tensor: Tensor, source: Source) -> Tensor:
@@ -353,7 +360,7 @@ class _Seam:
         if tensor.layout is torch.strided:
             source, within = self._sources.get(tensor.untyped_storage()._cdata, (None, None))
             if source is not None:
-                if self._is_here(within) and source._owns(tensor):
+                if _is_here(within, self._around) and source._owns(tensor):
                     return source._slot(tensor, None)  # See Rule 2
             elif tensor.grad_fn is not None:
                 slot = self._slot_of_cast(tensor)
@@ -361,16 +368,14 @@ class _Seam:
                     return slot
         return Kept(tensor, self._name, self._beneath)
 
-    def _is_here(self, within: object) -> bool:
-        return self._around is None or self._around is within  # See Rule 6
-
     def _slot_of_cast(self, tensor: Tensor) -> _Slot | None:
         """Return a slot if `tensor` is a cast of a value, or a view of one (See Rule 3)."""
         found = cast_of(tensor, self._values)
         if found is None:
             return None
         value = cast("Value", found[0])
-        is_ours = self._is_here(value._recoup_within) and value._recoup_source._owns(value)
+        is_here = _is_here(value._recoup_within, self._around)
+        is_ours = is_here and value._recoup_source._owns(value)
         return value._recoup_source._slot(tensor, found[1]) if is_ours else None
 
     def close(self) -> None:
