@@ -83,6 +83,7 @@ CALLS = {
     "reentrant in torch": within(NOT_REENTRANT, REENTRANT),
     "ours": recoup.checkpoint,
     "ours, nested": within(recoup.checkpoint, recoup.checkpoint),
+    "ours, nested thrice": within(recoup.checkpoint, within(recoup.checkpoint, recoup.checkpoint)),
     "torch in ours": within(recoup.checkpoint, NOT_REENTRANT),
     "ours in torch": within(NOT_REENTRANT, recoup.checkpoint),
     "reentrant in ours": within(recoup.checkpoint, REENTRANT),
