@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.checkpoint.planning.budget import Budget
+from recoup.memory.budget import Budget, is_bytes
 from recoup.residuals.drift import Drift, DriftGuard
 from recoup.residuals.executor import Plan
 from recoup.residuals.links import Otherwise, plan_for, run_through, value_of, ways_of
@@ -77,7 +77,7 @@ class Sequential(nn.Sequential):
         self.otherwise: Otherwise = otherwise
         self._drift = DriftGuard.of(drift)
         self._plan: tuple[object, Plan] | None = None
-        self._budget = Budget(self)
+        self._budget = Budget()
         self.memory = memory
 
     @property
@@ -96,10 +96,9 @@ class Sequential(nn.Sequential):
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        budget = memory if isinstance(memory, str) and memory[:1].isdigit() else None
-        self._budget.bound(budget)
-        if len(self) and budget is None:
+        if len(self) and not is_bytes(memory):
             schedule_for(memory, len(self), self._ways(memory))  # raises if it is unknown
+        self._budget.bound(memory)
         self._memory: Memory = memory
         self._plan = None
 
@@ -108,8 +107,7 @@ class Sequential(nn.Sequential):
         if not torch.is_grad_enabled() or self._memory == "linear" or not len(self):
             return self._forward_plainly(input)
         if self._budget.is_bound:
-            self._budget.plan_for(self._forward_plainly, input)
-            return self._forward_plainly(input)
+            return self._budget.run(self, self._forward_plainly, (input,), self)
         return run_through(self._ready_plan(), self._links(), input)
 
     def _forward_plainly(self, input: Any) -> Any:

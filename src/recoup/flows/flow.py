@@ -91,7 +91,9 @@ class Flow(nn.Module):
         """What backward through the chain remembers; may be set at any time.
 
         The chain of a `VariationalDequantize` is set with it, but for a `Schedule`, which is made
-        for one chain.
+        for one chain. Bytes (``"2 GiB"``) bound a step of each chain alone, beyond which the flow
+        keeps its latents, so a flow of two chains may take twice as many; for a bound on a step of
+        the whole flow apply `recoup.plan` in "linear".
         """
         return self.chain.memory
 

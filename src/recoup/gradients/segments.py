@@ -86,7 +86,9 @@ def segments_backward(
         has_aux: whether `loss_fn` returns ``(loss, aux)``, as in ``torch.func.grad``. The loss is
             reversed, and `aux` is returned without a graph.
         memory: as for `recoup.Sequential`: "inputs", "linear", "sqrt", "log", "constant", a number
-            of slots, or a `recoup.schedules.Schedule`. Within
+            of slots, or a `recoup.schedules.Schedule`. Bytes need a chain that has its plan from
+            one step to the next: give one segment, ``recoup.Sequential(*segments,
+            memory="2 GiB")``, with "linear". Within
             ``torch.autograd.graph.save_on_cpu()``, what it keeps is offloaded.
         otherwise: as for `recoup.Sequential`.
         params: as in `GradStore.backward`, and so are the others.

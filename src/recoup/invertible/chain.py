@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import ConvergenceError, NotInvertibleError
+from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
+from recoup.memory.budget import Budget, is_bytes
 from recoup.residuals.drift import Drift, DriftGuard
 from recoup.residuals.executor import Plan
 from recoup.residuals.pairs import check_pair, has_inverse
+from recoup.residuals.seeds import generators_restored
 from recoup.residuals.stage import State
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for, shown
@@ -43,8 +46,11 @@ class Chain(InvertibleModule):
 
     Args:
         modules: the invertible modules, data to latent.
-        memory: "linear", "sqrt", "log", "constant", a number of slots, or a
-            `recoup.schedules.Schedule`; may be changed at any time by assignment.
+        memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, bytes with a unit,
+            or a `recoup.schedules.Schedule`; may be changed at any time by assignment. Bytes
+            (``"2 GiB"``) are for a step of this chain alone: in the first forward `recoup.plan`
+            chooses what is kept of each module so that backward pays the least that this allows,
+            and does so again for a larger input. Nothing is inverted then.
         drift: Under "constant", what to do where inverses do not find their way back: "recompute"
             (then the first state is kept too), "raise", "warn", "ignore", or a `DriftGuard`.
 
@@ -53,6 +59,7 @@ class Chain(InvertibleModule):
             module returns something else than a value and its log-determinant.
         NotInvertibleError: A module defines no `inverse`, and does not say that it is to be
             recomputed (``inverts_in_backward = False``, for densities that are not sampled).
+        BudgetError: In forward, no plan keeps to the bytes.
         DriftError: In backward, an inverse drifted, and `drift` is "raise".
 
     Example:
@@ -80,6 +87,7 @@ class Chain(InvertibleModule):
             _check_defined(index, module)
             self.add_module(str(index), module)
         self._plan: tuple[object, Plan] | None = None
+        self._budget = Budget()
         self._drift = DriftGuard.of(drift)
         self.memory = memory
 
@@ -100,8 +108,9 @@ class Chain(InvertibleModule):
     @memory.setter
     def memory(self, memory: Memory) -> None:
         num_stages = sum(1 for _ in self._named(flat=memory != "linear"))
-        if num_stages:
+        if num_stages and not is_bytes(memory):
             schedule_for(memory, num_stages)
+        self._budget.bound(memory)
         if memory == "constant":
             self._say_what_recomputes()
         self._memory: Memory = memory
@@ -154,18 +163,43 @@ class Chain(InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Any, Tensor]:
         """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""
         self._check_context(context)
-        stages = self._stages(context)
-        state: State = (x,) if context is None else (x, context)
+        if torch.is_grad_enabled() and self._memory != "linear" and len(self):
+            if self._budget.is_bound:
+                self._start(x, context)
+                blocks = [module for _, module in self._named(flat=True)]
+                return self._budget.run(self, self._forward_plainly, (x, context), blocks)
+            stages = self._stages(context)
+            state, log_dets = self._ready_plan(stages).execute(stages, _state_of(x, context))
+            return self._to_pair(x, context, state, log_dets)
+        return self._forward_plainly(x, context)
+
+    def _forward_plainly(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
+        state = _state_of(x, context)
         log_dets: list[Tensor | None] = []
-        if torch.is_grad_enabled() and self._memory != "linear" and stages:
-            state, log_dets = self._ready_plan(stages).execute(stages, state)
-        else:
-            for stage in stages:
-                state, value = stage.forward(state)
-                log_dets.append(value)
+        for stage in self._stages(context):
+            state, value = stage.forward(state)
+            log_dets.append(value)
+        return self._to_pair(x, context, state, log_dets)
+
+    def _to_pair(
+        self, x: Tensor, context: Tensor | None, state: State, log_dets: list[Tensor | None]
+    ) -> tuple[Any, Tensor]:
         if context is not None:
             state = (state[0], *state[2:])
         return _to_output(state), self._sum(iter(log_dets), x, flat=self._is_flat)
+
+    @torch.no_grad()
+    def _start(self, x: Tensor, context: Tensor | None) -> None:
+        """Let each `ActNorm` start in a forward that changes nothing else: no rehearsal may."""
+        if all(not m.training or m.started for m in self.modules() if isinstance(m, ActNorm)):
+            return
+        before = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        try:
+            with generators_restored():
+                self._forward_plainly(x, context)
+        finally:
+            for buffer, content in before:
+                buffer.copy_(content)
 
     def inverse(self, y: Any, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
@@ -348,6 +382,10 @@ def _is_flat(module: nn.Module) -> TypeGuard[Chain]:
     """Whether a module is a chain whose modules may be called in its place."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return type(module) is Chain and not any(vars(module)[name] for name in hooks)
+
+
+def _state_of(x: Tensor, context: Tensor | None) -> State:
+    return (x,) if context is None else (x, context)
 
 
 def _to_output(state: State) -> Any:

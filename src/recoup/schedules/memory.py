@@ -66,10 +66,10 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
             return constant(num_stages if ways is None else ways)
         case str() if memory[:1].isdigit():
             raise ValueError(
-                f"`memory` is {memory!r}, but of chains only a recoup.Sequential plans itself. For "
-                f"a Chain, or that of a Flow, apply recoup.plan(chain, x, budget={memory!r}) in "
-                'memory="linear"; for segments of modules give one, '
-                f'[recoup.Sequential(*segments, memory={memory!r})], with memory="linear".'
+                f"`memory` is {memory!r}, but a plan that keeps to bytes needs a chain that has it "
+                "from one step to the next. Make one of the segments, "
+                f"recoup.Sequential(*segments, memory={memory!r}), and give [it] with "
+                'memory="linear".'
             )
         case _:
             raise ValueError(

@@ -9,7 +9,6 @@ from torch import nn
 
 import recoup
 from recoup.errors import NotInvertibleError
-from recoup.flows import RealNVP
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -263,39 +262,3 @@ def test_a_chain_that_splits_within_a_chain(memory):
         chain.memory = "sqrt"
         for one, other in zip(chain(x)[0], plain, strict=True):
             torch.testing.assert_close(one, other)
-
-
-# -- bytes -----------------------------------------------------------------------------------------
-
-
-def test_bytes_for_a_chain_are_refused_with_the_way_out():
-    """R10: `Sequential` takes them; the plan that the error names keeps to them here, too."""
-    x, words = torch.randn(512, 2), r"recoup.plan\(chain, x, budget='1 MiB'\)"
-    with pytest.raises(ValueError, match=words):
-        Chain(Flip(), memory="1 MiB")
-    flow = RealNVP((2,), levels=None, num_steps=4, width=32).eval()
-    with pytest.raises(ValueError, match=words):
-        flow.memory = "1 MiB"
-    assert flow.memory == "linear"
-
-    def step():
-        flow.zero_grad()
-        flow.log_prob(x).sum().backward()
-        return [p.grad for p in flow.parameters() if p.grad is not None]
-
-    want, most = step(), recoup.measure(step).peak_bytes
-    with recoup.plan(flow.chain, x, budget=int(0.7 * most)).applied():
-        assert all(map(torch.equal, step(), want))
-        assert recoup.measure(step).peak_bytes < 0.75 * most
-
-
-def test_bytes_for_segments_are_refused_with_the_way_out():
-    """R10."""
-    cells = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in "abcdef"]
-    x, store = torch.randn(256, 16), recoup.GradStore(nn.ModuleList(cells).parameters())
-    with pytest.raises(ValueError, match=r"\[recoup.Sequential\(\*segments, memory='400 KiB'\)\]"):
-        recoup.segments_backward(cells, x, torch.sum, store, memory="400 KiB")
-    whole = [recoup.Sequential(*cells, memory="400 KiB")]
-    recoup.segments_backward(whole, x, lambda y: y.square().mean(), store, memory="linear")
-    want = torch.autograd.grad(nn.Sequential(*cells)(x).square().mean(), store.params)
-    assert all(torch.equal(store[p], g) for p, g in zip(store.params, want, strict=True))

@@ -213,12 +213,16 @@ def _check_is_free(module: nn.Module) -> None:
     gc.collect()  # the owner may be garbage
     for each in _followings_of(module):
         if each.follower is not None:
-            whose = type(getattr(each.owner, "model", each.owner)).__name__
+            owner = each.owner
+            whose = "while another model that shares it is being planned"
+            if owner is not None:
+                kind = type(getattr(owner, "model", owner)).__name__
+                whose = f"already (a {kind}, which shares it)"
             raise ValueError(
                 f"`model` has a {type(module).__name__} that follows the plan of another model "
-                f"already (a {whose}, which shares it). Remove that plan first: "
-                "`for plan in recoup.applied_plans(model): plan.remove()`. Where it is the plan "
-                'of a `Sequential`, set `memory="linear"` there.'
+                f"{whose}. Remove that plan first: "
+                "`for plan in recoup.applied_plans(model): plan.remove()`. Where a chain plans "
+                'itself (its `memory` is bytes), set `memory="linear"` there.'
             )
 
 
