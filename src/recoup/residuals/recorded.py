@@ -122,6 +122,7 @@ class Record:
         "asks_others",
         "at_hand",
         "first_run",
+        "has_ended",
         "is_whole",
         "lock",
         "name",
@@ -133,6 +134,7 @@ class Record:
         self.operators: list[Operator] = []
         self.asks_others = False
         self.is_whole = False
+        self.has_ended = False
         self.first_run = FirstRun((place_of(name),), is_training=True)
         self.at_hand: weakref.WeakKeyDictionary[Made, Tensor] = weakref.WeakKeyDictionary()
         self.lock = threading.RLock()
@@ -159,13 +161,15 @@ class Record:
     def end(self, *, is_whole: bool) -> None:
         """Say that the block has ended, by itself or by an exception."""
         self.is_whole = is_whole
+        self.has_ended = True
         self.at_hand.clear()
         self.first_run.end(is_whole=is_whole)
 
     def run_again(self) -> None:
         """Run the operators again and give the values (See Rule 3)."""
         if not self.is_whole:
-            self.first_run.asked(self.name)
+            if not self.has_ended:
+                self.first_run.asked(self.name)
             raise ReplayError(
                 f"A value made in {self.name} was asked for after an exception in it. Call "
                 "backward, or take a gradient, in the block or after it has ended."

@@ -23,7 +23,7 @@ import sys
 import warnings
 import weakref
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ _ASKED_AFTER = re.compile(r"\s+is\b")
 _SETTING_UP = re.compile(r"init|reset|tie|share|optim|param|state|load|save|copy|remove|^on_")
 
 _MACHINERY = ("torch.", "recoup.weights.", "recoup.residuals.")
+_NUM_HOLDERS = 3  # of a copy of variables: the frame, the name here and the argument of the count
 _PASSING = (nn.ParameterList.__module__, "recoup.weights.swapped")
 
 _waiting: weakref.WeakKeyDictionary[Application, list[weakref.ref[_Waiting]]]
@@ -184,8 +185,18 @@ def _reader(frame: FrameType | None) -> FrameType | None:
         return None  # `get_parameter` and its likes; whether the list of weights is that of them
     around, _, _ = code.co_qualname.rpartition(".")
     is_method = bool(around) and not around.endswith(">")
-    is_of_model = isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module)
-    return frame if is_method and is_of_model else None
+    return frame if is_method and isinstance(_first_argument(frame), nn.Module) else None
+
+
+def _first_argument(frame: FrameType) -> object:
+    """Return the first argument of a function that runs, without keeping its variables alive."""
+    variables: Any = frame.f_locals
+    first = variables.get(frame.f_code.co_varnames[0])
+    # Before Python 3.13 a frame keeps this copy until it ends, and with it a loss that the function
+    # has let go of. The copy is also what `locals()` returned to the function, if it was called.
+    if isinstance(variables, dict) and sys.getrefcount(variables) == _NUM_HOLDERS:
+        cast("dict[str, Any]", variables).clear()
+    return first
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -215,6 +216,33 @@ def test_parts_that_have_a_backward_each_are_not_told(said):
     with torch.no_grad():
         teacher.encode(ids()), teacher.encode(ids())
     assert [str(each.message) for each in said] == []
+
+
+class Trains:
+    """What is not a model, and reads a weight in a method of its own."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def reads_with_its_names(self):
+        names = locals()
+        (self.layer.weight if names else self).register_hook(lambda gradient: gradient)
+        return list(names)
+
+    def reads(self):
+        loss = torch.ones(3)
+        seen = weakref.ref(loss)
+        # Nothing is asked of the weight at once, so that who reads it is looked at.
+        (self.layer.weight if seen else loss).register_hook(lambda gradient: gradient)
+        del loss
+        return seen()
+
+
+def test_a_read_keeps_no_variables_of_who_reads(said):
+    reader = Trains(recoup.weight_noise(nn.Linear(3, 3)))
+    assert reader.reads() is None
+    assert "self" in reader.reads_with_its_names()
+    assert not said
 
 
 # -- one step --------------------------------------------------------------------------------------
