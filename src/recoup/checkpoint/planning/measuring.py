@@ -128,6 +128,7 @@ class MeasuredCall:
         holders: names of attributes within the block that are tensors with a graph.
         products: the costly operators within.
         saved: of each of them, whether what it makes is a residual.
+        is_estimated: whether the call was not measured, but is taken to be like another one.
     """
 
     name: str
@@ -148,6 +149,7 @@ class MeasuredCall:
     holders: tuple[str, ...] = ()
     products: list[Product] = field(default_factory=list[Product])
     saved: list[bool] = field(default_factory=list[bool])
+    is_estimated: bool = False
 
     @property
     def own_bytes(self) -> int:

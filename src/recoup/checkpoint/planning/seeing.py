@@ -8,6 +8,7 @@ Rule 1. A plan is for the forward that calls the most blocks. If the step that w
 Rule 2. A block that one of these forwards called, but not the one that was measured, is a stage of
         the plan all the same: it takes its place in the order, and costs what the nearest block of
         its class does.
+        No rehearsal calls it either: then a plan must be predicted to fit, too.
 Rule 3. A block that none of them called is no stage. If it comes, it is run again from its
         arguments (See NOTE [ Following a plan ]).
 """
@@ -165,10 +166,12 @@ def _insert(
 
     call, cost = pairs[min(range(len(pairs)), key=distance)]
     if place and (call.is_linked or not pairs[place - 1][0].is_linked):
-        pairs.insert(place, (replace(call, name=name, module=module), cost))
+        made = replace(call, name=name, module=module, is_estimated=True)
+        pairs.insert(place, (made, cost))
         return
     # The first of a chain: it is given what the one after it was, which then follows it.
     place = min(place, len(pairs) - 1)
     first, its_cost = pairs[place]
     pairs[place] = (replace(call, name=first.name, module=first.module), cost)
-    pairs.insert(place, (replace(first, name=name, module=module), its_cost))
+    made = replace(first, name=name, module=module, is_estimated=True)
+    pairs.insert(place, (made, its_cost))
