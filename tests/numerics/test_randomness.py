@@ -169,13 +169,13 @@ def held_states(model, x, monkeypatch):
     """The random states that a forward's run keeps, counted at their source."""
     found = []
 
-    exit_of_recording = type(Draws().recording()).__exit__
+    leave_recording = type(Draws().recording()).leave
 
     def spying(self, *args):
-        exit_of_recording(self, *args)
+        leave_recording(self, *args)
         found.append(self._draws)
 
-    monkeypatch.setattr(type(Draws().recording()), "__exit__", spying)
+    monkeypatch.setattr(type(Draws().recording()), "leave", spying)
     loss = loss_of_all(model(x))
     states = [draws._start for draws in found if draws._start is not None]
     assert found, "no region was recorded"

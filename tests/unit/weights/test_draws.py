@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import nn
 
 import recoup
 from recoup.residuals.sources import looked_at
@@ -273,7 +274,7 @@ def test_no_random_state_moves(numel):
 @pytest.mark.parametrize("numel", [4096, 2**19])
 def test_a_region_takes_the_draws_for_repeatable(numel):
     w = weight((numel,))
-    with looked_at(None, (), True, "the draws"):
+    with looked_at(nn.Module(), (), True, "the draws"):  # which none has looked at before
         draws.dropped(w, 1, 0.5)
         draws.noised(w, 1, 0.5)
 
