@@ -143,6 +143,6 @@ def test_the_picture_shows_the_density_where_it_is():
     assert right[:, middle + 30 :].min() > 300 > 60 > right[:, : middle - 30].max()
 
 
-def test_no_epoch_is_no_mistake(capsys):
-    assert main(["flow", "fit", "--epochs", "0", "--out", "none"]) == 0
-    assert "Traceback" not in capsys.readouterr().err
+def test_n11_no_epoch_is_a_mistake(capsys):
+    assert main(["flow", "fit", "--epochs", "0", "--out", "none"]) == 2
+    assert "`--epochs`" in capsys.readouterr().err
