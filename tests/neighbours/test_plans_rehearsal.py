@@ -456,7 +456,8 @@ def test_models_that_can_be_planned():
     model.blocks.requires_grad_(False)
     model.stem.requires_grad_(False)
     plan = planned(model)
-    assert plan.least_bytes == plan.most_bytes
+    # Of one block there is nothing to choose, beside the random state of its second run.
+    assert 0 <= plan.most_bytes - plan.least_bytes <= torch.get_rng_state().nbytes
 
 
 def test_arguments_on_another_device():

@@ -22,6 +22,7 @@ __all__ = [
     "settings_in",
 ]
 
+_WRITERS = {"a flow": "recoup flow fit", "a language model": "recoup lm fit"}
 _SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
@@ -83,14 +84,14 @@ def damage_reported(path: str | Path, what: str) -> Generator[None]:
 
     Args:
         path: The checkpoint.
-        what: What such checkpoints are of, such as "a flow".
+        what: What such checkpoints are of: "a flow" or "a language model".
     """
     try:
         yield
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(
             f"`--checkpoint` is {path}, which is not a checkpoint of {what}, or is damaged. Give "
-            "one that `fit` wrote."
+            f"one that `{_WRITERS[what]}` wrote."
         ) from error
 
 
