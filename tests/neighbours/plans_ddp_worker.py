@@ -137,7 +137,18 @@ def fsdp_root(rank: int, share: float) -> float:
     return steps(model, model, whole, x, rank)
 
 
-CASES = (ddp_after, ddp_before, ddp_itself, ddp_accumulated, ddp_peak, fsdp, fsdp_root)
+def fsdp_uneven(rank: int, share: float) -> list[Any]:
+    """Ranks whose batches differ decide the same, by the larger one (Rule 2 of ranks.py)."""
+    model, x = build()
+    for block in model.blocks:
+        fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    made = plan_of(model, x[: 100 + 300 * rank], share)
+    ways = [row.way for row in made.blocks]
+    return [made.budget_bytes, made.least_bytes, made.rehearsed_peak_bytes, ways]
+
+
+CASES = (ddp_after, ddp_before, ddp_itself, ddp_accumulated, ddp_peak, fsdp, fsdp_root, fsdp_uneven)
 
 
 def cases(rank: int) -> dict[str, Any]:

@@ -35,3 +35,12 @@ def test_a_step_keeps_to_its_budget(found, share):
 def test_a_wrapped_model_is_refused(found, share):
     for said in both(found, f"ddp_itself {share}"):
         assert said.startswith("ValueError: `model` is a DistributedDataParallel")
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_ranks_that_hold_parts_of_one_model_make_one_plan(found, share):
+    """Otherwise one would wait for a rehearsal that the other does not run."""
+    first, second = both(found, f"fsdp_uneven {share}")
+    assert first == second
+    budget_bytes, least_bytes, peak_bytes, _ = first
+    assert least_bytes <= peak_bytes <= budget_bytes

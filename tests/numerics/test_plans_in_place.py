@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import recoup
+from tests.alive import allocated_bytes
 
 
 class Attention(nn.Module):
@@ -112,6 +113,21 @@ def gradients_of(model: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss_of(model(x)), [x, *model.parameters()]))
 
 
+def peak_of(model: nn.Module, x: Tensor) -> int:
+    """The most that a step with empty gradients has allocated, by the allocator's reports."""
+    leaves = [x, *model.parameters()]
+    given = x.detach().requires_grad_()
+
+    def step() -> None:
+        output = model(given)
+        loss_of(output).backward()
+
+    peak_bytes, _ = allocated_bytes(step)
+    for leaf in leaves:
+        leaf.grad = None
+    return peak_bytes
+
+
 @pytest.mark.parametrize("num_budgets", [3, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_f1_gradients_are_those_of_the_plain_step(kind: str, num_budgets: int):
@@ -128,6 +144,8 @@ def test_f1_gradients_are_those_of_the_plain_step(kind: str, num_budgets: int):
         ways |= {row.way for row in plan.blocks}
         with plan.applied():
             found = gradients_of(model, x)
+            peak_bytes = peak_of(model, x)
         for got, want in zip(found, plain, strict=True):
             assert torch.equal(got, want), (kind, budget)
+        assert peak_bytes <= budget
     assert ways != {"keep"}

@@ -78,11 +78,17 @@ def _read(values: Iterable[object]) -> Iterator[object]:
             yield value
 
 
-def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> None:
-    """Call backward; what is no parameter of `model` has the gradients that it had before."""
+def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[int, Tensor | None]:
+    """Call backward; what is no parameter of `model` has the gradients that it had before.
+
+    Returns:
+        The gradients of what is no parameter of `model`, by the id of the leaf.
+    """
     own = set(map(id, model.parameters()))
-    with _lent([leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]):
+    leaves = [leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]
+    with _lent(leaves):
         torch.autograd.backward(losses)
+        return {id(leaf): leaf.grad for leaf in leaves}
 
 
 @restoring

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,6 +27,13 @@ from torch import Tensor, nn
 from recoup.checkpoint.planning.blocks import Block
 from recoup.checkpoint.planning.forwards import around, followed
 from recoup.checkpoint.planning.linking import Returned
+from recoup.checkpoint.planning.ranks import largest_among_ranks
+from recoup.checkpoint.planning.verification import (
+    DifferentStepError,
+    Outcome,
+    Verification,
+    outcome_of,
+)
 from recoup.checkpoint.region import run_again
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.residuals.calls import Call
@@ -44,6 +52,7 @@ __all__ = [
     "Step",
     "measure_blocks",
     "peak_of",
+    "plain_outcome",
     "seconds_of",
     "seed_all",
 ]
@@ -63,6 +72,7 @@ class Step:
         losses: from what it returns to one scalar or several.
         holds_output: whether what it returns is alive until backward has ended.
         seed: of its draws; None to go on with the streams as they are.
+        verification: what its runs are compared with; another step has another one.
     """
 
     model: nn.Module
@@ -72,14 +82,16 @@ class Step:
     losses: Callable[[Any], Sequence[Tensor]]
     holds_output: bool = True
     seed: int | None = None
+    verification: Verification = field(default_factory=Verification, init=False)
 
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context around runs of it, which leave no trace."""
         return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
 
-    def run(self) -> None:
-        """Run it."""
+    def run(self) -> list[Tensor | None]:
+        """Run it; return the gradients of the arguments that require some."""
         args, kwargs = copied((self.args, self.kwargs))
+        given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             seed_all(self.seed)
         with grad_mode(True):
@@ -87,8 +99,9 @@ class Step:
             losses = self.losses(output)
             if not self.holds_output:
                 output = None
-            backward_within_model(self.model, losses)
+            gradients = backward_within_model(self.model, losses)
         del output
+        return [gradients.get(id(value)) for value in given]
 
     def forget(self) -> None:
         """Let go of the gradients, so that what was allocated within a timeline ends within it."""
@@ -172,10 +185,12 @@ class Measured:
     Args:
         calls: in the order of forward.
         between: the span from the end of the last call to the first second run.
+        outcome: what the step left.
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
     between: Span = field(default_factory=Span)
+    outcome: Outcome | None = None
 
 
 def measure_blocks(
@@ -195,22 +210,39 @@ def measure_blocks(
     with step.rehearsed(), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
         own = (*step.model.parameters(), *step.model.buffers())
-        given, _ = flatten((step.args, step.kwargs))
         weights = set(map(storage_of, own))
-        meter = _Meter(names, weights, set(map(storage_of, given)), line, state_bytes)
+        meter = _Meter(names, weights, flatten((step.args, step.kwargs))[0], line, state_bytes)
         with followed([module for _, module in blocks], meter):
-            step.run()
+            gradients = step.run()
         meter.step_ended()
+        meter.measured.outcome = outcome_of(step.model, gradients)
         step.forget()
     return meter.measured
 
 
+def plain_outcome(step: Step) -> Outcome:
+    """Run a step of a model that follows no plan, and return what it left."""
+    with step.rehearsed():
+        return outcome_of(step.model, step.run())
+
+
 def peak_of(step: Step, device: torch.device) -> int:
-    """Return the peak of a step of a model as it is."""
+    """Return the peak of a step of a model that follows a plan, on the rank on which it is largest.
+
+    Raises:
+        DifferentStepError: on some rank it does not compute what the plain step does.
+    """
     with step.rehearsed(), timeline(device) as line:
-        step.run()
+        gradients = step.run()
+        ran = line.mark()  # what is compared takes memory, too
+        difference = step.verification.difference(outcome_of(step.model, gradients))
+        del gradients
         step.forget()
-    return line.peak_bytes
+    found = [ran.peak_bytes, float(difference is not None)]
+    peak_bytes, is_different = largest_among_ranks(step.model, found)
+    if is_different:
+        raise DifferentStepError(difference or "On another rank, a planned step differs.")
+    return int(peak_bytes)
 
 
 def seconds_of(step: Step) -> float:
@@ -230,7 +262,7 @@ class _Meter:
         self,
         names: dict[int, str],
         weights: set[int],
-        given: set[int],
+        given: Sequence[Tensor],
         line: Timeline,
         state_bytes: int,
     ) -> None:
@@ -240,7 +272,8 @@ class _Meter:
         self._around = around()
         self._line = line
         self._returned = Returned(())
-        self._known = given  # and alive before the step
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._know(given)  # alive before the step
         self._weights = weights
         self._latest: MeasuredCall | None = None  # whose second run was the last
 
@@ -311,9 +344,16 @@ class _Meter:
 
     def _fresh_bytes(self, tensors: Sequence[Tensor]) -> int:
         """Bytes of tensors that no call was given before; parameters have none."""
-        num_bytes = self._bytes_of(tensors, self._known)
-        self._known |= self._storages(tensors)
+        # Another storage may have the address of one that is gone.
+        known = {key for key, storage in self._known.items() if storage() is not None}
+        num_bytes = self._bytes_of(tensors, known)
+        self._know(tensors)
         return num_bytes
+
+    def _know(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if key := storage_of(tensor):
+                self._known[key] = weakref.ref(tensor.untyped_storage())
 
     def _storages(self, tensors: Sequence[Tensor]) -> set[int]:
         return set(map(storage_of, tensors))

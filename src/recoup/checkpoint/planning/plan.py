@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,21 +26,25 @@ from recoup.checkpoint.planning.measuring import (
     seconds_of,
 )
 from recoup.checkpoint.planning.outgrowing import Sizes
+from recoup.checkpoint.planning.ranks import largest_among_ranks
 from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
 from recoup.checkpoint.planning.seeing import blocks_that_are_called
 from recoup.checkpoint.planning.stages import (
     PricedBlocks,
+    expect_again,
+    expect_plain,
     fastest_first,
     kinds_of_blocks,
     price_blocks,
 )
 from recoup.checkpoint.planning.total import standing_bytes
+from recoup.checkpoint.planning.verification import DifferentStepError
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes, parse_bytes
 from recoup.residuals.hooks import check_hooks_work
 from recoup.residuals.rehearsal import uncollected
 from recoup.residuals.restoring import Undoing, restoring
-from recoup.schedules import Action, Cost, Point, Schedule
+from recoup.schedules import Action, Cost, Point, Schedule, frontier
 
 __all__ = ["Plan", "applied_plans", "plan"]
 
@@ -59,7 +65,8 @@ def plan(
     A few steps are run that leave no trace: parameters, buffers, gradients and the random
     stream are as before. The first runs every block again in backward and measures them; the
     fastest schedule within the budget is found; and a step that follows it is run, so that the
-    peak that is promised is one that was measured. Nothing changes before `Plan.apply`.
+    peak that is promised is one that was measured. If there is room for a plain step, it is run,
+    too, and what the planned one computes is compared with it. Nothing changes before `Plan.apply`.
 
     Kept: what fits in `budget`. Backward pays for the blocks that are run again, as `print` says.
 
@@ -89,7 +96,8 @@ def plan(
         BudgetError: no plan keeps to the budget; the message and `least_bytes` say what is the
             least.
         ValueError: an argument is not what is said here.
-        ReplayError: a block cannot be run again, or a forward changes a parameter.
+        ReplayError: a block cannot be run again, a forward changes a parameter, or a step that
+            follows the plan computes something else than the plain step.
 
     Example:
         >>> import recoup, torch
@@ -129,6 +137,8 @@ def plan_call(
     _check_arguments(model, loss, budget_of, optimizer)
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
+    standing, least_budget = map(int, largest_among_ranks(model, [standing, -budget_bytes]))
+    budget_bytes = -least_budget
     device = _device_of(model)
     step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
     named = name_blocks(model, blocks)
@@ -152,10 +162,46 @@ def _fastest(
     errors: list[BudgetError] = []
     for kind in fastest_first(kinds, budget_bytes - standing):
         try:
-            return Plan(kind.step, device, budget_bytes, standing, *kind[1:])
+            return _verified(kind, device, budget_bytes, standing)
         except BudgetError as error:
             errors.append(error)
     raise min(errors, key=lambda error: error.least_bytes)
+
+
+def _verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+    """Return a plan whose step computes what the plain one does (See NOTE [ What is compared ]).
+
+    Raises:
+        BudgetError: none of those keeps to the budget.
+        DifferentStepError: none of them computes that.
+    """
+
+    def planned(kind: PricedBlocks) -> Plan:
+        return Plan(kind.step, device, budget_bytes, standing, *kind[1:])
+
+    expect_plain(kind, device)
+    try:
+        return planned(kind)
+    except DifferentStepError as error:
+        difference = error
+    expect_again(kind, device)
+    with suppress(DifferentStepError):
+        return planned(kind)
+    without_products = [replace(cost, variants=()) for cost in kind.costs]
+    simpler = {
+        "no results of products": kind._replace(
+            costs=without_products, points=list(frontier(without_products))
+        ),
+        "all residuals": kind._replace(points=kind.points[-1:]),
+    }
+    for what, other in simpler.items():
+        with suppress(DifferentStepError, BudgetError):
+            plan = planned(other)
+            warnings.warn(
+                f"The plan keeps {what}. With the one first chosen: {difference}", stacklevel=5
+            )
+            return plan
+    raise difference
 
 
 def checked_budget(budget: int | str, budget_of: str) -> int:

@@ -27,16 +27,18 @@ from torch import Tensor, nn
 
 from recoup.checkpoint.planning.blocks import Block, has_list_of_blocks, repeats
 from recoup.checkpoint.planning.linking import Returned
-from recoup.checkpoint.planning.measuring import MeasuredCall, Step
+from recoup.checkpoint.planning.measuring import MeasuredCall, Step, measure_blocks, plain_outcome
 from recoup.checkpoint.planning.pricing import price
+from recoup.checkpoint.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.checkpoint.planning.seeing import blocks_of_any_forward, measure_most
+from recoup.checkpoint.planning.verification import has_room
 from recoup.residuals.compiler import is_compiled
 from recoup.residuals.restoring import Undoing
 from recoup.residuals.snapshots import copied
 from recoup.residuals.tree import flatten
 from recoup.schedules import Cost, Point, frontier
 
-__all__ = ["PricedBlocks", "fastest_first", "kinds_of_blocks", "price_blocks"]
+__all__ = ["PricedBlocks", "expect_again", "expect_plain", "fastest_first", "kinds_of_blocks", "price_blocks"]
 
 
 class PricedBlocks(NamedTuple):
@@ -75,9 +77,41 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
             f"`blocks` are {names}, but forward calls none of them, or a checkpoint of the "
             "model runs them. Name others, or turn that off."
         )
+    if measured.outcome is not None:
+        step.verification.expect(measured.outcome, is_plain=False)
     costs = price(measured, device)
     calls, costs = blocks_of_any_forward(measured.calls, costs, sequences, blocks)
+    costs = largest_costs_among_ranks(step.model, costs)
     return PricedBlocks(step, blocks, calls, costs, list(frontier(costs)))
+
+
+def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
+    """Let plans be compared with the plain step, if there is room for it.
+
+    Args:
+        kind: blocks, and what they cost.
+        device: where bytes are counted.
+    """
+    verification = kind.step.verification
+    if not verification.is_plain:
+        most_bytes = kind.points[-1].peak_bytes
+        lacks_room = not has_room(device, most_bytes + most_bytes // 4)  # free bytes lie in pieces
+        if not largest_among_ranks(kind.step.model, [float(lacks_room)])[0]:
+            verification.expect(plain_outcome(kind.step), is_plain=True)
+
+
+def expect_again(kind: PricedBlocks, device: torch.device) -> None:
+    """Run what plans are compared with once more, for what it differs from itself by.
+
+    Args:
+        kind: blocks, and what they cost.
+        device: where bytes are counted.
+    """
+    step = kind.step
+    if step.verification.is_plain:
+        step.verification.expect_again(plain_outcome(step))
+    elif (outcome := measure_blocks(step, kind.blocks, device).outcome) is not None:
+        step.verification.expect_again(outcome)
 
 
 def fastest_first(kinds: Sequence[PricedBlocks], budget_bytes: int) -> list[PricedBlocks]:
