@@ -57,7 +57,8 @@ def both(found: list[dict[str, Any]], case: str) -> list[Any]:
 def furthest(found: list[dict[str, Any]], case: str) -> float:
     """The largest difference of any rank; an error, if it was one."""
     values = both(found, case)
-    assert [value for value in values if isinstance(value, str)] == []
+    errors = [value for value in values if isinstance(value, str)]
+    assert errors == [], errors
     return max(values)
 
 

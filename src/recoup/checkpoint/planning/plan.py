@@ -26,7 +26,7 @@ from recoup.checkpoint.planning.measuring import (
     seconds_of,
 )
 from recoup.checkpoint.planning.outgrowing import Sizes
-from recoup.checkpoint.planning.ranks import largest_among_ranks
+from recoup.checkpoint.planning.ranks import is_sharded, largest_among_ranks
 from recoup.checkpoint.planning.report import BlockPlan, described, rows_of
 from recoup.checkpoint.planning.seeing import blocks_that_are_called
 from recoup.checkpoint.planning.stages import (
@@ -468,16 +468,19 @@ class Plan:
         """Return the fastest point whose rehearsal keeps to the budget."""
 
         is_partly_estimated = any(call.is_estimated for call in self._calls)
+        step_budget = self.budget_bytes - self.standing_bytes
 
         def rehearse(place: int) -> int:
             point = self.frontier[place]
             with self._followed(point):
                 peak_bytes = peak_of(step, self._device)
+                if peak_bytes > step_budget and is_sharded(step.model):  # See Rule 3 of ranks.py
+                    peak_bytes = min(peak_bytes, peak_of(step, self._device))
             # The rehearsal called fewer blocks than other forwards do.
             return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
 
         predicted = [point.peak_bytes for point in self.frontier]
-        choice = choose(predicted, self.budget_bytes - self.standing_bytes, rehearse)
+        choice = choose(predicted, step_budget, rehearse)
         if choice.place is None:
             raise self._too_small(self.standing_bytes + choice.least_bytes)
         return choice, self.frontier[choice.place]

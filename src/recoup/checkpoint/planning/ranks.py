@@ -6,6 +6,9 @@ Rule 1. The collectives of one rank wait for those of the others. A rank that re
         than the others, or one more, would wait for ever.
 Rule 2. What is decided by what was measured is therefore decided by the largest number that any
         rank measured. A plan keeps to its budget on all of them.
+Rule 3. The backend may let go of a buffer in a thread of its own, a moment after the collective has
+        ended. Nobody reports that, and the buffer counts until the step ends. Therefore a rehearsal
+        that did not keep to the budget is run once more, and the smaller peak is true.
 """
 
 from __future__ import annotations
@@ -20,9 +23,14 @@ from torch import nn
 
 from recoup.schedules import Cost
 
-__all__ = ["largest_among_ranks", "largest_costs_among_ranks"]
+__all__ = ["is_sharded", "largest_among_ranks", "largest_costs_among_ranks"]
 
 T = TypeVar("T")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold parts of `model`."""
+    return bool(_meshes_of(model))
 
 
 def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[float]:
@@ -47,7 +55,7 @@ def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[C
 
     Where ranks know other variants of a stage than this one, there are none.
     """
-    if not _meshes_of(model):
+    if not is_sharded(model):
         return list(costs)
     num = len(list(_numbers_of(tuple(costs))))
     most, least = largest_among_ranks(model, [num, -num])
