@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup.residuals import values
-from recoup.residuals.tracking import StorageTracker
+from recoup._core import lazy_values as values
+from recoup._core.storage_tracking import StorageTracker
 from tests.oracle import tensors
 
 

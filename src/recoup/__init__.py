@@ -7,18 +7,14 @@ gradients whichever is chosen.
 
 from __future__ import annotations
 
-# `residuals` is the census of that name; the package that it hides is nobody's business but ours.
 from recoup import errors, flows, invertible, schedules, weights
-from recoup.checkpoint import (
-    Sequential,
-    applied_plans,
-    checkpoint,
-    plan,
-    recompute,
-    recomputing,
-)
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
+from recoup.planning.plan import applied_plans, plan
+from recoup.regions.checkpoint import checkpoint
+from recoup.regions.recompute import recompute
+from recoup.regions.recomputing import recomputing
+from recoup.regions.sequential import Sequential
 from recoup.weights import weight_dropout, weight_noise, weight_norm
 
 __version__ = "0.1.0"

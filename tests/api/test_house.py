@@ -58,6 +58,29 @@ def asserts_in(source):
     return [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
 
 
+def imports_of(path, names):
+    """The modules of ours that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in names:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in names else node.module
+
+
+def test_no_imports_go_in_circles():
+    """Not within functions either, and not for types alone."""
+    names = {}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT / "src").with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    below = {name: set(imports_of(path, names)) - {name} for name, path in names.items()}
+    left = dict(below)
+    while free := [name for name, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    assert sorted(left) == []
+
+
 def lower_bounds():
     """The oldest version of each package that pyproject.toml names, but for exact ones."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

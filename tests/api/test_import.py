@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import json
+import pkgutil
 import subprocess
 import sys
 from types import FunctionType, ModuleType
@@ -61,6 +64,25 @@ before = state()
 import recoup
 print(json.dumps([before, state()]))
 """
+
+
+def modules_of(package):
+    """The dotted names of all modules that can be imported here."""
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        needs_triton = found.name == "recoup.weights.kernels"
+        if not needs_triton or importlib.util.find_spec("triton") is not None:
+            yield found.name
+
+
+def test_every_module_is_found_by_its_dotted_name():
+    """No public function hides a module or package."""
+    hidden = []
+    for name in modules_of(recoup):
+        module = importlib.import_module(name)
+        package, _, last = name.rpartition(".")
+        if getattr(sys.modules[package], last) is not module:
+            hidden.append(name)
+    assert hidden == []
 
 
 @pytest.fixture(scope="module")

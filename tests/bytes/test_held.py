@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import recoup
+from recoup._core.storage_tracking import StorageTracker
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain, Split
-from recoup.residuals.tracking import StorageTracker
 from recoup.schedules import binomial, constant, log, revolve, simulate, sqrt
 
 UNIT = 64 * 256 * 4

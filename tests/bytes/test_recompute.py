@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recoup
-from recoup.residuals.tracking import StorageTracker
+from recoup._core.storage_tracking import StorageTracker
 from tests.alive import Remade, held_after, no_collector
 from tests.oracle import assert_same_tensor, hooks_in_force, tensors
 from tests.weight_zoo import around

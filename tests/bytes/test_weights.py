@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.residuals.tracking import StorageTracker
+from recoup._core.storage_tracking import StorageTracker
 from tests.alive import Held, held_after, histories, no_collector, step_of
 from tests.oracle import hooks_in_force
 from tests.weight_zoo import (

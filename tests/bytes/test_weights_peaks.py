@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.residuals.tracking import StorageTracker
+from recoup._core.storage_tracking import StorageTracker
 from recoup.weights import draws
 from tests.alive import Remade, no_collector, step_of
 from tests.oracle import hooks_in_force

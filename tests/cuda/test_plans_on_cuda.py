@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import recoup
-from recoup.residuals.offload import moved_to_host
+from recoup._core.offload import moved_to_host
 from recoup.schedules import Offload
 from tests.planned_zoo import MODELS, Case
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recoup
-from recoup.residuals import sources
+from recoup._core import random_sources as sources
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

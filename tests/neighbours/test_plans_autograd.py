@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
+from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError
-from recoup.residuals.tracking import StorageTracker
 from tests.alive import no_collector
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, plan_for, result_of
 

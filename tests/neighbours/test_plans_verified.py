@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup.checkpoint.planning.verification import Verification, outcome_of
 from recoup.errors import ReplayError
-from recoup.residuals.keeping import _Output
+from recoup.planning.keeping import _Output
+from recoup.planning.verification import Verification, outcome_of
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, plan_for, result_of
 
 
@@ -93,7 +93,7 @@ def test_f1_blocks_that_are_wrong_whenever_they_run_again_are_refused():
 
 
 def test_f1_without_room_the_measured_step_is_compared(monkeypatch: pytest.MonkeyPatch):
-    stages = importlib.import_module("recoup.checkpoint.planning.stages")
+    stages = importlib.import_module("recoup.planning.stages")
     monkeypatch.setattr(stages, "has_room", lambda device, num_bytes: False)
     torch.manual_seed(0)
     model, x = Net(block=Counts), torch.randn(64, 32)

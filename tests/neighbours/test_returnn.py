@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.checkpoint.recomputing import recomputing
-from recoup.residuals.tracking import StorageTracker
+from recoup._core.storage_tracking import StorageTracker
+from recoup.regions.recomputing import recomputing
 from tests.alive import no_collector
 from tests.oracle import hooks_in_force
 

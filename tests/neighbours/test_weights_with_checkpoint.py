@@ -69,6 +69,14 @@ def keeps_products(ctx, op, *args, **kwargs):
 
 selecting = functools.partial(create_selective_checkpoint_contexts, keeps_products)
 NOT_REENTRANT, REENTRANT = torchs(), torchs(use_reentrant=True)
+# Where a forward within a second run raises, nested checkpoints of torch 2.11 leave a generator to
+# the garbage collector that pops hooks which are gone; without recoup they do, too.
+LEAVES_GENERATORS = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <generator object _checkpoint_without_reentrant"
+    if torch.__version__ < "2.12"
+    else "error"
+)
+
 CALLS = {
     "torch": NOT_REENTRANT,
     "torch, no early stop": torchs(early_stop=False),
@@ -501,13 +509,9 @@ NOT_PUT_BACK = {
 }
 
 
+@LEAVES_GENERATORS
 @pytest.mark.parametrize("switch", ["enabled around forward", "disabled around backward"])
-@pytest.mark.parametrize(
-    "call",
-    [
-        *NOT_PUT_BACK,
-    ],
-)
+@pytest.mark.parametrize("call", NOT_PUT_BACK)
 def test_a_switch_and_a_stream_that_is_not_put_back(call, switch):
     """What was drawn and is not found is not taken for an evaluation."""
     model, x = built("dense", "dropout", "model")
@@ -673,6 +677,7 @@ class Breaks(nn.Module):
         return y.tanh()
 
 
+@LEAVES_GENERATORS
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("call", [call for call in CALLS if "selective" not in call])
 def test_an_exception_leaves_nothing_behind(call, at):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import recoup
+from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
-from recoup.residuals.tracking import StorageTracker
 from tests.zoo import leaf
 
 

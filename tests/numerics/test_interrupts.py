@@ -13,8 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
+from recoup._core import ambient, guards, listening
+from recoup._core import rng as seeds
+from recoup._core import saved_tensors as hooks
+from recoup._core import shared_evaluation as evaluation
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain, Flip
-from recoup.residuals import ambient, evaluation, guards, hooks, listening, seeds
 from recoup.weights import forwards
 from tests.interrupting import Interrupt
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import recoup
+from recoup._core.rng import Draws, SeededCall, draw_seed
 from recoup.errors import RecoupError
 from recoup.invertible import AdditiveCoupling, Chain, Dequantize, Logit
-from recoup.residuals.seeds import Draws, SeededCall, draw_seed
 from recoup.schedules import constant
 from tests.oracle import assert_same_step, loss_of_all, run_step
 from tests.zoo import Direct, DrawsItself, chain_of, couplings, dense, invertible_chain_of, leaf

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from recoup._core.restoring import Undoing, restoring
 from recoup.errors import GradientError
 from recoup.gradients.lent import Lent
 from recoup.gradients.targets import parameters_of, said
-from recoup.residuals.restoring import Undoing, restoring
 
 __all__ = ["Missing", "Unknown", "check_can_step", "installed"]
 

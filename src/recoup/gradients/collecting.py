@@ -20,20 +20,20 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.graph_ends import ends_of, hidden_leaves
+from recoup._core.restoring import Undoing, restoring
+from recoup._core.saved_tensors import grad_mode
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.lent import Lent, LentElsewhereError
 from recoup.gradients.merging import is_sharded
+from recoup.gradients.ownership import is_alone, owned, shared
 from recoup.gradients.reducers import (
     check_is_not_reduced,
     is_distributed,
     reduced_in_time,
 )
 from recoup.gradients.targets import said
-from recoup.residuals.graph import ends_of, hidden_leaves
-from recoup.residuals.hooks import grad_mode
-from recoup.residuals.ownership import is_alone, owned, shared
-from recoup.residuals.restoring import Undoing, restoring
 
 __all__ = ["Backward", "Mode", "check_mode", "collect", "collecting", "mode_for"]
 

@@ -8,12 +8,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from recoup._core.restoring import restoring
+from recoup._core.storage_ids import parts_of
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.merging import as_dense, coalesced
 from recoup.gradients.targets import named_in, parameters_of, said
-from recoup.residuals.restoring import restoring
-from recoup.residuals.tokens import parts_of
 
 __all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from recoup.gradients.merging import check_fits, merged
+from recoup.gradients.ownership import owned
 from recoup.gradients.targets import said
-from recoup.residuals.ownership import owned
 
 __all__ = ["Entries"]
 

@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from recoup._core.restoring import Restoring
 from recoup.errors import GradientError
 from recoup.gradients.targets import said
-from recoup.residuals.restoring import Restoring
 
 __all__ = ["Lent", "LentElsewhereError"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recoup.residuals.ownership import owned
+from recoup.gradients.ownership import owned
 
 __all__ = ["as_dense", "check_fits", "coalesced", "is_sharded", "merged", "scaled"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup._core.restoring import restoring
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
-from recoup.residuals.restoring import restoring
 
 __all__ = ["check_is_not_reduced", "is_distributed", "reduced_in_time"]
 

@@ -8,14 +8,14 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
+from recoup._core.callable_chain import Otherwise, plan_for, run_through, value_of, ways_of
+from recoup._core.drift_guard import DriftGuard
+from recoup._core.pytree import flatten
+from recoup._core.saved_tensors import grad_mode
 from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Mode, check_mode
 from recoup.gradients.store import GradStore
 from recoup.gradients.targets import named_in
-from recoup.residuals.drift import DriftGuard
-from recoup.residuals.hooks import grad_mode
-from recoup.residuals.links import Otherwise, plan_for, run_through, value_of, ways_of
-from recoup.residuals.tree import flatten
 from recoup.schedules.memory import Memory
 
 __all__ = ["segments_backward"]

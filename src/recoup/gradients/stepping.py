@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from recoup._core.restoring import restoring
 from recoup.errors import GradientError
 from recoup.gradients.algebra import Algebra, check_is_store, check_scales
 from recoup.gradients.applying import (
@@ -18,7 +19,6 @@ from recoup.gradients.applying import (
 from recoup.gradients.container import UNSCALED, scaled_by
 from recoup.gradients.merging import scaled
 from recoup.gradients.targets import parameters_of, said
-from recoup.residuals.restoring import restoring
 
 __all__ = ["Stepping", "step"]
 

@@ -8,14 +8,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from recoup._core.restoring import restoring
 from recoup.errors import GradientError
 from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Backward, Mode, collect, collecting, mode_for
+from recoup.gradients.ownership import shared
 from recoup.gradients.stepping import Stepping
 from recoup.gradients.targets import named_in, said
 from recoup.gradients.transfer import Transfer
-from recoup.residuals.ownership import shared
-from recoup.residuals.restoring import restoring
 
 __all__ = ["GradStore"]
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from recoup.checkpoint.planning.plan import Plan, checked_budget, plan_call
+from recoup.planning.plan import Plan, checked_budget, plan_call
 
 __all__ = ["MemoryBudget"]
 

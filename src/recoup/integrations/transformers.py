@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from recoup.checkpoint.planning.plan import Plan, checked_budget, plan
+from recoup.planning.plan import Plan, checked_budget, plan
 
 __all__ = ["MemoryBudget"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recoup._core.drift_guard import DriftGuard
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.additive import AdditiveCoupling
 from recoup.invertible.affine import AffineCoupling
@@ -19,7 +20,6 @@ from recoup.invertible.residual import InvertibleResidual
 from recoup.invertible.split import Split
 from recoup.invertible.squeeze import Squeeze
 from recoup.invertible.variational import VariationalDequantize
-from recoup.residuals.drift import DriftGuard
 
 __all__ = [
     "ActNorm",

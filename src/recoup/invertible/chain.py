@@ -9,16 +9,16 @@ from typing import Any, TypeGuard, cast, overload
 import torch
 from torch import Tensor, nn
 
+from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.executor import Executor
+from recoup._core.log_det_pairs import check_pair, has_inverse
+from recoup._core.rng import generators_restored
+from recoup._core.stage import State
 from recoup.errors import ConvergenceError, NotInvertibleError
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
-from recoup.memory.budget import Budget, is_bytes
-from recoup.residuals.drift import Drift, DriftGuard
-from recoup.residuals.executor import Plan
-from recoup.residuals.pairs import check_pair, has_inverse
-from recoup.residuals.seeds import generators_restored
-from recoup.residuals.stage import State
+from recoup.planning.budget import Budget, is_bytes
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, schedule_for, shown
 
@@ -86,7 +86,7 @@ class Chain(InvertibleModule):
                 )
             _check_defined(index, module)
             self.add_module(str(index), module)
-        self._plan: tuple[object, Plan] | None = None
+        self._plan: tuple[object, Executor] | None = None
         self._budget = Budget()
         self._drift = DriftGuard.of(drift)
         self.memory = memory
@@ -225,12 +225,12 @@ class Chain(InvertibleModule):
                 "nothing. Leave it out, or give couplings networks with `takes_context = True`."
             )
 
-    def _ready_plan(self, stages: Sequence[_Stage]) -> Plan:
+    def _ready_plan(self, stages: Sequence[_Stage]) -> Executor:
         ways = tuple[Way, ...](stage.way for stage in stages)
         key = (ways, self.drift, self.drift.kept)
         if self._plan is None or self._plan[0] != key:
             schedule = schedule_for(self._memory, len(stages), self.drift.ways(ways))
-            plan = Plan(schedule, guard=self.drift)
+            plan = Executor(schedule, guard=self.drift)
             for index in plan.prepared.inverted:
                 if not has_inverse(stages[index].module):
                     raise NotInvertibleError(

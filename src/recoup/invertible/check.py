@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup._core.log_det_pairs import Direction, check_pair
+from recoup._core.rng import with_seed
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.jacobian import Gradients, Point, flat
-from recoup.residuals.pairs import Direction, check_pair
-from recoup.residuals.seeds import with_seed
 
 __all__ = ["Finding", "InvertibleReport", "check_invertible"]
 

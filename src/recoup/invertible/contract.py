@@ -6,7 +6,7 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from recoup.residuals.evaluation import evaluate
+from recoup._core.shared_evaluation import evaluate
 
 __all__ = ["InvertibleModule"]
 

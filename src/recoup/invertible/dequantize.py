@@ -9,10 +9,10 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from recoup._core.compile import is_loaded, uncompiled
+from recoup._core.random_sources import own_generator
+from recoup._core.rng import draw_seed
 from recoup.invertible.contract import InvertibleModule
-from recoup.residuals.compiler import is_loaded, uncompiled
-from recoup.residuals.seeds import draw_seed
-from recoup.residuals.sources import own_generator
 
 __all__ = ["Dequantize", "check_levels"]
 

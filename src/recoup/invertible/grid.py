@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from recoup._core.saved_tensors import grad_mode
 from recoup.errors import GridError
-from recoup.residuals.hooks import grad_mode
 
 __all__ = ["check_bound", "grid_bound", "to_grid"]
 

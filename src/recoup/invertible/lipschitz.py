@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recoup.residuals.hooks import grad_mode
-from recoup.residuals.restoring import Undoing, restoring
+from recoup._core.restoring import Undoing, restoring
+from recoup._core.saved_tensors import grad_mode
 
 __all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
 

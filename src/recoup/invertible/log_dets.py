@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup.residuals.hooks import grad_mode
-from recoup.residuals.inner import GradientsWithin
-from recoup.residuals.restoring import restoring
-from recoup.residuals.seeds import draw_seed
-from recoup.residuals.sources import own_generator
+from recoup._core.forward_gradients import GradientsWithin
+from recoup._core.random_sources import own_generator
+from recoup._core.restoring import restoring
+from recoup._core.rng import draw_seed
+from recoup._core.saved_tensors import grad_mode
 
 __all__ = ["exact_log_det", "power_series", "probes_for", "roulette_weights", "series_weights"]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recoup._core.saved_tensors import grad_mode
 from recoup.errors import NotInvertibleError
 from recoup.invertible.coupling import Condition, Coupling, Partition, takes_a_context
-from recoup.residuals.hooks import grad_mode
 
 __all__ = ["MixtureCoupling"]
 

@@ -9,6 +9,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.compile import is_loaded, uncompiled
+from recoup._core.saved_tensors import grad_mode
 from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.lipschitz import one_weight_a_call
@@ -19,8 +21,6 @@ from recoup.invertible.log_dets import (
     roulette_weights,
     series_weights,
 )
-from recoup.residuals.compiler import is_loaded, uncompiled
-from recoup.residuals.hooks import grad_mode
 
 __all__ = ["InvertibleResidual", "LogDet"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recoup._core.random_sources import own_generator
+from recoup._core.rng import draw_seed
 from recoup.invertible.chain import Chain
 from recoup.invertible.dequantize import Dequantize
-from recoup.residuals.seeds import draw_seed
-from recoup.residuals.sources import own_generator
 from recoup.schedules.memory import Memory
 
 __all__ = ["VariationalDequantize"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recoup.memory.builders import load_builder
 from recoup.memory.census import Residual, Residuals, residuals
-from recoup.memory.curve import Curve, curve
+from recoup.memory.curves import Curve, curve
 from recoup.memory.meter import Measurement, measure
 from recoup.memory.points import Point
 from recoup.memory.size import format_bytes, parse_bytes

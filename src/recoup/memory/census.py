@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from recoup.residuals.listening import Way
-from recoup.residuals.saves import saves_of
+from recoup._core.listening import Way
+from recoup.memory.saved_by_operator import saves_of
 
 __all__ = ["Residual", "Residuals", "residuals"]
 

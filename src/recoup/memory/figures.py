@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from recoup.memory.curve import Curve
-    from recoup.memory.points import Point
+from recoup.memory.points import Point
 
 __all__ = [
     "COLORS",
@@ -53,17 +51,23 @@ def check_format(suffix: str) -> None:
         )
 
 
-def render(curve: Curve, suffix: str) -> bytes:
-    """Draw `curve` in the format of `suffix`, and return the content of the file."""
-    timed = all(point.seconds is not None for point in curve.points)
-    longest = max((point.seconds or 0.0 for point in curve.points), default=0.0)
+def render(points: Mapping[str | int, Sequence[Point]], suffix: str) -> bytes:
+    """Draw a curve, and return the content of the file.
+
+    Args:
+        points: of each memory mode, by rising depth.
+        suffix: of the file, such as ".png".
+    """
+    everything = [point for each in points.values() for point in each]
+    timed = all(point.seconds is not None for point in everything)
+    longest = max((point.seconds or 0.0 for point in everything), default=0.0)
     scale, unit = (1.0, "s") if longest >= 1 else (1e3, "ms")
 
     def draw(panels: Sequence[Any]) -> None:
-        _panel(panels[0], curve, lambda at: at.peak_bytes / 2**20, "Peak memory of a step", "MiB")
+        _panel(panels[0], points, lambda at: at.peak_bytes / 2**20, "Peak memory of a step", "MiB")
         if timed:
             title = "Time of a step"
-            _panel(panels[1], curve, lambda at: scale * (at.seconds or 0.0), title, unit)
+            _panel(panels[1], points, lambda at: scale * (at.seconds or 0.0), title, unit)
 
     size = (11.0, 4.0) if timed else (6.0, 4.0)
     return rendered(draw, suffix, size, num_panels=2 if timed else 1)
@@ -113,19 +117,25 @@ def finish(axes: Any, title: str, below: str) -> None:
     axes.spines["bottom"].set_color(QUIET)
 
 
-def _panel(axes: Any, curve: Curve, value: Callable[[Point], float], title: str, unit: str) -> None:
-    depths = sorted({point.depth for point in curve.points})
+def _panel(
+    axes: Any,
+    points: Mapping[str | int, Sequence[Point]],
+    value: Callable[[Point], float],
+    title: str,
+    unit: str,
+) -> None:
+    everything = [point for each in points.values() for point in each]
+    depths = sorted({point.depth for point in everything})
     ends: list[tuple[float, str, str]] = []
     others = 0
-    for index, memory in enumerate(curve.memories()):
+    for index, (memory, line) in enumerate(points.items()):
         color = COLORS.get(str(memory))
         if color is None:
             color, others = _OTHERS[others % len(_OTHERS)], others + 1
-        points = curve.of(memory)
-        values = [value(point) for point in points]
+        values = [value(point) for point in line]
         # Later lines are thinner and dashed, so that a line beneath another shows.
         axes.plot(
-            [point.depth for point in points],
+            [point.depth for point in line],
             values,
             color=color,
             linestyle=_DASHES[index % len(_DASHES)],
@@ -139,7 +149,7 @@ def _panel(axes: Any, curve: Curve, value: Callable[[Point], float], title: str,
         )
         name = f"{memory} slots" if isinstance(memory, int) else memory
         ends.append((values[-1], f"{name}  {_number(values[-1])}", color))
-    top = max((value(point) for point in curve.points), default=1.0) or 1.0
+    top = max(map(value, everything), default=1.0) or 1.0
     axes.set_ylim(0, 1.06 * top)
     axes.set_xlim(0, 1.02 * depths[-1])
     axes.set_xticks(_ticks(depths))

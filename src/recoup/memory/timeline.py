@@ -10,8 +10,8 @@ from typing import Self
 
 import torch
 
-from recoup.residuals.allocations import Allocations, can_follow
-from recoup.residuals.tracking import StorageTracker
+from recoup._core.allocations import Allocations, can_follow
+from recoup._core.storage_tracking import StorageTracker
 
 __all__ = ["Span", "Timeline", "timeline"]
 

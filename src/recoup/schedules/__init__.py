@@ -6,6 +6,15 @@ it. Nothing here knows of tensors.
 
 from __future__ import annotations
 
+from recoup.schedules._binomial import binomial
+from recoup.schedules._constant import Way, constant
+from recoup.schedules._frontier import Point, frontier
+from recoup.schedules._linear import linear
+from recoup.schedules._optimal import optimal
+from recoup.schedules._revolve import revolve
+from recoup.schedules._simulate import Simulation, simulate
+from recoup.schedules._sqrt import sqrt
+from recoup.schedules._trace import Moment, trace
 from recoup.schedules.actions import (
     Action,
     Advance,
@@ -18,7 +27,6 @@ from recoup.schedules.actions import (
     Schedule,
     Tape,
 )
-from recoup.schedules.binomial import binomial
 from recoup.schedules.bounds import (
     beta,
     least_advances,
@@ -26,16 +34,8 @@ from recoup.schedules.bounds import (
     num_sweeps,
     persistent_schedules,
 )
-from recoup.schedules.constant import Way, constant
 from recoup.schedules.costs import Cost, Thin
-from recoup.schedules.frontier import Point, frontier
-from recoup.schedules.linear import linear
 from recoup.schedules.logarithmic import log
-from recoup.schedules.optimal import optimal
-from recoup.schedules.revolve import revolve
-from recoup.schedules.simulate import Simulation, simulate
-from recoup.schedules.sqrt import sqrt
-from recoup.schedules.trace import Moment, trace
 
 __all__ = [
     "Action",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from recoup.schedules._binomial import binomial
 from recoup.schedules.actions import Schedule
-from recoup.schedules.binomial import binomial
 from recoup.schedules.bounds import beta, require_positive
 
 __all__ = ["log"]

@@ -8,7 +8,7 @@ from numbers import Integral
 
 from torch import nn
 
-from recoup.residuals.seeds import draw_seed
+from recoup._core.rng import draw_seed
 from recoup.weights.application import places_of
 from recoup.weights.forwards import Forward, Override, SameDraw
 

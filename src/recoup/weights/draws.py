@@ -33,7 +33,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from recoup.residuals.sources import own_generator
+from recoup._core.random_sources import own_generator
 
 __all__ = ["dropped", "dropped_", "noised", "noised_", "scales"]
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup.residuals.hooks import untransformed
+from recoup._core.saved_tensors import untransformed
 from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.reparametrization import (

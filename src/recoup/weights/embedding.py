@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recoup.residuals.hooks import is_transformed
+from recoup._core.saved_tensors import is_transformed
 from recoup.weights.forwards import Forward, frames
 
 __all__ = ["forward_by_rows"]

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from recoup.residuals.compiler import never_compiled
-from recoup.residuals.restoring import Restoring, Reusable
-from recoup.residuals.seeds import draw_seed
+from recoup._core.compile import never_compiled
+from recoup._core.restoring import Restoring, Reusable
+from recoup._core.rng import draw_seed
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization
 
 __all__ = [

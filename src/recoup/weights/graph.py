@@ -22,22 +22,19 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recoup.residuals.compiler import never_compiled, uncompiled
+from recoup._core.compile import never_compiled, uncompiled
 from recoup.weights.forwards import Forward, is_overridden
 from recoup.weights.outside import warn_of_read
-from recoup.weights.reparametrization import Application, Drawn
-
-if TYPE_CHECKING:
-    from recoup.weights.place import Place
+from recoup.weights.reparametrization import Application, Drawn, Reparametrized
 
 __all__ = ["forward_in_graph", "new_handle", "read_in_graph", "register_operators"]
 
-Seeds = tuple["Place", int, Tensor]  # of which weight, of which of its steps, and the tensor
+Seeds = tuple[Reparametrized, int, Tensor]  # of which weight, of which of its steps, and the tensor
 
 
 class Traced(NamedTuple):
@@ -49,11 +46,11 @@ class Traced(NamedTuple):
 
 
 _numbers = itertools.count()
-_places: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
+_places: weakref.WeakValueDictionary[int, Reparametrized] = weakref.WeakValueDictionary()
 _traced: list[Traced] = []
 
 
-def new_handle(place: Place) -> Tensor:
+def new_handle(place: Reparametrized) -> Tensor:
     """Return a number by which a graph may refer to `place`: an input of it, not a constant."""
     number = next(_numbers)
     _places[number] = place
@@ -75,7 +72,7 @@ def forward_in_graph(
         _traced.pop()
 
 
-def read_in_graph(place: Place, module: nn.Module, raw: Tensor) -> Tensor:
+def read_in_graph(place: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
     """Trace a read of a weight (See Rule 3)."""
     covered, innermost = 0, -1
     for number, step in enumerate(place.steps):
@@ -94,7 +91,7 @@ def read_in_graph(place: Place, module: nn.Module, raw: Tensor) -> Tensor:
     return made[key]
 
 
-def _made(place: Place, module: nn.Module, raw: Tensor, covered: int) -> Tensor:
+def _made(place: Reparametrized, module: nn.Module, raw: Tensor, covered: int) -> Tensor:
     weight = raw
     is_on = is_overridden()
     for step in place.steps:
@@ -134,7 +131,7 @@ def _around(application: Application) -> int:
     return -1
 
 
-def _read_uncompiled(place: Place, module: nn.Module, raw: Tensor) -> Tensor:
+def _read_uncompiled(place: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
     warn_of_read(place, is_training=module.training)
     return place.read(module, raw)
 

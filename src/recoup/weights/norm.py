@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup.residuals.hooks import Kept
+from recoup._core.saved_tensors import Kept
 from recoup.weights.application import apply_to
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 

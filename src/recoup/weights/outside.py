@@ -23,18 +23,15 @@ import sys
 import warnings
 import weakref
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from recoup.residuals.compiler import never_compiled
+from recoup._core.compile import never_compiled
 from recoup.weights.forwards import Forward, frames, is_due
-from recoup.weights.reparametrization import Application, Drawn, Reparametrization
-
-if TYPE_CHECKING:
-    from recoup.weights.place import Place
+from recoup.weights.reparametrization import Application, Drawn, Reparametrization, Reparametrized
 
 __all__ = ["look_at_part", "look_at_read", "warn_of_read"]
 
@@ -49,7 +46,7 @@ _ASKED_BEFORE = re.compile(r"\b(isinstance|hasattr|type|id|len|print|repr|str)\(
 _ASKED_AFTER = re.compile(r"\s+is\b")
 _SETTING_UP = re.compile(r"init|reset|tie|share|optim|param|state|load|save|copy|remove|^on_")
 
-_MACHINERY = ("torch.", "recoup.weights.", "recoup.residuals.")
+_MACHINERY = ("torch.", "recoup.weights.", "recoup._core.")
 _NUM_HOLDERS = 3  # of a copy of variables: the frame, the name here and the argument of the count
 _PASSING = (nn.ParameterList.__module__, "recoup.weights.swapped")
 
@@ -116,7 +113,7 @@ def _warn_of_part(module: nn.Module, application: Application, step: Reparametri
     )
 
 
-def look_at_read(place: Place, module: nn.Module) -> None:
+def look_at_read(place: Reparametrized, module: nn.Module) -> None:
     """Warn if what was read just now is the parameter, and was expected not to be (See Rule 2)."""
     if module.training and not torch.is_grad_enabled():
         return  # initialising, averaging, copying
@@ -130,7 +127,7 @@ def look_at_read(place: Place, module: nn.Module) -> None:
         warn_of_read(place, reader, is_training=module.training)
 
 
-def _missing(place: Place, *, is_training: bool) -> list[Reparametrization]:
+def _missing(place: Reparametrized, *, is_training: bool) -> list[Reparametrization]:
     """Return what a forward would apply to the weight, and no forward in progress does."""
     if torch._C._current_graph_task_id() != -1:
         return []  # a hook: no forward is in force in backward
@@ -146,7 +143,9 @@ def _missing(place: Place, *, is_training: bool) -> list[Reparametrization]:
     ]
 
 
-def warn_of_read(place: Place, frame: FrameType | None = None, *, is_training: bool) -> None:
+def warn_of_read(
+    place: Reparametrized, frame: FrameType | None = None, *, is_training: bool
+) -> None:
     """Warn if a weight is computed with outside of a forward that applies to it what it should.
 
     Args:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recoup._core.compile import never_compiled
+from recoup._core.lazy_values import Source, as_value, read_anew
+from recoup._core.rng import is_repeated, remembered
+from recoup._core.saved_tensors import Kept, grad_mode, is_transformed, reverse_at_once, version_of
 from recoup.errors import RecoupError
-from recoup.residuals.compiler import never_compiled
-from recoup.residuals.decisions import Decisions, may_run_again
-from recoup.residuals.hooks import Kept, grad_mode, is_transformed, reverse_at_once, version_of
-from recoup.residuals.seeds import is_repeated, remembered
-from recoup.residuals.values import Source, as_value, read_anew
+from recoup.weights.decisions import Decisions, may_run_again
 from recoup.weights.forwards import Forward, Made, drawn_for, frames, is_turned_on
 from recoup.weights.graph import new_handle
 from recoup.weights.outside import look_at_read

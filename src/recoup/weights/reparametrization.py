@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["Application", "Drawn", "Magnitude", "Operands", "Reparametrization"]
+__all__ = ["Application", "Drawn", "Magnitude", "Operands", "Reparametrization", "Reparametrized"]
 
 Magnitude = float | Tensor | Callable[[int], float]
 Operands = tuple[Tensor, ...]
@@ -152,3 +152,20 @@ def shown(magnitude: Magnitude) -> str:
     if callable(magnitude):
         return getattr(magnitude, "__name__", type(magnitude).__name__)
     return f"{magnitude:g}"
+
+
+class Reparametrized(Protocol):
+    """A parameter under one of its names, with the steps that are applied to it."""
+
+    key: str
+    name: str
+    handle: Tensor
+    steps: list[Reparametrization]
+
+    def read(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """Return the weight that the forward in progress uses."""
+        ...
+
+    def resolution(self, raw: Tensor, *, is_training: bool) -> tuple[Drawn, ...]:
+        """Return what is done to the weight in the forward in progress."""
+        ...

@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup.residuals.compiler import not_compiled_itself, uncompiled
+from recoup._core.compile import not_compiled_itself, uncompiled
 from recoup.weights.embedding import forward_by_rows
 from recoup.weights.forwards import Forward, frames
 from recoup.weights.graph import forward_in_graph, read_in_graph

@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import recoup
+from recoup._core.listening import here
+from recoup._core.saved_tensors import pair_in_force
+from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError
 from recoup.memory.census import Residual, Residuals, residuals
-from recoup.residuals.hooks import pair_in_force
-from recoup.residuals.listening import here
-from recoup.residuals.tracking import StorageTracker
 
 WAYS = ("keep", "recompute", "regenerate", "invert", "offload")
 X_BYTES = 32 * 16 * 4

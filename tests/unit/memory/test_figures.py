@@ -28,7 +28,7 @@ def test_formats(tmp_path, suffix, start):
 def svg(curve):
     # Text as text, so that a test can read it.
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        return figures.render(curve, ".svg").decode()
+        return figures.render({m: curve.of(m) for m in curve.memories()}, ".svg").decode()
 
 
 def test_says_what_is_drawn_in_which_unit():
@@ -76,9 +76,9 @@ def test_without_matplotlib(tmp_path, monkeypatch):
         made().figure(tmp_path / "curve.png")
 
 
-def test_the_state_of_matplotlib_is_left_alone(monkeypatch):
+def test_the_state_of_matplotlib_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # Importing it would raise.
     # Read beneath its own methods, which import pyplot when asked for the backend.
     before = dict(dict.items(matplotlib.rcParams))
-    figures.render(made(seconds=0.1), ".png")
+    made(seconds=0.1).figure(tmp_path / "curve.png")
     assert dict(dict.items(matplotlib.rcParams)) == before

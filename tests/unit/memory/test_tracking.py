@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from recoup.residuals.tracking import StorageTracker
+from recoup._core.storage_tracking import StorageTracker
 
 KIB = 1024
 

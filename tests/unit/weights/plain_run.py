@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from recoup.residuals import seeds
+from recoup._core import rng as seeds
 from recoup.weights import applied, draws, forwards
 from recoup.weights.dropout import WeightDropout
 from recoup.weights.noise import WeightNoise

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.residuals.sources import looked_at
+from recoup._core.random_sources import looked_at
 from recoup.weights import draws
 
 CPU = torch.device("cpu")

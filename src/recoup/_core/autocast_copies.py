@@ -1,0 +1,108 @@
+"""Copies in another type (autocast makes them): of which view of a value one was made, and again.
+
+What the nodes of the graph tell is the only trace of it: a copy has a storage of its own, and torch
+may have made the view and the copy out of sight, within one operator. A step that is not known here
+costs the bytes of the copy, which is kept then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recoup._core.saved_tensors import version_of
+
+__all__ = ["Cast", "Geometry", "cast_of", "geometry_of", "laid_out"]
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+_MOST_VIEWS = 8
+
+
+class Cast(NamedTuple):
+    """How a copy was made."""
+
+    before: Geometry
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, made: Tensor) -> Tensor:
+        """Make the copy again."""
+        copy = made.new_empty_strided(self.size, self.stride, dtype=self.dtype)
+        return copy.copy_(made.as_strided(*self.before))
+
+
+def laid_out(tensor: Tensor, geometry: Geometry) -> Tensor:
+    """Return `tensor` where its numbers lay the first time, since slots look at its storage."""
+    if geometry_of(tensor) == geometry:
+        return tensor
+    size, stride, offset = geometry
+    length = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    storage = tensor.new_empty(max(length, 0) if tensor.numel() else 0)
+    return storage.as_strided(size, stride, offset).copy_(tensor)
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Return where the numbers of `tensor` lie in its storage."""
+    return tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+
+
+def cast_of(tensor: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, Cast] | None:
+    """Return the value of which `tensor` shows a copy, and how that was made; None if of none."""
+    copy = tensor if tensor._base is None else tensor._base
+    node: Any = copy.grad_fn
+    if node is None or node.name() != "ToCopyBackward0" or version_of(copy):
+        return None
+    path: list[tuple[Any, int]] = []
+    while node.next_functions and len(path) <= _MOST_VIEWS:
+        node, nr = node.next_functions[0]
+        if node is None:
+            return None
+        for value in values:  # the parts of a split share a node, and differ in its output
+            if value.grad_fn is node and value.output_nr == nr and value.device == copy.device:
+                view = _viewed(value.detach(), path, copy.shape)
+                if view is None:
+                    return None
+                size, stride, _ = geometry_of(copy)
+                return value, Cast(geometry_of(view), size, stride, copy.dtype)
+        path.append((node, nr))
+    return None
+
+
+def _viewed(view: Tensor, path: list[tuple[Any, int]], shape: torch.Size) -> Tensor | None:
+    """Return the view that a path of nodes leads to, the last one first; None if not known."""
+    for place in range(len(path) - 1, -1, -1):
+        node, nr = path[place]
+        if place == 0 and node.name() in ("ViewBackward0", "ReshapeAliasBackward0"):
+            # A node does not tell what shape it made: only that of the last one is known.
+            return view.view(shape)
+        after = _step(view, node, nr)
+        if after is None:
+            return None
+        view = after
+    return view if view.shape == shape else None
+
+
+def _step(view: Tensor, node: Any, nr: int) -> Tensor | None:
+    match node.name():
+        case "TBackward0":
+            return view.t()
+        case "TransposeBackward0":
+            return view.transpose(_axis(node._saved_dim0), _axis(node._saved_dim1))
+        case "PermuteBackward0":
+            return view.permute(*map(_axis, node._saved_dims))
+        case "UnsqueezeBackward0":
+            return view.unsqueeze(_axis(node._saved_dim))
+        case "SplitBackward0":
+            return torch.split(view, node._saved_split_size, _axis(node._saved_dim))[nr]
+        case "SplitWithSizesBackward0":
+            return torch.split(view, [*node._saved_split_sizes], _axis(node._saved_dim))[nr]
+        case _:
+            return None
+
+
+def _axis(saved: int) -> int:
+    return saved if saved < 2**63 else saved - 2**64  # nodes tell it without its sign

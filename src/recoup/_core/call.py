@@ -1,0 +1,219 @@
+"""A call as a stage of a chain: arguments in any form, and a result in any form.
+
+NOTE [ What a call is given, and gives ]
+
+Rule 1. The state of a stage is tensors: those arguments that the stage before made, or all of them
+        for a call that begins a chain. Other tensors among the arguments are kept with the call.
+Rule 2. The first run gets what the caller gave, and the caller gets what it returned, the very
+        objects. A later run gets tensors in their places, and of what could have changed in the
+        first run a copy from before it (See NOTE [ What a second run is given ]).
+Rule 3. What a later run returns is what the stage after it was given by this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from recoup._core.closures import Held
+from recoup._core.code_keys import codes_of
+from recoup._core.executor import Executor
+from recoup._core.lazy_values import HasTensor, keep
+from recoup._core.pytree import flatten, flatten_containers
+from recoup._core.saved_tensors import pair_in_force
+from recoup._core.snapshots import Snapshot, is_left_alone
+from recoup._core.stage import State
+from recoup.errors import ReplayError
+from recoup.schedules import constant
+
+__all__ = ["Call", "recomputing_executor", "run_again"]
+
+
+class Call:
+    """One call of a function or module.
+
+    Args:
+        name: what errors call it.
+        fn: what is called.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
+    """
+
+    __slots__ = (
+        "_args",
+        "_fn",
+        "_has_kwargs",
+        "_is_as_given",
+        "_kwargs",
+        "_linked",
+        "_outside",
+        "_snapshots",
+        "_tensors",
+        "_tree",
+        "code",
+        "has_run",
+        "held",
+        "modules",
+        "name",
+        "output",
+        "picks",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> None:
+        self.name = name
+        self._fn = fn
+        self._args = args
+        self._kwargs = kwargs
+        self._has_kwargs = bool(kwargs)
+        # A call of plain tensors, the common one, is spared the walk through nested values.
+        self._tensors, self._tree = flatten_containers((args, kwargs) if kwargs else args)
+        self._is_as_given = True  # whether the tensors are those among the arguments
+        self.has_run = False
+        self._linked: Sequence[int] | None = None
+        self._outside: list[tuple[int, HasTensor, bool]] = []
+        self._snapshots: dict[int, Snapshot] = {}
+        self.picks: Sequence[int] | None = None
+        self.output: Any = None
+        self.held: Held | None = None
+        if module is None:
+            self.held = Held(fn)
+            self.modules = (*self.held.modules, *self._tree.modules())
+            others = self._tree.others()
+            is_bare = isinstance(fn, nn.Module) and not others
+            self.code: object = fn if is_bare else codes_of(fn, others)
+        else:
+            self.modules = (module, *self._tree.modules())
+            self.code = module
+
+    @property
+    def state(self) -> State:
+        """The tensors among the arguments; none after the first run."""
+        return self._tensors
+
+    def link(self, places: Sequence[int], *, may_run_again: bool) -> State:
+        """Return the state, which is the arguments at `places` (See Rule 1)."""
+        self._linked = places
+        if may_run_again:
+            pair = pair_in_force()
+            self._outside = [
+                (place, keep(value, f"An argument of {self.name}", pair), value.requires_grad)
+                for place, value in enumerate(self._tensors)
+                if place not in places
+            ]
+            # A parameter would be taken for one of the module's own (NOTE [ Regions and slots ]).
+            if any(isinstance(value, nn.Parameter) for value in self._tensors):
+                self._is_as_given = False
+                self._tensors = tuple(
+                    value.view_as(value) if isinstance(value, nn.Parameter) else value
+                    for value in self._tensors
+                )
+        return tuple(self._tensors[place] for place in places)
+
+    def take_output(self, state: State) -> Any:
+        """Return what the first run returned, with these tensors, and forget it."""
+        # It may hold what holds this call.
+        output, self.output = self.output, None
+        tensors, tree = flatten(output)
+        return output if all(map(operator.is_, tensors, state)) else tree.unflatten(state)
+
+    # -- what the executor calls -----------------------------------------------------------
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Run the call, the first time or again."""
+        if not self.has_run:
+            return self._first(state), None
+        tensors = state if self._linked is None else self._with_outside(state)
+        tree = self._tree
+        if self._snapshots:
+            tree = tree.mapped(self._as_it_was)
+        outputs, _ = flatten(self._called(tree.unflatten(tensors)))
+        return outputs if self.picks is None else tuple(outputs[i] for i in self.picks), None
+
+    def inverse(self, state: State) -> State:
+        """Raise: a call has no inverse."""
+        raise NotImplementedError
+
+    def _called(self, given: Any) -> Any:
+        return self._fn(*given[0], **given[1]) if self._has_kwargs else self._fn(*given)
+
+    def _with_outside(self, state: State) -> State:
+        tensors: list[Tensor | None] = [None] * (len(state) + len(self._outside))
+        for place, value in zip(self._linked or (), state, strict=True):
+            tensors[place] = value
+        for place, kept, requires_grad in self._outside:
+            tensors[place] = kept.get().detach().requires_grad_(requires_grad)
+        return tuple(value for value in tensors if value is not None)
+
+    # -- the first run ---------------------------------------------------------------------
+
+    def _first(self, state: State) -> State:
+        self.has_run = True
+        own, self._tensors = self._tensors, ()
+        tensors = state
+        if self._linked is not None:
+            placed = list(own)
+            for place, value in zip(self._linked, state, strict=True):
+                placed[place] = value
+            tensors = tuple(placed)
+        args, kwargs = self._args, self._kwargs
+        self._args, self._kwargs = (), {}
+        if not self._tree.is_flat:
+            self._tree.mapped(self._take_snapshot)
+        if self._is_as_given and all(map(operator.is_, tensors, own)):
+            given: Any = (args, kwargs) if self._has_kwargs else args  # See Rule 2
+        else:
+            given = self._tree.unflatten(tensors)
+        output = self._called(given)
+        if not self._tree.is_flat:
+            self._check_arguments(given, tensors)
+            for snapshot in self._snapshots.values():
+                snapshot.first_run_ended()
+        self.output = output
+        return flatten(output)[0]
+
+    def _take_snapshot(self, leaf: object) -> object:
+        if not is_left_alone(leaf):
+            self._snapshots[id(leaf)] = Snapshot(leaf, self.name)
+        return leaf
+
+    def _as_it_was(self, leaf: object) -> object:
+        snapshot = self._snapshots.get(id(leaf))
+        return leaf if snapshot is None else snapshot.for_a_run()
+
+    def _check_arguments(self, given: Any, tensors: Sequence[Tensor]) -> None:
+        now, tree = flatten_containers(given)
+        same = len(now) == len(tensors) and all(map(operator.is_, now, tensors))
+        if not same or not self._tree.matches(tree):
+            raise ReplayError(
+                f"{self.name} changes a list or dict among its arguments, which a second run would "
+                "do again. Return what it adds, and add it outside."
+            )
+
+
+def run_again(call: Call, *, stops: bool = True) -> Any:
+    """Run a call that is run again in backward.
+
+    Args:
+        call: the call.
+        stops: whether the second run may end with the last residual.
+    """
+    state, _ = recomputing_executor(stops).execute((call,), call.state)
+    return call.take_output(state)
+
+
+@functools.cache
+def recomputing_executor(stops: bool) -> Executor:
+    """Return the executor of one call that is run again."""
+    return Executor(constant(["recompute"]), stops=stops)

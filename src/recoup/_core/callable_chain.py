@@ -1,0 +1,125 @@
+"""A chain of any callables, each between two nested values, run under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from recoup._core.closures import Held
+from recoup._core.code_keys import codes_of
+from recoup._core.drift_guard import DriftGuard
+from recoup._core.executor import Executor
+from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
+from recoup._core.pytree import Tree, flatten
+from recoup._core.stage import State
+from recoup.errors import NotInvertibleError, ReplayError
+from recoup.schedules import Way
+from recoup.schedules.memory import Memory, schedule_for
+
+__all__ = ["Otherwise", "plan_for", "run_through", "value_of", "ways_of"]
+
+Otherwise = Literal["recompute", "keep"] | None
+
+
+def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
+    """Return how each link gets its input back under "constant".
+
+    Args:
+        links: the callables in order, each under what errors call it.
+        otherwise: the way of those that cannot be inverted; None if that is an error.
+    """
+    if otherwise not in (None, "recompute", "keep"):
+        raise ValueError(f'`otherwise` is {otherwise!r}, but must be "recompute", "keep" or None.')
+    ways: list[Way] = []
+    for name, link in links.items():
+        if not getattr(link, "inverts_in_backward", True):
+            ways.append("recompute")
+        elif has_inverse(link):
+            ways.append("invert")
+        elif otherwise is None:
+            raise NotInvertibleError(
+                f'`memory` is "constant", but {name} has no inverse. Use "sqrt" or "log", or say '
+                'otherwise="recompute" or otherwise="keep" for what has none.'
+            )
+        else:
+            ways.append(otherwise)
+    return tuple(ways)
+
+
+def plan_for(
+    memory: Memory, links: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
+) -> Executor:
+    """Return the plan that `memory` means for these links, or raise if it cannot be executed."""
+    ways = None if ways is None else guard.ways(ways)
+    plan = Executor(schedule_for(memory, len(links), ways), guard=guard)
+    for index, (name, link) in enumerate(links.items()):
+        if index in plan.prepared.inverted and not has_inverse(link):
+            raise NotInvertibleError(
+                f"The schedule inverts {name}, which has no method `inverse`. Give it one, or tape "
+                "or recompute it in the schedule."
+            )
+    return plan
+
+
+def run_through(plan: Executor, links: Mapping[str, Any], value: Any) -> Any:
+    """Call the links in order; backward follows the plan."""
+    state, tree = flatten(value)
+    trees = [tree] * (len(links) + 1)
+    stages = [_Link(index, name, link, trees) for index, (name, link) in enumerate(links.items())]
+    state, _ = plan.execute(stages, state)
+    return trees[-1].unflatten(state)
+
+
+def value_of(link: Any, output: Any, given: Any, direction: Direction = "forward") -> Any:
+    """Leave out the log-determinant that an invertible module returns beside its value.
+
+    Args:
+        link: what was called.
+        output: what it returned.
+        given: what it was given.
+        direction: which method was called.
+    """
+    if not getattr(link, "returns_log_det", False):
+        return output
+    tensors, _ = flatten(given)
+    if tensors and tensors[0].dim():
+        num_early = getattr(link, "num_early", 0) if direction == "forward" else 0
+        name = type(link).__name__
+        check_pair(output, len(tensors[0]), direction, name, num_early=num_early)
+    return output[0]
+
+
+class _Link:
+    """One callable as a stage, between two nested values that the first run writes down."""
+
+    __slots__ = ("_index", "_link", "_trees", "code", "held", "modules", "name")
+
+    def __init__(self, index: int, name: str, link: Any, trees: list[Tree]) -> None:
+        self._index = index
+        self._link = link
+        self._trees = trees
+        self.name = name
+        is_module = isinstance(link, nn.Module)
+        self.held: Held | None = None if is_module else Held(link)
+        self.modules: tuple[nn.Module, ...] = (
+            (link,) if self.held is None else tuple(self.held.modules)
+        )
+        self.code: object = link if is_module else codes_of(link)
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        given = self._trees[self._index].unflatten(state)
+        state, tree = flatten(value_of(self._link, self._link(given), given))
+        opaque = tree.opaque()
+        if opaque is not None:
+            raise ReplayError(
+                f"{self.name} returns a {type(opaque).__name__}, whose tensors cannot be seen. "
+                'Return tensors in tuples, lists or dicts, or use memory="linear".'
+            )
+        self._trees[self._index + 1] = tree
+        return state, None
+
+    def inverse(self, state: State) -> State:
+        given = self._trees[self._index + 1].unflatten(state)
+        return flatten(value_of(self._link, self._link.inverse(given), given, "inverse"))[0]

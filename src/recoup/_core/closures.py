@@ -1,0 +1,215 @@
+"""What a function reads beside its arguments.
+
+NOTE [ What can be seen ]
+
+Rule 1. Followed are closure cells, defaults, `functools.partial`, the owner of a method, the
+        globals that a function reads, functions among these, the attributes of plain objects,
+        and tuples, lists and dicts of a few entries. Modules and tensors found so are compared
+        before a second run.
+Rule 2. Numbers, strings and None are compared where the code reads them: NOTE [ What code reads ].
+        A loop variable that has moved on is caught by this. What the first run has changed itself
+        (a counter) is in a second run what it was before the first, and after it what it was
+        before it; a flag is what the first run left, as in NOTE [ Correct or an error ].
+Rule 3. What is read otherwise (deeper than a few levels, files, devices) is not seen.
+Rule 4. A tensor with a history is held weakly: it would hold the graph that holds the region.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from recoup._core.closure_values import PLAIN, Place, plain_values, reads_of
+from recoup._core.guards import LOCK
+from recoup._core.restoring import Restoring
+from recoup._core.saved_tensors import version_of
+from recoup.errors import ChangedError
+
+__all__ = ["Held"]
+
+_MOST_ENTRIES = 64
+_DEEPEST = 4
+_OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
+_MISSING = object()
+
+
+class Held:
+    """The modules, tensors and plain values that `fn` holds, as they are now."""
+
+    __slots__ = ("_fn", "_items", "_moved", "_places", "modules")
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._items: list[tuple[str, Any, int]] = []
+        self._places: dict[str, tuple[Any, Place, bool]] = {}
+        self._moved: list[tuple[Place, Any]] = []
+        modules: list[nn.Module] = []
+        for path, value, place, is_own in _walk(fn, "", 0):
+            if isinstance(value, nn.Module):
+                if all(value is not module for module in modules):
+                    modules.append(value)
+            elif isinstance(value, Tensor):
+                kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
+                self._items.append((path, kept, version_of(value)))
+            elif place is None:
+                self._items.append((path, value, 0))
+            else:
+                self._places[path] = (value, place, is_own)
+        self.modules = tuple(modules)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among them, that are alive."""
+        found: list[Any] = [
+            cast("Any", kept() if isinstance(kept, weakref.ref) else kept)
+            for _, kept, _ in self._items
+        ]
+        return [value for value in found if isinstance(value, Tensor)]
+
+    def first_run_ended(self) -> None:
+        """Take the versions and values that the first run left (See Rule 2)."""
+        if not (self._items or self._places):
+            return
+        now = Held(self._fn)
+        self._items = now._items
+        for path, (before, place, is_own) in self._places.items():
+            after = now._places.get(path, (None, place, False))[0]
+            is_moved = is_own or not _is_same(before, after)
+            if is_moved and type(after) is not bool:
+                self._moved.append((place, before))
+            elif path in now._places:
+                self._items.append((path, after, 0))
+        self._places = {}
+
+    def check(self, name: str) -> None:
+        """Raise if anything is not as it was (See Rules 1 and 2)."""
+        if not self._items:
+            return
+        now = {path: value for path, value, _, _ in _walk(self._fn, "", 0)}
+        for path, kept, version in self._items:
+            value = cast("Any", kept() if isinstance(kept, weakref.ref) else kept)
+            found = now.get(path, _MISSING)
+            is_tensor = isinstance(value, Tensor)
+            same = found is value or (not is_tensor and _is_same(found, value))
+            if not same or (is_tensor and version_of(value) != version):
+                how = "changed in place" if same else "given another value"
+                raise ChangedError(
+                    f"`{path}`, which {name} reads, was {how} between forward and backward, so "
+                    "running it again would compute something else. Pass it as an argument, or "
+                    "change it after backward."
+                )
+
+    def as_it_was(self) -> _AsItWas | None:
+        """Around a second run: values that the first run changed are what it met (See Rule 2)."""
+        return _AsItWas(self._moved) if self._moved else None
+
+
+class _AsItWas(Restoring):
+    lock = LOCK  # to be held around it
+
+    __slots__ = ("_moved", "_now")
+
+    def __init__(self, moved: list[tuple[Place, Any]]) -> None:
+        super().__init__()
+        self._moved = moved
+        self._now: list[tuple[Place, Any]] = []
+
+    def __enter__(self) -> None:
+        self._now = [(place, place.get()) for place, _ in self._moved]
+        for place, value in self._moved:
+            place.put(value)
+
+    def restore(self) -> None:
+        for place, value in self._now:
+            place.put(value)
+        self._now = []
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    # A number that is not one is not equal to itself.
+    return before is now or (type(before) is type(now) and (before == now or before != before))
+
+
+_Walked = tuple[str, Any, "Place | None", bool]
+
+
+def _walk(fn: Any, path: str, depth: int) -> Iterator[_Walked]:
+    if isinstance(fn, nn.Module):
+        yield path or "module", fn, None, False
+    elif isinstance(fn, functools.partial):
+        partial = cast("functools.partial[Any]", fn)
+        yield from _walk(partial.func, path, depth)
+        for key, value in (*enumerate(partial.args), *partial.keywords.items()):
+            yield from _values(f"{path}partial[{key}]", value, depth, is_cell=True)
+    elif isinstance(fn, types.MethodType):
+        yield from _values("self", fn.__self__, depth, is_cell=False)
+        yield from _walk_function(fn.__func__, fn.__self__, path, depth)
+    elif isinstance(fn, types.FunctionType):
+        yield from _function(fn, None, path, depth)
+    elif not isinstance(fn, types.BuiltinFunctionType):
+        called = getattr(cast("Any", type(fn)), "__call__", None)  # noqa: B004 - its function
+        if isinstance(called, types.FunctionType) and _is_users(called):
+            yield from _values("self", fn, depth, is_cell=False)
+            yield from _function(called, fn, path, depth)
+
+
+def _walk_function(fn: Any, owner: object, path: str, depth: int) -> Iterator[_Walked]:
+    if isinstance(fn, types.FunctionType):
+        yield from _function(fn, owner, path, depth)
+    else:
+        yield from _walk(fn, path, depth)
+
+
+def _function(fn: types.FunctionType, owner: object, path: str, depth: int) -> Iterator[_Walked]:
+    reads = reads_of(fn.__code__)
+    reads_outside = reads.reads or (owner is not None and reads.of_owner)
+    if not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or reads_outside):
+        return
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        yield from _values(f"{path}{name}", value, depth, is_cell=False)
+    for index, value in enumerate(fn.__defaults__ or ()):
+        yield from _values(f"{path}default[{index}]", value, depth, is_cell=True)
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        yield from _values(f"{path}{name}", value, depth, is_cell=True)
+    if reads_outside and _is_users(fn):
+        yield from plain_values(fn, owner, path)
+    for name in reads.global_names:
+        value = fn.__globals__.get(name)
+        if isinstance(value, (nn.Module, Tensor)):
+            yield f"{path}{name}", value, None, False
+        elif isinstance(value, types.FunctionType) and depth < _DEEPEST and _is_users(value):
+            yield from _function(value, None, f"{path}{name}.", depth + 1)
+
+
+def _values(path: str, value: Any, depth: int, *, is_cell: bool) -> Iterator[_Walked]:
+    if isinstance(value, (nn.Module, Tensor)) or (is_cell and isinstance(value, PLAIN)):
+        yield path, value, None, False
+    elif depth >= _DEEPEST:
+        return
+    elif isinstance(value, (tuple, list)):
+        entries = cast("tuple[Any, ...]", value)
+        for index, entry in enumerate(entries[:_MOST_ENTRIES]):
+            yield from _values(f"{path}[{index}]", entry, depth + 1, is_cell=False)
+    elif isinstance(value, dict):
+        mapping = cast("dict[Any, Any]", value)
+        for key in list(mapping)[:_MOST_ENTRIES]:
+            yield from _values(f"{path}[{key!r}]", mapping[key], depth + 1, is_cell=False)
+    elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        yield from _walk(value, f"{path}.", depth + 1)
+    elif type(value).__module__.partition(".")[0] not in _OTHERS:
+        for key, entry in list(getattr(value, "__dict__", {}).items())[:_MOST_ENTRIES]:
+            if isinstance(entry, (nn.Module, Tensor)):
+                yield f"{path}.{key}", entry, None, False
+
+
+def _is_users(fn: types.FunctionType) -> bool:
+    return (fn.__module__ or "").partition(".")[0] not in _OTHERS

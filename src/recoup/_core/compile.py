@@ -1,0 +1,80 @@
+"""Keeping the compiler out of what it cannot see.
+
+torch.compile replaces frames while a compiled module runs, also those of hooks that such a module
+calls. Ours look at versions and addresses of real tensors, which a trace would freeze.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = [
+    "is_compiled",
+    "is_loaded",
+    "is_traced",
+    "never_compiled",
+    "not_compiled_itself",
+    "uncompiled",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_uncompiled: dict[Any, Any] = {}
+
+
+def is_loaded() -> bool:
+    """Whether the compiler is in this process; importing it takes longer than importing torch."""
+    return "torch._dynamo" in sys.modules
+
+
+def is_traced() -> bool:
+    """Whether torch.export, torch.jit.trace or torch.fx writes down what runs."""
+    jit: Any = torch.jit
+    fx: Any = torch.fx
+    # torch 2.11 answers `is_exporting()` with True wherever it compiles.
+    if getattr(torch.compiler, "_is_exporting_flag", False) or jit.is_tracing():
+        return True
+    is_fx = getattr(fx._symbolic_trace, "_is_fx_tracing_flag", False)
+    return is_fx and not torch.compiler.is_compiling()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a call of `module` runs compiled code."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def never_compiled(fn: F) -> F:
+    """Mark a function that the compiler shall leave alone, and all that it calls."""
+    _mark(fn, "SKIP")
+    return fn
+
+
+def not_compiled_itself(fn: F) -> F:
+    """Mark a function that the compiler shall leave alone, though not what it calls."""
+    _mark(fn, "DEFAULT")
+    return fn
+
+
+def _mark(fn: Any, what_it_calls: str) -> None:
+    # The part of the compiler that is written in C, which is there before the rest is imported.
+    frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+    if hasattr(frames, "set_code_exec_strategy"):  # not in every release of torch
+        actions = frames._FrameAction
+        strategy = frames._FrameExecStrategy(actions.SKIP, getattr(actions, what_it_calls))
+        frames.set_code_exec_strategy(fn.__code__, strategy)
+
+
+def uncompiled(fn: F, *, recursive: bool = True) -> F:
+    """Return `fn` as a function at which a graph breaks.
+
+    Args:
+        fn: the function.
+        recursive: whether what it calls is left alone, too.
+    """
+    if (fn, recursive) not in _uncompiled:
+        _uncompiled[fn, recursive] = torch.compiler.disable(fn, recursive=recursive)
+    return _uncompiled[fn, recursive]

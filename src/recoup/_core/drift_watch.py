@@ -1,0 +1,208 @@
+"""What an inverse delivers, compared with what forward was given.
+
+NOTE [ Sketches ]
+
+Rule 1. Forward leaves of the input of each inverted stage a sketch: eight sums of its values under
+        random signs. The difference of two sketches has the length of the difference of the two
+        values, on average over the signs; so it says how far what the inverse delivers is from
+        what was there, to a factor of three.
+Rule 2. Reading all of a large value costs more than the guard is worth: of such a value a sketch
+        sees 256 runs of eight, spread evenly, at places that move from stage to stage. The signs
+        come from a fixed seed; they are made anew in backward. Each value has a sign of its own: a
+        wrong inverse may be off by one number everywhere, which signs for runs could cancel.
+Rule 3. A value is compared before autograd is given anything that was made of it, or the gradient
+        of one stage would be wrong before anybody knew.
+        Where the last backward was far within the tolerance, every fourth stage is compared, and
+        the last of each run of inverses, below which nothing would show: those between count as
+        the next one below, and it is said if that one is too far.
+Rule 4. What passes a stage by (early latents, a context) is not sketched before that stage, but
+        before the first one that does change it: that inverse is what delivers it. Where stages
+        are left out that one may be among them, so there all of a state is sketched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recoup._core.drift_guard import DriftGuard
+from recoup._core.random_sources import own_generator
+
+__all__ = ["Watch"]
+
+_NUM_RUNS, _RUN = 256, 8
+_EVERY = 4
+_SEED = 0
+
+
+class Watch:
+    """The guard over one forward and its backward.
+
+    Args:
+        guard: the guard of the chain.
+        inverted: which of its stages are inverted.
+    """
+
+    __slots__ = (
+        "_errors",
+        "_every",
+        "_guard",
+        "_inverted",
+        "_is_autocast",
+        "_least",
+        "_num_skipped",
+        "_num_stages",
+        "_sketches",
+        "_sum",
+        "_tables",
+        "_top",
+        "_unasked",
+    )
+
+    def __init__(self, guard: DriftGuard, inverted: Collection[int]) -> None:
+        self._guard = guard
+        self._inverted = inverted
+        self._num_stages = len(inverted)
+        self._unasked: tuple[int, ...] = ()
+        self._every = _EVERY if guard._is_calm(self._num_stages) else 1
+        self._num_skipped = 0
+        self._sketches: dict[int, tuple[Tensor | list[float] | None, ...]] = {}
+        self._tables: dict[tuple[object, ...], _Table | None] = {}
+        self._is_autocast = _is_autocast()
+        self._errors: dict[int, float] = {}
+        self._sum = 0.0
+        self._least = 0.0  # what a state's type rounds by, which no way of running avoids
+        self._top = 0
+
+    def see(self, index: int, state: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        """Take down the input of a stage that is to be inverted (See Rule 4)."""
+        if index % self._every and index - 1 in self._inverted:
+            return
+        passed = {id(value) for value in output} if self._every == 1 else set[int]()
+        sketches = (None if id(v) in passed else self._sketch(index, v) for v in state)
+        # Elsewhere numbers would have to be waited for.
+        self._sketches[index] = tuple(
+            _numbers(sketch) if sketch is not None and sketch.is_cpu else sketch
+            for sketch in sketches
+        )
+
+    def end_forward(self, lowest: int) -> None:
+        """Let go of the signs until backward (See Rule 2).
+
+        Args:
+            lowest: the lowest stage that backward can ask for; those below are not inverted.
+        """
+        self._tables.clear()
+        self._unasked = tuple(index for index in self._inverted if index < lowest)
+
+    def begin_backward(self) -> None:
+        """Say that the errors of a new backward follow."""
+        self._errors = dict.fromkeys(self._unasked, 0.0)
+        self._sum = 0.0
+        self._num_skipped = 0
+        self._guard.errors = self._errors
+        self._guard._num_recomputed = 0
+        self._is_autocast = _is_autocast()
+
+    def is_exact(self, index: int) -> None:
+        """Say that the working state is what forward was given."""
+        self._top = index
+
+    def is_within(self, index: int, state: tuple[Tensor, ...], name: str) -> bool:
+        """Whether a state that an inverse delivered may be used; or raise, or warn."""
+        if index not in self._sketches:
+            self._num_skipped += 1
+            self._errors[index] = 0.0
+            return True
+        error = self._error_of(index, state)
+        for at in range(index, index + self._num_skipped + 1):
+            self._errors[at] = error
+        skipped, self._num_skipped = self._num_skipped, 0
+        total = self._sum + (skipped + 1) * error
+        allowed = self._guard._allowance(len(self._errors), self._num_stages, self._least)
+        if total <= allowed or not self._guard._objects(total, name):
+            self._sum = total
+            return True
+        self._guard._refuse(index, error, name)
+        if skipped:
+            self._guard._say_late(name)
+        return False
+
+    def learn(self, index: int) -> int:
+        """Take down that the state at `index` was too far; return how far an inverse may go."""
+        rate = self._guard._allowance(1, self._num_stages, self._least, at_once=False)
+        self._guard._learn(self._errors, index, self._top, rate)
+        spacing = max(1, self._top - index)
+        self._errors[index] = 0.0  # it is not used
+        self._guard._num_recomputed += 1
+        self._guard._say_if_most_are_kept(self._num_stages)
+        return spacing
+
+    def _error_of(self, index: int, state: tuple[Tensor, ...]) -> float:
+        """Return the largest relative error of a part that was finite to begin with."""
+        worst = 0.0
+        for sketch, value in zip(self._sketches.get(index, ()), state, strict=False):
+            again = None if sketch is None else self._sketch(index, value)
+            if sketch is None or again is None:
+                continue
+            before = _numbers(sketch) if isinstance(sketch, Tensor) else sketch
+            after = _numbers(again)
+            was, difference = math.hypot(*before), math.dist(before, after)
+            if math.isfinite(was):
+                error = difference / was if was > 0 else difference
+                worst = max(worst, math.inf if math.isnan(error) else error)
+                self._least = max(self._least, torch.finfo(value.dtype).eps)
+        return worst
+
+    def _sketch(self, index: int, value: Tensor) -> Tensor | None:
+        key = (value.shape, value.dtype, value.device)
+        if key not in self._tables:
+            self._tables[key] = _table_for(value)
+        table = self._tables[key]
+        if table is None or value.layout is not torch.strided:
+            return None
+        value = value.detach()
+        if not value.is_contiguous():
+            value = value.contiguous()
+        start = value.storage_offset() + index * table.size[0] % table.num_starts
+        sample = value.as_strided(table.size, table.stride, start)
+        if not (table.is_half or self._is_autocast):
+            return (sample * table.signs).sum(1)
+        with torch.autocast(value.device.type, enabled=False):
+            return (sample.to(table.signs.dtype) * table.signs).sum(1)
+
+
+class _Table(NamedTuple):
+    """How values of one shape and type are seen (See Rule 2)."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    num_starts: int
+    is_half: bool
+    signs: Tensor
+
+
+def _table_for(value: Tensor) -> _Table | None:
+    if not value.is_floating_point() or not value.numel():
+        return None
+    run = min(_RUN, value.numel())
+    num_runs = min(_NUM_RUNS, value.numel() // run)
+    every = value.numel() // num_runs
+    is_half = value.dtype not in (torch.float32, torch.float64)
+    generator = own_generator(value.device, _SEED)
+    signs = torch.randint(2, (run, num_runs), generator=generator, device=value.device)
+    signs = signs.mul_(2).sub_(1).to(torch.float32 if is_half else value.dtype)
+    return _Table((run, num_runs), (1, every), every - run + 1, is_half, signs)
+
+
+def _numbers(sketch: Tensor) -> list[float]:
+    numbers: Any = sketch
+    return numbers.tolist()
+
+
+def _is_autocast() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

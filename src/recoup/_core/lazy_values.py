@@ -1,0 +1,401 @@
+"""Values that are not kept: tensors that backward is given although nobody held them.
+
+NOTE [ A value brings its hooks along ]
+
+Rule 1. A `Value` is a tensor whose `Source` can make it again. Each operator that takes one runs
+        under a pair of saved-tensor hooks of ours, and no other operator does; so between two
+        operators, and after an exception, nothing of ours is on the stack of hooks.
+Rule 2. What an operator saves is told by its storage: views of a value are values, with sizes,
+        strides and offset remembered. Everything else goes to the pair beneath.
+Rule 3. A copy in another type (autocast makes one) has a storage of its own. It is told by the
+        node that made it, and made again by casting.
+Rule 4. A value that was changed in place before it was saved is nobody's, and is kept as it is.
+        One that is changed after it was saved is an error in backward: a tensor without memory
+        shares its version counter and is the witness.
+Rule 5. The slots of a source own what it makes together: it is made when the first of them is
+        asked for and dies with the last, so a weight that is used at every time step is made
+        once. What some slot did not ask for by the end of a backward is let go then.
+Rule 6. Under hooks that were not in force where a value was made or read, its saves go to them as
+        those of any tensor do: a region counts saves, and when it runs again its arguments are
+        no values any more.
+Rule 7. A source holds no node of the graph that holds it.
+Rule 8. A compiled graph takes no subclass, and would keep what it is given. So a graph breaks where
+        code that is compiled gives a value to an operator, which then runs as it does elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from recoup._core.autocast_copies import Cast, cast_of, geometry_of
+from recoup._core.compile import never_compiled
+from recoup._core.listening import Way, here
+from recoup._core.saved_tensors import (
+    Kept,
+    Pair,
+    is_in_backward,
+    is_transformed,
+    pair_in_force,
+    saving,
+    version_of,
+)
+from recoup._core.storage_ids import storage_id
+from recoup.errors import ChangedError, ReplayError
+
+__all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]
+
+_engine: Any = torch.autograd.Variable._execution_engine
+_plainly = torch._C.DisableTorchFunctionSubclass
+
+
+class Source:
+    """What can make a value again.
+
+    Args:
+        name: what errors call the value.
+        lock: taken while it is made; sources that are made together share one.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_dtype",
+        "_is_exposed",
+        "_lock",
+        "_made",
+        "_slots",
+        "_version",
+        "_waiting",
+        "_witness",
+        "name",
+    )
+
+    way: ClassVar[Way] = "recompute"
+
+    def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
+        self.name = name
+        self._lock = threading.RLock() if lock is None else lock
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._made: Tensor | None = None
+        self._waiting: set[int] = set()
+        self._witness: Tensor | None = None
+        self._version = 0
+        self._dtype: torch.dtype | None = None
+        self._is_exposed = False
+
+    def make(self) -> None:
+        """Make the value again and `give` it."""
+        raise NotImplementedError
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any slot can still be asked for."""
+        return any(ref() is not None for ref in self._slots)
+
+    def give(self, made: Tensor) -> None:
+        """Take the value that was made, if any slot can still be asked for (See Rule 5)."""
+        alive = [slot for ref in self._slots if (slot := ref()) is not None]
+        if alive:
+            self._made = made.detach()
+            self._waiting = {id(slot) for slot in alive}
+            if is_in_backward():
+                _engine.queue_callback(_Forgetting(self))
+
+    def _watch(self, tensor: Tensor) -> None:
+        self._dtype = tensor.dtype
+        self._version = version_of(tensor)
+        self._witness = tensor.detach()  # shares the version counter (See Rule 4)
+        self._witness.data = tensor.new_empty(0)
+
+    def _owns(self, tensor: Tensor) -> bool:
+        if version_of(tensor) != self._version or tensor.dtype is not self._dtype:
+            return False
+        if self._is_exposed:
+            return False
+        return not (tensor.is_conj() or tensor.is_neg())  # their numbers are not the storage's
+
+    def _slot(self, tensor: Tensor, cast: Cast | None) -> _Slot:
+        slot = _Slot(self, tensor, cast)
+        self._slots.append(weakref.ref(slot))
+        if here.listener is not None:
+            here.listener.told(tensor, slot, self.way)
+        return slot
+
+    def _get(self, slot: _Slot) -> Tensor:
+        with self._lock:
+            self._check("after an operator had saved it")
+            if self._made is None:
+                self.make()
+            made = self._made
+            if made is None:
+                raise ReplayError(f"{self.name} could not be made again.")
+            self._waiting.discard(id(slot))
+            if not self._waiting or not is_in_backward():
+                self._forget()
+            return made
+
+    def _check(self, when: str) -> None:
+        if self._witness is not None and version_of(self._witness) != self._version:
+            raise ChangedError(
+                f"{self.name} is made again in backward, and was changed in place {when}. Change "
+                "a clone."
+            )
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._made = None
+            self._waiting = set()
+
+
+class _Forgetting:
+    """At the end of a backward: let go of what nobody asked for (See Rule 5)."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = weakref.ref(source)
+
+    def __call__(self) -> None:
+        source = self._source()
+        if source is not None:
+            source._forget()
+
+
+class _Slot:
+    """What autograd holds in the place of a value, or of a view or a cast of it."""
+
+    __slots__ = ("__weakref__", "_cast", "_geometry", "_source")
+
+    def __init__(self, source: Source, tensor: Tensor, cast: Cast | None) -> None:
+        self._source = source
+        self._cast = cast
+        self._geometry = geometry_of(tensor)
+
+    def check(self, when: str) -> None:
+        """Raise if the value was changed in place since it was saved (See Rule 4)."""
+        self._source._check(when)
+
+    def get(self) -> Tensor:
+        made = self._source._get(self)
+        if self._cast is not None:
+            made = self._cast.of(made)  # See Rule 3
+        return made.as_strided(*self._geometry)
+
+
+class Value(Tensor):
+    """A tensor that is not kept for backward, by whichever operator takes it (See Rule 1)."""
+
+    _recoup_source: Source
+    _recoup_within: object  # the hooks that were in force (See Rule 6)
+
+    @classmethod
+    @never_compiled
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator with the values among its arguments not kept."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(  # See Rule 8
+                "A value that recoup does not keep is used in compiled code. A graph cannot take "
+                "it: leave out fullgraph, or use `y.as_subclass(torch.Tensor)`, which is kept."
+            )
+        kwargs = kwargs or {}
+        if func in _COPIES:
+            args = tuple(_plain(value) for value in args)
+        with _plainly():
+            if func in _EXPOSES:
+                _expose(args)
+            if func in _LOOKS or not torch.is_grad_enabled() or _is_beyond_us():
+                return func(*args, **kwargs)
+            return _run(func, args, kwargs)
+
+
+_LOOKS: frozenset[Any] = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "grad_fn",
+        "_version", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "is_meta",
+        "itemsize", "nbytes", "names", "is_mkldnn", "is_mps", "is_xpu", "output_nr",
+    )
+    if hasattr(Tensor, name)
+) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
+     Tensor.storage_offset, Tensor.data_ptr, Tensor.is_contiguous,
+     Tensor.is_complex, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.__hash__,
+     Tensor.__repr__, Tensor.register_hook, Tensor.backward, torch.autograd.backward,
+     torch.autograd.grad, Tensor.as_subclass}  # fmt: skip
+# Through these a value may be changed without its version telling: it is kept from then on.
+_EXPOSING: list[Any] = [
+    getattr(Tensor, "data").__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,  # noqa: B009
+    Tensor.untyped_storage, Tensor.storage, torch.unsafe_chunk, Tensor.unsafe_chunk,
+    torch.unsafe_split, Tensor.unsafe_split, torch.unsafe_split_with_sizes,
+    Tensor.unsafe_split_with_sizes,
+]  # fmt: skip
+_EXPOSES: frozenset[Any] = frozenset(_EXPOSING)
+_COPIES: frozenset[Any] = frozenset(
+    getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__")
+)
+
+
+def _is_beyond_us() -> bool:
+    """Whether hooks do not exist here: then a value is kept, as any other tensor is."""
+    return torch.compiler.is_compiling() or is_transformed()
+
+
+def as_value(tensor: Tensor, source: Source) -> Tensor:
+    """Return `tensor`, not kept from now on: `source` can make it again."""
+    source._watch(tensor)
+    return _marked(tensor, source)
+
+
+def read_anew(tensor: Tensor) -> Tensor:
+    """Return a value for a use of it that begins under the hooks that are in force now."""
+    if isinstance(tensor, Value):
+        tensor._recoup_within = _hooks_around()
+    return tensor
+
+
+class HasTensor(Protocol):
+    """What a tensor is to be had from again."""
+
+    def get(self) -> Tensor:
+        """Return the tensor, or raise if it was changed in place."""
+        ...
+
+    def check(self, when: str) -> None:
+        """Raise if it was changed in place."""
+        ...
+
+
+def keep(tensor: Tensor, name: str, pair: Pair | None) -> HasTensor:
+    """Return what `tensor` is to be had from again: for a value that is its source (See Rule 6)."""
+    if isinstance(tensor, Value) and _is_here(tensor._recoup_within, _hooks_around()):
+        source = tensor._recoup_source
+        if source._owns(tensor):
+            return source._slot(tensor, None)
+    return Kept(tensor, name, pair)
+
+
+def _hooks_around() -> object:
+    pair = pair_in_force()
+    return None if pair is None else pair[0]
+
+
+def _is_here(within: object, around: object) -> bool:
+    """Whether a value of the hooks `within` is one under the hooks `around` (See Rule 6)."""
+    return around is None or around is within
+
+
+def _marked(tensor: Tensor, source: Source) -> Tensor:
+    return _marked_within(tensor, source, _hooks_around())
+
+
+def _marked_within(tensor: Tensor, source: Source, within: object) -> Tensor:
+    tensor.__class__ = Value  # no alias, which would be a node more in the graph
+    value = cast("Value", tensor)
+    value._recoup_source = source
+    value._recoup_within = within
+    return value
+
+
+def _expose(args: tuple[Any, ...]) -> None:
+    for value in args:
+        if isinstance(value, Value):
+            value._recoup_source._is_exposed = True
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, Value) else value
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values: list[Value] = []
+    _collect(args, values)
+    if kwargs:
+        _collect(kwargs, values)
+    seam = _Seam(func, values)
+    try:
+        with saving(seam.pack, _unpack):
+            result = func(*args, **kwargs)
+        return seam.marked(result)
+    finally:
+        seam.close()
+
+
+def _collect(value: Any, found: list[Value]) -> None:
+    if isinstance(value, Tensor):
+        if isinstance(value, Value):
+            found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in cast("Iterable[Any]", value):
+            _collect(item, found)
+    elif isinstance(value, dict):
+        for item in cast("dict[Any, Any]", value).values():
+            _collect(item, found)
+
+
+class _Seam:
+    """The pair of hooks around one operator."""
+
+    __slots__ = ("_around", "_beneath", "_name", "_sources", "_values")
+
+    def __init__(self, func: Callable[..., Any], values: list[Value]) -> None:
+        self._values = values
+        self._sources = {
+            storage_id(value): (value._recoup_source, value._recoup_within)
+            for value in values
+            if value.layout is torch.strided
+        }
+        self._beneath: Pair | None = pair_in_force()
+        self._around = None if self._beneath is None else self._beneath[0]
+        self._name = f"A tensor that {getattr(func, '__name__', 'an operator')} saved"
+
+    @never_compiled
+    def pack(self, tensor: Tensor) -> _Slot | Kept:
+        if tensor.layout is torch.strided:
+            source, within = self._sources.get(storage_id(tensor), (None, None))
+            if source is not None:
+                if _is_here(within, self._around) and source._owns(tensor):
+                    return source._slot(tensor, None)  # See Rule 2
+            elif tensor.grad_fn is not None:
+                slot = self._slot_of_cast(tensor)
+                if slot is not None:
+                    return slot
+        return Kept(tensor, self._name, self._beneath)
+
+    def _slot_of_cast(self, tensor: Tensor) -> _Slot | None:
+        """Return a slot if `tensor` is a cast of a value, or a view of one (See Rule 3)."""
+        found = cast_of(tensor, self._values)
+        if found is None:
+            return None
+        value = cast("Value", found[0])
+        is_here = _is_here(value._recoup_within, self._around)
+        is_ours = is_here and value._recoup_source._owns(value)
+        return value._recoup_source._slot(tensor, found[1]) if is_ours else None
+
+    def close(self) -> None:
+        """Let go of the values: whatever was saved holds on to the pair of hooks."""
+        self._values = []
+        self._sources = {}
+
+    def marked(self, result: Any) -> Any:
+        """Mark the results that are views of values (See Rule 2)."""
+        if isinstance(result, Tensor):
+            if type(result) is Tensor and result.layout is torch.strided:
+                source, within = self._sources.get(storage_id(result), (None, None))
+                if source is not None and source._owns(result):
+                    return _marked_within(result, source, within)
+        elif type(result) in (tuple, list):
+            return type(result)(self.marked(item) for item in result)
+        return result
+
+
+@never_compiled
+def _unpack(packed: _Slot | Kept) -> Tensor:
+    return packed.get()

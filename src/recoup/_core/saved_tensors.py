@@ -1,0 +1,264 @@
+"""The seam: how recoup meets the tensors that autograd saves.
+
+NOTE [ The pair beneath ]
+
+Rule 1. Autograd calls only the innermost pair of saved-tensor hooks. So whatever one of our
+        pairs does not own it hands to the pair beneath, which sees what it would have seen.
+Rule 2. Autograd does not compare versions of a tensor that went through hooks. So a tensor
+        that we keep ourselves is kept with its version, and compared when it is asked for.
+Rule 3. What is kept is detached: a saved output that held on to its own node would be a
+        reference cycle, which only the garbage collector ends.
+Rule 4. Only the top of the stack of pairs can be seen. A pair of ours notes what it was pushed
+        upon; cut off, it pops whatever lies above that, also what others have left there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from traceback import walk_tb
+from types import GeneratorType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recoup._core.compile import never_compiled
+from recoup._core.restoring import Restoring
+from recoup.errors import ChangedError, RecoupError
+
+__all__ = [
+    "Kept",
+    "Pair",
+    "check_hooks_work",
+    "frame_in_force",
+    "grad_mode",
+    "is_in_backward",
+    "is_transformed",
+    "pair_in_force",
+    "pop_down_to",
+    "pop_saved_tensors_hooks",
+    "reverse_at_once",
+    "saving",
+    "set_grad_enabled",
+    "set_versions",
+    "storage_of",
+    "untransformed",
+    "version_of",
+    "without_torch_function",
+]
+
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
+# What torch.enable_grad() calls; making and entering that one takes ten times as long.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+_top: Callable[[bool], Pair | None] = _autograd._top_saved_tensors_default_hooks
+_push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
+_pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+# What a function mode and the classes of tensors would see is not shown to them within it.
+without_torch_function: Any = torch._C.DisableTorchFunction
+_LAST = 2**64 - 1
+_CHECKPOINT = "torch.utils.checkpoint"
+Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def pair_in_force() -> Pair | None:
+    """Return the innermost pair of saved-tensor hooks of this thread."""
+    return _top(False)
+
+
+class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_hooks does
+    """Around operators whose saved tensors go through a pair of hooks (See Rule 4)."""
+
+    __slots__ = ("_beneath", "_is_entered", "_pack", "_unpack")
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self._pack = pack
+        self._unpack = unpack
+        self._beneath: Pair | None = None
+        self._is_entered = False
+
+    @never_compiled
+    def __enter__(self) -> None:
+        self._beneath = _top(False)
+        self._is_entered = True
+        _push(self._pack, self._unpack)
+
+    @never_compiled
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is not None:
+            self.restore()
+        elif self._is_entered:
+            _pop()
+            self._is_entered = False
+
+    @never_compiled
+    def restore(self) -> None:
+        if self._is_entered:
+            pop_down_to(self._beneath)
+            self._is_entered = False
+
+
+def pop_down_to(beneath: Pair | None) -> None:
+    """Pop pairs of hooks until `beneath`, which is on the stack, is in force."""
+    if _is_above(beneath):
+        _close_checkpoints_of(sys.exception())
+    while _is_above(beneath):
+        _pop()
+
+
+def _is_above(beneath: Pair | None) -> bool:
+    top = _top(False)
+    return top is not None and (beneath is None or top[0] is not beneath[0])
+
+
+def _close_checkpoints_of(error: BaseException | None) -> None:
+    """End the checkpoints of torch that `error` has left, so that each pops its own pair.
+
+    Where a forward raises, torch 2.11 leaves the generator that pushed the pair to the garbage
+    collector, which pops whatever is in force then.
+    """
+    traceback = None if error is None else error.__traceback__
+    frames = [] if traceback is None else [frame for frame, _ in walk_tb(traceback)]
+    for frame in reversed(frames):
+        left = frame.f_locals.get("gen")
+        if frame.f_globals.get("__name__") == _CHECKPOINT and isinstance(left, GeneratorType):
+            left.close()
+
+
+class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_enabled does
+    """Around code that runs with grad mode on, or off."""
+
+    __slots__ = ("_before", "_is_enabled")
+
+    def __init__(self, is_enabled: bool) -> None:
+        super().__init__()
+        self._is_enabled = is_enabled
+        self._before: bool | None = None
+
+    @never_compiled
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        set_grad_enabled(self._is_enabled)
+
+    @never_compiled
+    def restore(self) -> None:
+        if self._before is not None:
+            set_grad_enabled(self._before)
+            self._before = None
+
+
+def frame_in_force() -> object | None:
+    """Return the frame of torch.utils.checkpoint that runs first or again, if it can be told."""
+    pair = pair_in_force()
+    if pair is None or getattr(pair[0], "__module__", "") != "torch.utils.checkpoint":
+        return None
+    pack: Any = inspect.unwrap(pair[0])
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    if "target_frame_ref" in cells:
+        return cells["target_frame_ref"].cell_contents()
+    return cells["frame"].cell_contents if "frame" in cells else None
+
+
+# Around what is made from a seed alone: a transform of torch.func would take it for random.
+untransformed = torch._C._DisableFuncTorch
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is around, in which the seam does not exist."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
+    return functorch.peek_interpreter_stack() is not None
+
+
+def check_hooks_work() -> None:
+    """Raise inside a transform of torch.func."""
+    if is_transformed():
+        raise RecoupError(
+            "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
+            'recompute, checkpoint and every memory mode but "linear" need. There, call what they '
+            'wrap by itself, or set memory="linear".'
+        )
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the memory that `tensor` looks at; 0 if it has none of its own."""
+    if tensor.layout is not torch.strided:
+        return 0
+    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+        return 0  # a DTensor is made of others
+    if type(tensor) is Tensor:
+        return tensor.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():  # a value would be taken for exposed
+        return tensor.untyped_storage().data_ptr()
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often `tensor` was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Say that tensors were changed in place so often, whatever was written to them."""
+    _autograd._unsafe_set_version_counter(tensors, versions)
+
+
+def pop_saved_tensors_hooks() -> None:
+    """Take off the innermost pair of saved tensor hooks."""
+    _pop()
+
+
+def reverse_at_once(tensor: Tensor) -> None:
+    """Let backward run the node that made `tensor` as soon as its gradient is complete.
+
+    By itself the engine runs what was made last first, so the gradient of a weight that was made
+    before its layer ran would wait, as large as the weight, for all of the layer. The engine does
+    the same for the nodes that accumulate gradients.
+    """
+    if tensor.grad_fn is not None:
+        cast("Any", tensor.grad_fn)._set_sequence_nr(_LAST)
+
+
+class Kept:
+    """A tensor that stays until backward, in the hands of a pair of hooks if there is one.
+
+    Args:
+        tensor: what to keep.
+        name: what an error calls it.
+        pair: the pair beneath ours (See Rule 1).
+    """
+
+    __slots__ = ("_name", "_packed", "_unpack", "_version")
+
+    def __init__(self, tensor: Tensor, name: str, pair: Pair | None) -> None:
+        self._name = name
+        self._version = version_of(tensor)
+        if pair is None:
+            self._packed: Any = tensor.detach()  # See Rule 3
+            self._unpack: Callable[[Any], Tensor] | None = None
+        else:
+            # With its history, a state would hold the graph that holds it, if the pair keeps it.
+            self._packed = pair[0](tensor if tensor.grad_fn is None else tensor.detach())
+            self._unpack = pair[1]
+
+    def get(self) -> Tensor:
+        """Return the tensor, or raise if it was changed in place since it was kept."""
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        self.check("between forward and backward")
+        return self._packed
+
+    def check(self, when: str) -> None:
+        """Raise if the tensor was changed in place since it was kept (See Rule 2)."""
+        if self._unpack is None and version_of(self._packed) != self._version:
+            raise ChangedError(
+                f"{self._name} was changed in place {when} (version {self._version} when it was "
+                f"used, {version_of(self._packed)} now), so backward would see other values than "
+                "forward did. Run backward before changing it, or change a clone."
+            )

@@ -1,0 +1,247 @@
+"""Evaluations that forward, inverse and backward share.
+
+NOTE [ One evaluation ]
+
+Rule 1. The inverse of a coupling runs its networks on the very inputs that forward gave them.
+        So in backward one inverse both finds the input of the coupling and, by running each
+        network as a region of its own, makes that network's residuals.
+Rule 2. What the coupling itself would have saved is made by running its forward once more over
+        the network outputs that the inverse remembered: elementwise work only.
+Rule 3. A network is found again by identity. One that a single forward evaluates twice is
+        ambiguous, since an inverse may ask in another order; then nothing is shared, and
+        backward runs inverse and forward in full.
+Rule 4. The draws of a network come from a seed of its own, in every memory mode, so that they
+        do not depend on which direction asks first.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.deterministic import draws_nothing
+from recoup._core.forward_gradients import FirstRun
+from recoup._core.pytree import Tree, flatten
+from recoup._core.region import Region
+from recoup._core.restoring import Restoring
+from recoup._core.rng import SeededCall
+from recoup._core.second_run import Filling, Untaped
+from recoup.errors import ReplayError
+
+__all__ = ["Evaluations", "evaluate", "is_answered"]
+
+Inputs = tuple[Tensor, ...]
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.answer: Callable[[nn.Module, Inputs], Any] | None = None
+
+
+_local = _Local()
+
+
+def evaluate(network: nn.Module, inputs: Inputs) -> Any:
+    """Call `network`, or let the region that is running answer (See Rules 1 and 2)."""
+    if torch.compiler.is_compiling():
+        return network(*inputs)  # seeds do not go into a graph; compiled draws are its own anyway
+    answer = _local.answer
+    if answer is None:
+        if draws_nothing(network):
+            return network(*inputs)
+        return _run(network, inputs, SeededCall())
+    with _Answering(None):
+        return answer(network, inputs)
+
+
+def is_answered() -> bool:
+    """Whether a region that is inverted owns whatever this thread evaluates."""
+    return _local.answer is not None
+
+
+def _run(network: nn.Module, inputs: Inputs, call: SeededCall) -> Any:
+    if not call.is_known and draws_nothing(network):
+        call.draws_nothing()
+        return network(*inputs)
+    return call.run(lambda: network(*inputs))  # See Rule 4
+
+
+def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any:
+    inputs = tuple(
+        value.detach().requires_grad_(flag)
+        for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
+    )
+    first_run = FirstRun((network,), is_training=network.training)
+    with Untaped(f"a {type(network).__name__} that is evaluated", first_run):
+        return _run(network, inputs, evaluation.call)
+
+
+class _Answering(Restoring):
+    """Within it, `answer` is asked for every evaluation; None lets networks run by themselves."""
+
+    __slots__ = ("_answer", "_before", "_is_entered")
+
+    def __init__(self, answer: Callable[[nn.Module, Inputs], Any] | None) -> None:
+        super().__init__()
+        self._answer = answer
+        self._before: Callable[[nn.Module, Inputs], Any] | None = None
+        self._is_entered = False
+
+    def __enter__(self) -> None:
+        self._before = _local.answer
+        self._is_entered = True
+        _local.answer = self._answer
+
+    def restore(self) -> None:
+        if self._is_entered:
+            _local.answer = self._before
+            self._is_entered = False
+
+
+class _Evaluation:
+    """One evaluation: where its residuals belong, its seed, and its output while needed."""
+
+    __slots__ = ("call", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
+
+    def __init__(self, inputs: Inputs, region: Region) -> None:
+        self.requires_grad = tuple(value.requires_grad for value in inputs)
+        self.call = SeededCall()
+        self.region = weakref.ref(region)
+        self.output: tuple[Tensor, ...] | None = None
+        self.versions: list[int] = []
+        self.wants_grad: tuple[bool, ...] = ()
+        self.tree: Tree | None = None
+
+    def returned(self, output: tuple[Tensor, ...]) -> Any:
+        """Return `output` in the form that the network gave it, wanting the gradients it did."""
+        values = tuple(
+            value.detach().requires_grad_(flag)
+            for value, flag in zip(output, self.wants_grad, strict=True)
+        )
+        return values[0] if self.tree is None else self.tree.unflatten(values)
+
+
+class Evaluations:
+    """The evaluations of one call of an invertible module.
+
+    Args:
+        name: what errors call the module.
+    """
+
+    __slots__ = ("_by_network", "_cursor", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._by_network: dict[nn.Module, list[_Evaluation]] = {}
+        self._cursor: dict[nn.Module, int] = {}
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether inverse can make the residuals (See Rule 3)."""
+        return all(len(same) == 1 for same in self._by_network.values())
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any residual of a network can still be asked for."""
+        regions = (one.region() for same in self._by_network.values() for one in same)
+        return any(region is not None and region.is_wanted for region in regions)
+
+    def recording(self, make_region: Callable[[], Region]) -> _Answering:
+        """Around the first forward; each evaluation gets a region, made by `make_region`."""
+        return _Answering(partial(self._record, make_region))
+
+    def inverting(self, fills: bool) -> _Answering:
+        """Around the inverse, which fills and remembers evaluations (Rule 1), or only runs."""
+        return _Answering(self._fill_and_remember if fills else self._only_run)
+
+    def recalling(self) -> _Answering:
+        """Around the forward after the inverse: remembered outputs (See Rule 2)."""
+        return _Answering(self._recall)
+
+    def filling(self) -> _Answering:
+        """Around a second forward in full: every evaluation is run again (See Rule 3)."""
+        self._cursor = {}
+        return _Answering(self._fill_in_order)
+
+    def forget(self) -> None:
+        """Let go of the remembered outputs."""
+        for same in self._by_network.values():
+            for evaluation in same:
+                evaluation.output = None
+
+    def _record(self, make_region: Callable[[], Region], network: nn.Module, inputs: Inputs) -> Any:
+        region = make_region()
+        evaluation = _Evaluation(inputs, region)
+        self._by_network.setdefault(network, []).append(evaluation)
+        with region.recording():
+            output = _run(network, inputs, evaluation.call)
+        values, evaluation.tree = flatten(output)
+        evaluation.wants_grad = tuple(value.requires_grad for value in values)
+        return output
+
+    def _only(self, network: nn.Module) -> _Evaluation:
+        found = self._by_network.get(network)
+        if found is None:
+            raise ReplayError(
+                f"{self._name} evaluates {type(network).__name__} in one direction and not in the "
+                "other. Call it through `evaluate` in both `forward` and `inverse`, or in neither."
+            )
+        return found[0]
+
+    def _fill_and_remember(self, network: nn.Module, inputs: Inputs) -> Any:
+        evaluation = self._only(network)
+        output = self._fill(evaluation, network, inputs)
+        evaluation.output = output
+        evaluation.versions = [value._version for value in output]
+        return output[0] if evaluation.tree is None else evaluation.tree.unflatten(output)
+
+    def _fill(
+        self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs
+    ) -> tuple[Tensor, ...]:
+        region = evaluation.region()
+        if region is None or not region.is_wanted:
+            output = flatten(_untaped(network, inputs, evaluation))[0]
+            return tuple(value.detach() for value in output)
+        taped = tuple(
+            value.detach().requires_grad_(flag)
+            for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
+        )
+        with Filling(region, taped):
+            output = flatten(_run(network, taped, evaluation.call))[0]
+        return tuple(value.detach() for value in output)
+
+    def _only_run(self, network: nn.Module, inputs: Inputs) -> Any:
+        evaluation = self._only(network)
+        if len(self._by_network[network]) > 1 and evaluation.call.draws:
+            raise ReplayError(
+                f"{self._name} evaluates one {type(network).__name__} twice in a forward, and it "
+                "draws random numbers: which draw belongs to which evaluation cannot be told in "
+                'the inverse. Use two networks, or memory="sqrt".'
+            )
+        values, tree = flatten(_untaped(network, inputs, evaluation))
+        return tree.unflatten(tuple(value.detach() for value in values))
+
+    def _recall(self, network: nn.Module, inputs: Inputs) -> Any:
+        del inputs
+        evaluation = self._only(network)
+        output = evaluation.output
+        if output is None or [value._version for value in output] != evaluation.versions:
+            raise ReplayError(
+                f"The inverse of {self._name} did not evaluate {type(network).__name__}, or "
+                "changed its output in place. Evaluate it once in each direction, and do not "
+                "change the output in place."
+            )
+        return evaluation.returned(output)
+
+    def _fill_in_order(self, network: nn.Module, inputs: Inputs) -> Any:
+        self._only(network)
+        place = self._cursor.get(network, 0)
+        self._cursor[network] = place + 1
+        evaluation = self._by_network[network][place]
+        return evaluation.returned(self._fill(evaluation, network, inputs))

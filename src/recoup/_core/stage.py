@@ -1,0 +1,268 @@
+"""One stage of a chain: its first run, in forward, and the runs after it, in backward.
+
+NOTE [ A stage runs again ]
+
+Rule 1. A second run is given what the first was given, as leaves that want the gradients it did,
+        and runs with grad mode on, taped or not: what a module computes may depend on that.
+Rule 2. A stage may change what it is given in place, as an in-place activation does. Its later
+        runs get a copy then. If it would change a state that the schedule keeps, or a view of one,
+        its first run gets a copy too where the module says that it is in place; where it does not
+        say so, that is an error in forward.
+Rule 3. An inverse runs without a graph; the networks that it evaluates are taped on their own.
+Rule 4. Draws in an inverted stage that no seed repeats come from the generators' state, in the
+        order in which forward drew. Whether the inverse drew in that order shows in the output of
+        the second forward, which must be the first one's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.closures import Held
+from recoup._core.code_keys import Codes
+from recoup._core.guards import is_in_place
+from recoup._core.region import Region
+from recoup._core.replay import Rerun
+from recoup._core.saved_tensors import grad_mode, version_of
+from recoup._core.second_run import Filled, Filling, Untaped
+from recoup._core.shared_evaluation import Evaluations
+from recoup.errors import ReplayError
+
+__all__ = ["Stage", "StageRun", "State", "is_said_in_place"]
+
+State = tuple[Tensor, ...]
+_NOTHING = nullcontext()
+
+
+class Stage(Protocol):
+    """One stage of a chain, as the executor sees it."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Whose parameters, buffers and modes it uses."""
+        ...
+
+    @property
+    def code(self) -> object:
+        """What it runs: a module, or the `Codes` of a function."""
+        ...
+
+    @property
+    def held(self) -> Held | None:
+        """What a function reads beside its arguments; None for a module."""
+        ...
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Return the next state, and a value beside the chain (a log-determinant)."""
+        ...
+
+    def inverse(self, state: State) -> State:
+        """Return the state before this stage."""
+        ...
+
+
+class StageRun:
+    """What the first run of one stage leaves for those after it."""
+
+    __slots__ = (
+        "_evaluations",
+        "_region",
+        "_requires_grad",
+        "_rerun",
+        "_shapes",
+        "_stage",
+        "changes_input",
+    )
+
+    def __init__(self, stage: Stage, state: State) -> None:
+        self._stage = stage
+        self._rerun = Rerun(stage.name, stage.modules, stage.code, stage.held)
+        self._region: weakref.ref[Region] | None = None
+        self._evaluations: Evaluations | None = None
+        self._requires_grad = tuple(value.requires_grad for value in state)
+        self._shapes = tuple(value.shape for value in state)
+        self.changes_input = False
+
+    # -- the first run ---------------------------------------------------------------------
+
+    def tape(self, state: State) -> tuple[State, Tensor | None]:
+        """Run the stage as any module is run, so that it can be run again."""
+        first = self._rerun.first()
+        with first.lock, first:
+            return self._forward(state)
+
+    def run_as_region(
+        self, state: State, make_region: Callable[[], Region], *, is_inverted: bool
+    ) -> tuple[State, Tensor | None]:
+        """Run the stage and leave slots where it would have kept residuals."""
+        # An input must not be taken for one of the stage's own parameters.
+        state = tuple(
+            value.view_as(value) if isinstance(value, nn.Parameter) else value for value in state
+        )
+        first_run = self._rerun.first_run()
+        regions: list[Region] = []
+
+        def make() -> Region:
+            region = make_region()
+            region.first_run = first_run
+            regions.append(region)
+            return region
+
+        region = make()
+        self._region = weakref.ref(region)
+        answering: AbstractContextManager[object] = _NOTHING
+        if is_inverted:
+            self._evaluations = Evaluations(self._stage.name)
+            answering = self._evaluations.recording(make)
+        first = self._rerun.first()
+        is_whole = False
+        try:
+            with first.lock, first, region.recording(), answering:
+                result = self._forward(state)
+            is_whole = True
+        finally:
+            for each in regions:
+                each.ended(is_whole=is_whole)
+            first_run.end(is_whole=is_whole)
+        return result
+
+    def _forward(self, state: State) -> tuple[State, Tensor | None]:
+        versions = [version_of(value) for value in state]
+        result = self._stage.forward(state)
+        self.changes_input = [version_of(value) for value in state] != versions
+        return result
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any residual of the stage, or of a network in it, can still be asked for."""
+        evaluations = self._evaluations
+        return self._wanted_region() is not None or (
+            evaluations is not None and evaluations.are_wanted
+        )
+
+    @property
+    def inputs(self) -> State | None:
+        """What a later run was given, while its residuals can be asked for."""
+        region = self._region() if self._region is not None else None
+        return None if region is None else region.inputs
+
+    @inputs.setter
+    def inputs(self, inputs: State | None) -> None:
+        region = self._region() if self._region is not None else None
+        if region is not None:
+            region.inputs = inputs
+
+    # -- later runs ------------------------------------------------------------------------
+
+    def advance(self, state: State) -> State:
+        """Run the stage again from its input, without a tape."""
+        inputs = self._inputs(state)
+        again = self._rerun.again()
+        with again.lock, again, Untaped(self._stage.name, self._rerun.first_run()):
+            output, _ = self._stage.forward(inputs)
+        return tuple(value.detach() for value in output)
+
+    def fill(self, state: State, *, recall: bool = False, needs_output: bool = True) -> State:
+        """Run the stage again from its input, and fill its slots.
+
+        Where the output is not needed the run ends with the last slot, and nothing is returned.
+        """
+        inputs = self._inputs(state)
+        region = self._wanted_region()
+        # The evaluations are regions of their own, of which a stop would leave some empty.
+        stops = not needs_output and (self._evaluations is None or recall)
+        filling = None if region is None else Filling(region, inputs, stops=stops)
+        stops = filling is not None and filling.stops
+        taping = grad_mode(True) if filling is None else filling
+        again = self._rerun.again(stops=stops)
+        try:
+            with again.lock, again, taping, self._answering(recall):
+                output, _ = self._stage.forward(inputs)
+        except Filled as filled:
+            if filled.region is not region:
+                raise
+            return ()
+        return tuple(value.detach() for value in output) if needs_output else ()
+
+    def invert(self, after: State, *, is_taped: bool) -> State:
+        """Invert the stage from its output, and fill its slots if `is_taped`."""
+        evaluations = self._evaluations
+        if evaluations is None:
+            raise ReplayError(f"{self._stage.name} did not run as a stage to be inverted.")
+        recall = is_taped and evaluations.are_shared
+        again = self._rerun.again()
+        try:
+            with grad_mode(False), again.lock, again, evaluations.inverting(recall):
+                state = self._inverse(after)
+            if self._rerun.has_foreign_draws:  # See Rule 4
+                self._check_same(self.fill(state, recall=recall), after)
+            elif is_taped and (not recall or self._wanted_region() is not None):
+                del after  # a whole state, which the fill does without
+                self.fill(state, recall=recall)
+        finally:
+            evaluations.forget()
+        return state
+
+    def _wanted_region(self) -> Region | None:
+        region = self._region() if self._region is not None else None
+        return region if region is not None and region.is_wanted else None
+
+    def _inputs(self, state: State) -> State:
+        inputs = tuple(
+            value.detach().requires_grad_(flag)
+            for value, flag in zip(state, self._requires_grad, strict=True)
+        )
+        if not self.changes_input:
+            return inputs
+        with grad_mode(True):  # autograd allows no change of a leaf
+            return tuple(value.clone() for value in inputs)
+
+    def _answering(self, recall: bool) -> AbstractContextManager[None]:
+        if self._evaluations is None:
+            return _NOTHING
+        return self._evaluations.recalling() if recall else self._evaluations.filling()
+
+    def _inverse(self, after: State) -> State:
+        name = self._stage.name
+        versions = [value._version for value in after]
+        before = tuple(value.detach() for value in self._stage.inverse(after))
+        if [value._version for value in after] != versions:
+            raise ReplayError(
+                f"`inverse` of {name} changed its input in place, which is the output that forward "
+                "gave to the caller. Change a clone."
+            )
+        shapes = tuple(value.shape for value in before)
+        if shapes != self._shapes:
+            raise ReplayError(
+                f"`inverse` of {name} made shapes {[tuple(s) for s in shapes]} where forward was "
+                f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
+            )
+        return before
+
+    def _check_same(self, again: State, after: State) -> None:
+        for value, expected in zip(again, after, strict=True):
+            allowed = torch.finfo(value.dtype).eps ** 0.5 * (1 + float(expected.abs().max()))
+            if float((value - expected).abs().max()) > allowed:
+                raise ReplayError(
+                    f"The inverse of {self._stage.name} draws random numbers in another order than "
+                    "forward, so it does not undo it. Call the networks that draw through "
+                    "`self.evaluate(network, x)` in `forward` and `inverse`, or choose "
+                    'memory="sqrt".'
+                )
+
+
+def is_said_in_place(stage: Stage) -> bool:
+    """Whether the module of `stage` says that it changes its input in place (See Rule 2)."""
+    code = stage.code.codes[0] if isinstance(stage.code, Codes) else stage.code
+    return isinstance(code, nn.Module) and is_in_place(code)

@@ -1,0 +1,153 @@
+"""Which bytes are alive: storages followed from the operator that made them until they die.
+
+NOTE [ What a storage is, and when it counts ]
+
+Tensors are views; memory belongs to their storage. A storage counts from the operator that
+returns it first until the last reference to it goes, once, however many tensors look at it. A
+storage that an operator takes as input without any operator before having returned it was there
+earlier, and does not count; if an operator makes it grow, the growth does.
+
+Only weak references are held, so following a storage does not prolong its life. Its address
+serves as key: the entry goes before the address can be given to another storage, because the
+weak reference is called first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recoup._core.storage_ids import parts_of
+
+__all__ = ["StorageTracker"]
+
+
+class _Followed(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, with what it counts for."""
+
+    __slots__ = ("baseline_bytes", "key", "num_bytes")
+
+    key: int
+    num_bytes: int
+    baseline_bytes: int
+
+
+class StorageTracker(TorchDispatchMode):
+    """A context that counts the bytes of the storages made by operators within it.
+
+    Nothing is kept but one weak reference a storage. After the context has ended, no new storage
+    is counted, and `current_bytes` goes on falling as what was made within is freed.
+
+    What it cannot see: temporaries inside a kernel; storages that no operator made
+    (`torch.from_numpy`, `torch.load`); operators on other threads, and those inside a
+    compiled graph; what was alive before and is freed within. A storage that is resized by
+    `UntypedStorage.resize_` is counted anew when an operator next meets it, and at the end.
+
+    Args:
+        device: count storages on this type of device only; all if None.
+
+    Example:
+        >>> with StorageTracker() as tracker:
+        ...     x = torch.zeros(256)  # 1 KiB
+        ...     y = x.view(16, 16).exp().sum()
+        >>> tracker.peak_bytes, tracker.current_bytes
+        (2052, 1028)
+    """
+
+    # Operators that take functions (such as flex_attention) are to reach this mode too.
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._device_type = None if device is None else torch.device(device).type
+        self._followed: dict[int, _Followed] = {}
+        # The callback must not own the tracker, or the two would wait for the garbage collector.
+        tracker = weakref.ref(self)
+
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            owner = tracker()
+            if owner is not None and isinstance(reference, _Followed):
+                owner._forget(reference)
+
+        self._when_freed: Callable[[weakref.ref[torch.UntypedStorage]], None] = forget
+
+    def __exit__(self, *exc_info: Any) -> None:
+        try:
+            for followed in list(self._followed.values()):
+                storage = followed()
+                if storage is not None:
+                    self._count(followed, storage.nbytes())
+        finally:
+            super().__exit__(*exc_info)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and count what it made."""
+        kwargs = {} if kwargs is None else kwargs
+        taken = {
+            _address(storage): (storage, storage.nbytes())
+            for storage in self._storages((args, tuple(kwargs.values())))
+        }
+        for key, (_, num_bytes) in taken.items():
+            followed = self._followed.get(key)
+            if followed is not None and followed.num_bytes != num_bytes:
+                self._count(followed, num_bytes)
+        result = func(*args, **kwargs)
+        for key, (storage, num_bytes) in taken.items():
+            if storage.nbytes() != num_bytes:
+                self._follow(key, storage, baseline_bytes=num_bytes)
+        # `torch.tensor` makes its storage out of sight, and shows it first to this operator.
+        fresh = func is torch.ops.aten.lift_fresh.default
+        for storage in self._storages(result):
+            if fresh or _address(storage) not in taken:
+                self._follow(_address(storage), storage, baseline_bytes=0)
+        return result
+
+    def _follow(self, key: int, storage: torch.UntypedStorage, baseline_bytes: int) -> None:
+        followed = self._followed.get(key)
+        if followed is None:
+            followed = _Followed(storage, self._when_freed)
+            followed.key, followed.num_bytes = key, baseline_bytes
+            followed.baseline_bytes = baseline_bytes
+            self._followed[key] = followed
+        self._count(followed, storage.nbytes())
+
+    def _count(self, followed: _Followed, num_bytes: int) -> None:
+        before = max(followed.num_bytes - followed.baseline_bytes, 0)
+        followed.num_bytes = num_bytes
+        self.current_bytes += max(num_bytes - followed.baseline_bytes, 0) - before
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def _forget(self, followed: _Followed) -> None:
+        self._count(followed, 0)
+        del self._followed[followed.key]
+
+    def _storages(self, value: Any) -> Iterator[torch.UntypedStorage]:
+        """All storages beneath `value`, on the device that is counted."""
+        if isinstance(value, Tensor):
+            for part in parts_of(value):
+                if self._device_type in (None, part.device.type):
+                    yield part.untyped_storage()
+        elif isinstance(value, (tuple, list)):
+            for item in value:  # pyright: ignore[reportUnknownVariableType]
+                yield from self._storages(item)
+        elif isinstance(value, dict):
+            for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+                yield from self._storages(item)
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    """What tells storages apart; unlike the address of the data, it is never 0."""
+    return storage._cdata  # pyright: ignore[reportPrivateUsage]

@@ -1,1 +1,0 @@
-"""Plans: what each block of a model does with its residuals, chosen by a number of bytes."""

@@ -1,0 +1,258 @@
+"""Memory and time against depth: a table, a file, a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from recoup.errors import RecoupError
+from recoup.memory.meter import check_device
+from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
+from recoup.memory.whole_files import write_whole
+
+__all__ = ["Curve", "curve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a training step costs at several depths, in several memory modes.
+
+    Args:
+        build: name of the builder.
+        device: where it ran.
+        points: one for each depth and memory mode.
+
+    Example:
+        >>> points = [Point(n, "linear", 2**20 * n, 0) for n in (4, 8, 16)]
+        >>> print(Curve("chain:build", "cpu", tuple(points)))
+        chain:build on cpu
+        depth  memory  peak MiB  held MiB
+            4  linear      4.00      0.00
+            8  linear      8.00      0.00
+           16  linear     16.00      0.00
+        peak grows as depth^1.00 (linear)
+    """
+
+    build: str
+    device: str
+    points: tuple[Point, ...]
+
+    def memories(self) -> list[str | int]:
+        """Return the memory modes, in the order in which they were given."""
+        return list(dict.fromkeys(point.memory for point in self.points))
+
+    def of(self, memory: str | int) -> list[Point]:
+        """Return the points of one memory mode, by rising depth."""
+        points = [point for point in self.points if point.memory == memory]
+        return sorted(points, key=lambda point: point.depth)
+
+    def exponents(self) -> dict[str | int, float]:
+        """Return how the peak grows: the exponent of depth, for each memory mode.
+
+        It is the slope of a straight line through the logarithms, by least squares: 1 where memory
+        grows with depth, 0.5 where it grows with its square root, 0 where it is constant. A fixed
+        part of the peak lowers it. NaN with fewer than two depths, or a peak of 0 bytes.
+        """
+        return {memory: _exponent(self.of(memory)) for memory in self.memories()}
+
+    def table(self) -> str:
+        """Return the points as text, a line each; times are those of one step."""
+        header = ["depth", "memory", "peak MiB", "held MiB"]
+        timed = any(point.seconds is not None for point in self.points)
+        resident = any(point.resident_bytes is not None for point in self.points)
+        header += ["step ms", "CPU ms"] if timed else []
+        header += ["resident MiB"] if resident else []
+        rows = [header]
+        for point in self.points:
+            row = [str(point.depth), str(point.memory)]
+            row += [_mebibytes(point.peak_bytes), _mebibytes(point.held_bytes)]
+            row += [_ms(point.seconds), _ms(point.cpu_seconds)] if timed else []
+            row += [_mebibytes(point.resident_bytes)] if resident else []
+            rows.append(row)
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if column == 1 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+
+    def __str__(self) -> str:
+        growth = [
+            f"depth^{exponent:.2f} ({memory})"
+            for memory, exponent in self.exponents().items()
+            if not math.isnan(exponent)
+        ]
+        lines = [f"{self.build} on {self.device}", self.table()]
+        return "\n".join([*lines, f"peak grows as {', '.join(growth)}"] if growth else lines)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+        """Write the points to a file, a row each; return its path.
+
+        The file is there whole or not at all; missing folders are made.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The path.
+        """
+        text = io.StringIO()
+        names = [field.name for field in fields(Point)]
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["build", "device", *names])
+        for point in self.points:
+            values = [getattr(point, name) for name in names]
+            writer.writerow([self.build, self.device, *values])
+        return write_whole(Path(path), text.getvalue().encode())
+
+    def figure(self, path: str | os.PathLike[str]) -> Path:
+        """Draw peak memory and step time against depth; return the path of the picture.
+
+        The file is there whole or not at all; missing folders are made. Drawing needs matplotlib
+        (``pip install 'recoup[plots]'``), and leaves its global state as it is.
+
+        Args:
+            path: of the file; its ending says the format: ``.png``, ``.svg``, ``.pdf``.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: if matplotlib is missing.
+            ValueError: if the ending of `path` is another.
+        """
+        from recoup.memory.figures import render
+
+        points = {memory: self.of(memory) for memory in self.memories()}
+        return write_whole(Path(path), render(points, Path(path).suffix))
+
+
+def curve(
+    build: Callable[..., object] | str,
+    depths: Sequence[int],
+    memories: Sequence[str | int],
+    *,
+    device: torch.device | str = "cpu",
+    repeats: int = 3,
+    num_threads: int = 1,
+    resident: bool = False,
+    progress: Callable[[Point], object] | None = None,
+) -> Curve:
+    """Measure memory and time of a training step against depth, each point in a fresh process.
+
+    Each process seeds torch with 0, calls ``build(depth=..., memory=...)`` with `device` as the
+    default device, runs one step that is not counted, one whose memory is followed, and `repeats`
+    steps under the clock, as `recoup.measure` does; what that cannot see is not seen here.
+
+    `build` returns either of
+
+    - ``(module, inputs)``, with `inputs` one value or a tuple of arguments: a step is forward, the
+      sum of the outputs that require a gradient, and backward. Both are moved to `device`. The
+      gradients of parameters are allocated before and added to, so that they are not in the peak;
+    - a function without arguments that runs a whole step of your own.
+
+    With ``chain.py`` in the current folder,
+
+    ::
+
+        def build(depth, memory):
+            blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth)]
+            return recoup.Sequential(*blocks, memory=memory), torch.randn(1024, 64)
+
+    ``curve("chain:build", [4, 16, 64], ["linear", "sqrt"]).figure("chain.png")`` draws the picture.
+
+    Args:
+        build: a function that another process can import, or its name: ``"module:function"`` or
+            ``"path/to/file.py:function"``. A script that calls `curve` with a function of its own
+            does so under ``if __name__ == "__main__":``.
+        depths: number of blocks, or whatever `build` takes it for; each at least 1.
+        memories: memory modes, as `build` takes them.
+        device: ``"cpu"`` or a CUDA device.
+        repeats: steps under the clock, of which the best counts; 0 for no times.
+        num_threads: threads of torch on CPU.
+        resident: check the peak by another way, on CPU under Linux: the resident memory that the
+            system reports for a process of its own, with glibc told to give memory back at once.
+            It is right where activations are much larger than 64 KiB.
+        progress: called with each point once it is measured.
+
+    Returns:
+        The points; printable, with `Curve.to_csv` and `Curve.figure`.
+
+    Raises:
+        ValueError: if an argument is not as above.
+        RecoupError: if the builder or its step failed, with the last line of its error.
+
+    Example:
+        >>> curve("chain:build", depths=[], memories=["linear"])
+        Traceback (most recent call last):
+        ValueError: `depths` is empty, but must hold at least one number, such as [4, 8, 16].
+    """
+    name = build_name(build)
+    _check(depths, memories, repeats, num_threads)
+    where = check_device(device)
+    if resident and (where.type != "cpu" or not Path("/proc/self/clear_refs").exists()):
+        raise ValueError("`resident` is True, but that is for the CPU under Linux. Leave it out.")
+    if WITHIN_WORKER in os.environ:
+        raise RecoupError(
+            "`curve` was called while a point was being measured, most likely by the script that "
+            'holds the builder. Put that call under `if __name__ == "__main__":`.'
+        )
+    points: list[Point] = []
+    for depth in sorted(set(depths)):
+        for memory in dict.fromkeys(memories):
+            request = (name, depth, memory, str(where), repeats, num_threads)
+            answer = measure_point(Request(*request, resident=False))
+            if resident:
+                answer |= measure_point(Request(*request, resident=True))
+            points.append(Point(depth, memory, **answer))
+            if progress is not None:
+                progress(points[-1])
+    return Curve(name, str(where), tuple(points))
+
+
+def _check(
+    depths: Sequence[int], memories: Sequence[str | int], repeats: int, num_threads: int
+) -> None:
+    if not depths:
+        raise ValueError(
+            "`depths` is empty, but must hold at least one number, such as [4, 8, 16]."
+        )
+    if min(depths) < 1:
+        raise ValueError(f"`depths` holds {min(depths)}, but each depth must be at least 1.")
+    if isinstance(memories, str) or not memories:
+        raise ValueError(
+            f'`memories` is {memories!r}, but must be a list of modes, such as ["linear", "sqrt"].'
+        )
+    if repeats < 0:
+        raise ValueError(f"`repeats` is {repeats}, but must be at least 0 (0: no time is taken).")
+    if num_threads < 1:
+        raise ValueError(f"`num_threads` is {num_threads}, but must be at least 1.")
+
+
+def _exponent(points: list[Point]) -> float:
+    if len({point.depth for point in points}) < 2 or min(point.peak_bytes for point in points) <= 0:
+        return math.nan
+    depths = [math.log(point.depth) for point in points]
+    peaks = [math.log(point.peak_bytes) for point in points]
+    mean_depth, mean_peak = sum(depths) / len(depths), sum(peaks) / len(peaks)
+    covariance = sum(
+        (depth - mean_depth) * (peak - mean_peak) for depth, peak in zip(depths, peaks, strict=True)
+    )
+    return covariance / sum((depth - mean_depth) ** 2 for depth in depths)
+
+
+def _mebibytes(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.2f}"

@@ -1,0 +1,110 @@
+"""Which module is running, by which name, and which tensors belong to modules."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from recoup._core.compile import never_compiled
+
+__all__ = ["Place", "Running", "named"]
+
+Place = tuple[nn.Module, str]  # the root of a tree of modules, and a qualified name within it
+
+
+class Running:
+    """The modules of this thread whose forward has begun and not ended, while `followed`.
+
+    Args:
+        modules: trees that are known beforehand; others become known when they run. A tree that
+            lies within another one is named by that.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._thread = threading.get_ident()
+        self._running: list[nn.Module] = []
+        self._places: dict[int, Place] = {}
+        self._roots: list[nn.Module] = []
+        self._tensors: dict[int, Tensor] = {}
+        for module in sorted(modules, key=_size, reverse=True):
+            self._know(module)
+
+    @contextmanager
+    def followed(self) -> Generator[None]:
+        """Follow what runs."""
+
+        @never_compiled
+        def enter(module: nn.Module, inputs: Any) -> None:
+            del inputs
+            if threading.get_ident() == self._thread:
+                if not self._running or id(module) not in self._places:
+                    self._know(module)  # again: functional_call gives it other parameters
+                self._running.append(module)
+
+        @never_compiled
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            del inputs, output
+            is_mine = threading.get_ident() == self._thread
+            if is_mine and self._running and self._running[-1] is module:
+                self._running.pop()
+
+        entering = register_module_forward_pre_hook(enter)
+        leaving = register_module_forward_hook(leave, always_call=True)
+        try:
+            yield
+        finally:
+            entering.remove()
+            leaving.remove()
+
+    @property
+    def place(self) -> Place | None:
+        """The innermost module that runs."""
+        return self._places[id(self._running[-1])] if self._running else None
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the parameters and buffers of all modules that are known."""
+        for root in self._roots:
+            self._know(root)  # lazy ones have a shape by now
+        return self._tensors.values()
+
+    def _know(self, module: nn.Module) -> None:
+        if id(module) not in self._places:
+            self._roots.append(module)
+        for name, each in cast("Iterator[Place]", module.named_modules()):
+            self._places.setdefault(id(each), (module, cast("str", name)))
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not is_lazy(tensor):
+                self._tensors[id(tensor)] = tensor
+
+
+def _size(module: nn.Module) -> int:
+    return sum(1 for _ in module.modules())
+
+
+def named(places: Iterable[Place]) -> Callable[[Place], str]:
+    """Return what names a place: the class of its root too where there are several roots."""
+    titles: dict[int, str] = {}
+    num_named: dict[str, int] = {}
+    for root, _ in places:
+        if id(root) not in titles:
+            kind = type(root).__name__
+            num_named[kind] = num_named.get(kind, 0) + 1
+            titles[id(root)] = kind if num_named[kind] == 1 else f"{kind}#{num_named[kind]}"
+
+    def name_of(place: Place) -> str:
+        root, name = place
+        title = titles[id(root)]
+        if not name:
+            return title
+        return name if len(titles) == 1 else f"{title}.{name}"
+
+    return name_of

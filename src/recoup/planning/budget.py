@@ -1,0 +1,188 @@
+"""Bytes as the `memory` of a chain, which plans itself in its first forward.
+
+NOTE [ Chains that plan themselves ]
+
+Rule 1. A chain imports its `Budget` from here: `Sequential`, and the chains of invertible layers.
+Rule 2. The plan is made in the first forward with gradients, and made anew where a later one may
+        take more: larger arguments, more that requires gradients, training after evaluation, or
+        other modules.
+Rule 3. What is around decides: a chain within another that keeps to bytes, or within something
+        that is run again in backward, has no plan of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import nn
+
+from recoup._core.compile import is_loaded, is_traced, uncompiled
+from recoup._core.pytree import flatten
+from recoup._core.restoring import Restoring
+from recoup._core.rng import num_repeated
+from recoup._core.saved_tensors import frame_in_force, is_in_backward
+from recoup.memory.size import parse_bytes
+from recoup.planning.plan import Plan, plan_call
+
+__all__ = ["Budget", "is_bytes"]
+
+
+def is_bytes(memory: object) -> TypeGuard[str]:
+    """Whether `memory` is meant as bytes with a unit, such as ``"2 GiB"``."""
+    return isinstance(memory, str) and memory.lstrip(" .")[:1].isdigit()
+
+
+class _Size(NamedTuple):
+    """What the bytes of a step grow with (See Rule 2)."""
+
+    num_bytes: int
+    num_differentiated: int
+    is_training: bool
+
+
+class _Here(threading.local):
+    is_within = False
+
+
+_here = _Here()
+_planning = threading.RLock()  # one thread plans, and others wait for its plan
+
+
+class _Within(Restoring):
+    """Around the forward of a chain that keeps to bytes (See Rule 3)."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: bool | None = None
+
+    def __enter__(self) -> None:
+        self._before = _here.is_within
+        _here.is_within = True
+
+    def restore(self) -> None:
+        if self._before is not None:
+            _here.is_within, self._before = self._before, None
+
+
+class Budget:
+    """The bytes for a step of a chain, and the plan that keeps to them.
+
+    A copy of it, made with a copy of the chain, has the bytes and no plan yet.
+
+    Args:
+        bytes_: with a unit, such as ``"2 GiB"``; None for no bound.
+    """
+
+    def __init__(self, bytes_: str | None = None) -> None:
+        self._bytes = bytes_
+        self._forget()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there are bytes to keep to."""
+        return self._bytes is not None
+
+    def bound(self, memory: object) -> None:
+        """Take other bytes, or no bound if `memory` is no bytes.
+
+        Raises:
+            ValueError: it begins as bytes do, and is none.
+        """
+        bytes_ = memory if is_bytes(memory) else None
+        if bytes_ is not None:
+            try:
+                parse_bytes(bytes_)
+            except ValueError as error:
+                raise ValueError(str(error).replace("`value`", "`memory`")) from None
+        if self._plan is not None:
+            self._plan.remove()
+        self._bytes = bytes_
+        self._forget()
+
+    def run(
+        self,
+        chain: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        blocks: Iterable[nn.Module],
+    ) -> Any:
+        """Return what `call` returns, under a plan that keeps to the bytes.
+
+        Args:
+            chain: whose bytes they are.
+            call: calls the blocks, and keeps nothing back itself.
+            args: its arguments.
+            blocks: modules of the chain, one of which may occur several times.
+
+        Raises:
+            BudgetError: no plan keeps to the bytes.
+        """
+        planned = uncompiled(_planned) if is_loaded() else _planned
+        return planned(self, chain, call, args, blocks)
+
+    def plan_for(
+        self,
+        chain: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        blocks: Sequence[nn.Module],
+    ) -> None:
+        """See to it that the chain follows a plan for arguments as large as these."""
+        given = flatten(args)[0]
+        num_differentiated = sum(t.requires_grad for t in (*given, *chain.parameters()))
+        if self._bytes is None or not num_differentiated or not torch.is_grad_enabled():
+            return  # there is no backward
+        size = _Size(sum(t.nbytes for t in given), num_differentiated, chain.training)
+        if self._is_planned(size, blocks):
+            return
+        if self._plan is not None:
+            self._plan.remove()
+            self._forget()
+        plan = plan_call(chain, call, args, {}, budget=self._bytes, blocks=blocks)
+        self._plan = plan.apply_while_held()
+        self._size, self._blocks = size, blocks
+
+    def _is_planned(self, size: _Size, blocks: Sequence[nn.Module]) -> bool:
+        return (
+            self._plan is not None
+            and self._plan.is_applied
+            and all(now <= planned for now, planned in zip(size, self._size, strict=True))
+            and len(blocks) == len(self._blocks)
+            and all(now is planned for now, planned in zip(blocks, self._blocks, strict=True))
+        )
+
+    def _forget(self) -> None:
+        self._plan: Plan | None = None
+        self._size = _Size(0, 0, False)
+        self._blocks: Sequence[nn.Module] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
+        return Budget(self._bytes)
+
+    def __reduce__(self) -> Any:
+        return Budget, (self._bytes,)
+
+
+def _planned(
+    budget: Budget,
+    chain: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    blocks: Iterable[nn.Module],
+) -> Any:
+    if _here.is_within or _is_run_again() or is_traced():
+        return call(*args)  # See Rule 3
+    with _Within():
+        with _planning:
+            budget.plan_for(chain, call, args, tuple({id(each): each for each in blocks}.values()))
+        return call(*args)
+
+
+def _is_run_again() -> bool:
+    """Whether what runs now is run again in backward, or is in backward already."""
+    return num_repeated() > 0 or frame_in_force() is not None or is_in_backward()

@@ -1,0 +1,118 @@
+"""The picture of a plan: memory over a step before and after, and time against bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from recoup.memory.figures import COLORS, INK, QUIET, finish, rendered
+from recoup.schedules import Cost, Moment, Point, trace
+
+__all__ = ["Plans", "draw"]
+
+_BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
+
+
+class Plans(NamedTuple):
+    """A plan among those that are best for some budget.
+
+    Args:
+        costs: of the blocks, and of what follows them.
+        frontier: the plans that are best for some budget, from the least bytes to the most.
+        chosen: the one that was taken.
+        budget_bytes: what was asked for.
+        standing_bytes: what is alive before a step.
+    """
+
+    costs: Sequence[Cost]
+    frontier: Sequence[Point]
+    chosen: Point
+    budget_bytes: int
+    standing_bytes: int
+
+    @property
+    def most_bytes(self) -> int:
+        """What a step takes that keeps everything."""
+        return self.standing_bytes + self.frontier[-1].peak_bytes
+
+
+def draw(plan: Plans, path: Path) -> Path:
+    """Draw a plan into a file, and return its path."""
+    unit, name = _unit(plan.most_bytes)
+
+    def draw_panels(panels: Sequence[Any]) -> None:
+        _over_a_step(panels[0], plan, unit, name)
+        _frontier(panels[1], plan, unit, name)
+
+    path.write_bytes(rendered(draw_panels, path.suffix, (11.0, 4.2), num_panels=2))
+    return path
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    for size, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= 2 * size:
+            return size, name
+    return 1, "bytes"
+
+
+def _over_a_step(axes: Any, plan: Plans, unit: int, name: str) -> None:
+    before = trace(plan.frontier[-1].schedule, plan.costs)
+    after = trace(plan.chosen.schedule, plan.costs)
+    whole = before[-1].seconds or 1.0
+    top = plan.most_bytes / unit
+    for moments, color, text, width in (
+        (before, _BEFORE, "everything kept", 1.6),
+        (after, _AFTER, "this plan", 2.2),
+    ):
+        times, levels = _line(moments, whole, plan.standing_bytes, unit)
+        axes.plot(times, levels, color=color, linewidth=width, label=text, solid_joinstyle="round")
+    axes.axhline(plan.budget_bytes / unit, color=INK, linewidth=1.0, linestyle=(0, (5, 3)))
+    if plan.budget_bytes / unit < 1.15 * top:
+        axes.annotate(
+            "budget", (1.0, plan.budget_bytes / unit), xycoords=("axes fraction", "data"),
+            xytext=(-2, 3), textcoords="offset points", ha="right", fontsize=9, color=INK,
+        )  # fmt: skip
+    axes.set_ylim(0, 1.15 * top)
+    axes.set_xlim(0, None)
+    axes.legend(loc="upper left", frameon=False, fontsize=9.5, ncols=2)
+    finish(axes, f"Memory over a step ({name})", "Time (1: a step with everything kept)")
+
+
+def _line(
+    moments: tuple[Moment, ...], whole: float, standing: int, unit: int
+) -> tuple[list[float], list[float]]:
+    """Each action as its peak in its middle, and what is held after it."""
+    times, levels, last = [0.0], [standing / unit], 0.0
+    for moment in moments:
+        now = moment.seconds / whole
+        times += [(last + now) / 2, now]
+        levels += [(standing + moment.peak_bytes) / unit, (standing + moment.held_bytes) / unit]
+        last = now
+    return times, levels
+
+
+def _frontier(axes: Any, plan: Plans, unit: int, name: str) -> None:
+    points = plan.frontier
+    least = points[-1].seconds or 1.0
+    sizes = [(plan.standing_bytes + point.peak_bytes) / unit for point in points]
+    # Backward takes twice a forward, so a step with everything kept takes three.
+    times = [(point.seconds + 2 * least) / (3 * least) for point in points]
+    axes.step(sizes, times, where="post", color=_AFTER, linewidth=2.2)
+    place = points.index(plan.chosen)
+    axes.plot(
+        sizes[place], times[place], "o", color=_AFTER, markersize=9, markeredgecolor="white",
+        zorder=5, clip_on=False,
+    )  # fmt: skip
+    axes.annotate(
+        "this plan", (sizes[place], times[place]), xytext=(8, 7), textcoords="offset points",
+        fontsize=9.5, color=_AFTER, fontweight="bold",
+    )  # fmt: skip
+    axes.axvline(sizes[0], color=QUIET, linewidth=1.0, linestyle=(0, (1.5, 2)))
+    axes.annotate(
+        "least", (sizes[0], 1.0), xycoords=("data", "axes fraction"), xytext=(4, -10),
+        textcoords="offset points", fontsize=9, color=QUIET,
+    )  # fmt: skip
+    axes.set_ylim(min(0.99, *times), max(times) + 0.03 + 0.08 * (max(times) - 1.0))
+    axes.set_xlim(0, 1.06 * sizes[-1])
+    finish(axes, "Time of a step, by the work it does", f"Peak of a step ({name})")

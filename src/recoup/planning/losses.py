@@ -1,0 +1,65 @@
+"""From what a model returns to what is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from recoup._core.pytree import flatten
+
+__all__ = ["Losses", "losses_from"]
+
+Losses = Callable[[Any], Sequence[Tensor]]
+
+
+def losses_from(loss: Callable[[Any], Any] | None) -> Losses:
+    """Return a function from what the model returns to one scalar or several.
+
+    Without `loss` that is what the model calls its loss (an attribute or entry of that name), or
+    what it returns if that is one number, or the sum of all floating-point tensors in it.
+    """
+    if loss is None:
+        return _found
+
+    def given(output: Any) -> Sequence[Tensor]:
+        losses = loss(output)
+        is_several = isinstance(losses, (tuple, list))
+        several: list[Any] = list(cast("list[Any]", losses)) if is_several else [losses]
+        for each in several:
+            if not isinstance(each, Tensor) or each.numel() != 1:
+                shown = (
+                    f"a tensor of shape {tuple(each.shape)}"
+                    if isinstance(each, Tensor)
+                    else f"a {type(each).__name__}"
+                )
+                raise ValueError(
+                    f"`loss` returned {shown}, but must return a scalar tensor, or several."
+                )
+        return _differentiable(several)
+
+    return given
+
+
+def _found(output: Any) -> Sequence[Tensor]:
+    named: Any = (
+        cast("Any", output).get("loss")
+        if isinstance(output, Mapping)
+        else getattr(output, "loss", None)
+    )
+    if isinstance(named, Tensor) and named.numel() == 1:
+        return _differentiable([named])
+    tensors, _ = flatten(output)
+    wanted = [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    return _differentiable([t if t.numel() == 1 else t.abs().sum() for t in wanted])
+
+
+def _differentiable(losses: list[Tensor]) -> Sequence[Tensor]:
+    found = [loss for loss in losses if loss.requires_grad]
+    if not found:
+        raise ValueError(
+            "`model` returned nothing that requires a gradient for these arguments, so there is no "
+            "backward to plan for. Let its parameters require gradients, or give `loss`."
+        )
+    return found

@@ -1,0 +1,523 @@
+"""A byte budget for any model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from recoup._core.restoring import Undoing, restoring
+from recoup._core.saved_tensors import check_hooks_work
+from recoup.errors import BudgetError
+from recoup.memory import format_bytes, parse_bytes
+from recoup.planning.blocks import Block, name_blocks
+from recoup.planning.choosing import Choice, choose
+from recoup.planning.drafting import follow_schedule
+from recoup.planning.forwards import Following, followed, followings_within, suspended
+from recoup.planning.holders import held_by_others
+from recoup.planning.inverting import constant_memory_of
+from recoup.planning.losses import losses_from
+from recoup.planning.measuring import (
+    MeasuredCall,
+    Step,
+    peak_of,
+    seconds_of,
+)
+from recoup.planning.outgrowing import Sizes
+from recoup.planning.ranks import is_sharded, largest_among_ranks
+from recoup.planning.rehearsal import uncollected
+from recoup.planning.report import BlockPlan, Summary, described, rows_of
+from recoup.planning.seeing import blocks_that_are_called
+from recoup.planning.stages import (
+    PricedBlocks,
+    expect_again,
+    expect_plain,
+    fastest_first,
+    kinds_of_blocks,
+    price_blocks,
+)
+from recoup.planning.total import standing_bytes
+from recoup.planning.verification import DifferentStepError
+from recoup.schedules import Action, Cost, Point, Schedule, frontier
+
+__all__ = ["Plan", "applied_plans", "plan"]
+
+
+def plan(
+    model: nn.Module,
+    *example_args: Any,
+    budget: int | str,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: str | Iterable[str | nn.Module] | None = None,
+    budget_of: Literal["step", "total"] = "step",
+    optimizer: torch.optim.Optimizer | None = None,
+    holds_output: bool = True,
+    **example_kwargs: Any,
+) -> Plan:
+    """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
+
+    A few steps are run that leave no trace: parameters, buffers, gradients and the random
+    stream are as before. The first runs every block again in backward and measures them; the
+    fastest schedule within the budget is found; and a step that follows it is run, so that the
+    peak that is promised is one that was measured. If there is room for a plain step, it is run,
+    too, and what the planned one computes is compared with it. Nothing changes before `Plan.apply`.
+
+    Kept: what fits in `budget`. Backward pays for the blocks that are run again, as `print` says.
+
+    Args:
+        model: any module. It is planned in the mode (training or evaluation), and under the
+            autocast, in which it is.
+        example_args: its arguments as in training: the largest batch that will come.
+        budget: bytes, an int or such as ``"2 GiB"``.
+        loss: from what the model returns to a scalar, or several. If left out, that is its
+            attribute or entry `loss`, or else the sum of what it returns; a loss that is computed
+            outside of the model takes memory too, so name it.
+        blocks: a regular expression for the names (fullmatch) of what is kept or run again as a
+            whole, or names or modules; found if left out: the modules that repeat.
+        budget_of: "step" bounds what forward, loss and backward allocate beyond what is alive
+            before them, gradients included; "total" bounds that with parameters, buffers and the
+            state of `optimizer`.
+        optimizer: for "total"; its state is counted as it will be after its first step.
+        holds_output: whether the training loop still has what the model returned while backward
+            runs (``output = model(batch)``). If not (``loss_fn(model(batch)).backward()``), less
+            is needed.
+        example_kwargs: keyword arguments of the model.
+
+    Returns:
+        The plan, printable.
+
+    Raises:
+        BudgetError: no plan keeps to the budget; the message and `least_bytes` say what is the
+            least.
+        ValueError: an argument is not what is said here.
+        ReplayError: a block cannot be run again, a forward changes a parameter, or a step that
+            follows the plan computes something else than the plain step.
+
+    Example:
+        >>> import recoup, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "abcd"]
+        >>> model = torch.nn.Sequential(*blocks)
+        >>> x = torch.ones(256, 64)
+        >>> plan = recoup.plan(model, x, budget="600 KiB")
+        >>> plan.predicted_peak_bytes <= plan.budget_bytes
+        True
+        >>> with plan.applied():
+        ...     model(x).sum().backward()
+
+    Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
+    neural networks with limited memory" (2019).
+    """
+    return plan_call(
+        model, model, example_args, example_kwargs, budget=budget, loss=loss, blocks=blocks,
+        budget_of=budget_of, optimizer=optimizer, holds_output=holds_output,
+    )  # fmt: skip
+
+
+def plan_call(
+    model: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    budget: int | str,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: str | Iterable[str | nn.Module] | None = None,
+    budget_of: Literal["step", "total"] = "step",
+    optimizer: torch.optim.Optimizer | None = None,
+    holds_output: bool = True,
+) -> Plan:
+    """Plan for steps that do not call the model itself, but something that calls it."""
+    budget_bytes = checked_budget(budget, budget_of)
+    _check_arguments(model, loss, budget_of, optimizer)
+    check_hooks_work()
+    standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
+    standing, least_budget = map(int, largest_among_ranks(model, [standing, -budget_bytes]))
+    budget_bytes = -least_budget
+    device = _device_of(model)
+    step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
+    named = name_blocks(model, blocks)
+    own = [each for each in followings_within(model) if getattr(each.owner, "model", 0) is model]
+    with suspended(own), uncollected():  # what is measured is the model without a plan
+        named = named or blocks_that_are_called(step)
+        if not named:
+            raise ValueError(
+                f"`model` is a {type(model).__name__} in which no modules repeat. Name its "
+                "`blocks`."
+            )
+        kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
+        priced = [price_blocks(step, kind, device) for kind in kinds]
+        return _fastest(priced, device, budget_bytes, standing)
+
+
+def _fastest(
+    kinds: Sequence[PricedBlocks], device: torch.device, budget_bytes: int, standing: int
+) -> Plan:
+    """Return the plan that keeps to the budget of the blocks with which it is the fastest."""
+    errors: list[BudgetError] = []
+    for kind in fastest_first(kinds, budget_bytes - standing):
+        try:
+            return _verified(kind, device, budget_bytes, standing)
+        except BudgetError as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: error.least_bytes)
+
+
+def _verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+    """Return a plan whose step computes what the plain one does (See NOTE [ What is compared ]).
+
+    Raises:
+        BudgetError: none of those keeps to the budget.
+        DifferentStepError: none of them computes that.
+    """
+
+    def planned(kind: PricedBlocks) -> Plan:
+        return Plan(kind.step, device, budget_bytes, standing, *kind[1:])
+
+    expect_plain(kind, device)
+    try:
+        return planned(kind)
+    except DifferentStepError as error:
+        difference = error
+    expect_again(kind, device)
+    with suppress(DifferentStepError):
+        return planned(kind)
+    without_products = [replace(cost, variants=()) for cost in kind.costs]
+    simpler = {
+        "no results of products": kind._replace(
+            costs=without_products, points=list(frontier(without_products))
+        ),
+        "all residuals": kind._replace(points=kind.points[-1:]),
+    }
+    for what, other in simpler.items():
+        with suppress(DifferentStepError, BudgetError):
+            plan = planned(other)
+            warnings.warn(
+                f"The plan keeps {what}. With the one first chosen: {difference}", stacklevel=5
+            )
+            return plan
+    raise difference
+
+
+def checked_budget(budget: int | str, budget_of: str) -> int:
+    """Return the bytes of a budget.
+
+    Raises:
+        ValueError: `budget` is no number of bytes, or `budget_of` unknown.
+    """
+    if budget_of not in ("step", "total"):
+        raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
+    try:
+        return parse_bytes(budget)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`value`", "`budget`")) from None
+
+
+def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    if loss is not None and not callable(loss):
+        raise ValueError(
+            f"`loss` is {loss!r}, but must be a function from what the model returns to a scalar "
+            "tensor, or several."
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"`optimizer` is {optimizer!r}, but must be a torch.optim.Optimizer, such as "
+            "torch.optim.Adam(model.parameters())."
+        )
+    if optimizer is not None and budget_of == "step":
+        raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("`model` has parameters without memory (meta). Give it memory first.")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(
+            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for others. "
+            "Plan for `model.module`, on every rank."
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cuda":
+            return tensor.device
+    return torch.device("cpu")
+
+
+def applied_plans(model: nn.Module) -> list[Plan]:
+    """Return the plans that modules of a model follow.
+
+    So a plan is found again whose handle is gone; `Plan.remove` takes it off.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The plans of the model, of modules within it, and of others that have a module of it as a
+        block, each once.
+
+    Example:
+        >>> import recoup, torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> made = recoup.plan(model, torch.ones(2, 8), budget="1 MiB").apply()
+        >>> recoup.applied_plans(model) == [made]
+        True
+        >>> made.remove()
+        >>> recoup.applied_plans(model)
+        []
+    """
+    owners = [each.owner for each in followings_within(model)]
+    return [owner for owner in owners if isinstance(owner, Plan)]
+
+
+class Plan:
+    """What each block of a model does with its residuals; made by `recoup.plan`.
+
+    Of the points of the frontier it takes the fastest whose rehearsal keeps to the budget.
+
+    Args:
+        step: the step that it is for.
+        device: of the model.
+        budget_bytes: what was asked for.
+        standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
+        found: names and modules of its blocks.
+        calls: of the blocks that were seen, in order.
+        costs: of them, and of what follows them.
+        points: the plans that are best for some budget, from the least bytes to the most.
+
+    Raises:
+        BudgetError: none of them keeps to the budget.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        device: torch.device,
+        budget_bytes: int,
+        standing_bytes: int,
+        found: Sequence[Block],
+        calls: Sequence[MeasuredCall],
+        costs: Sequence[Cost],
+        points: Sequence[Point],
+    ) -> None:
+        self.model = step.model
+        self._root = step.model if step.call is step.model else None
+        self.budget_bytes = budget_bytes
+        self.standing_bytes = standing_bytes
+        self.costs = tuple(costs)
+        self.frontier = tuple(points)
+        self._found = tuple(found)
+        self._calls = tuple(calls)
+        self.held_by_others = tuple(held_by_others(step.model, calls))
+        self._following: Following | None = None
+        self._sizes = Sizes(step.args, step.kwargs)
+        self._device = device
+        self._choice, self._point = self._chosen(step)
+        self._step_seconds = self._seconds_of(step)
+
+    # -- what it is ------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """How many modules are its blocks."""
+        return len(self._found)
+
+    @property
+    def num_seen(self) -> int:
+        """How many of them forwards called when it was made; the rest is recomputed if it comes."""
+        return len({id(call.module) for call in self._calls})
+
+    @property
+    def schedule(self) -> Schedule:
+        """What happens to each block, in order; the last stage is what follows the blocks."""
+        return self._point.schedule
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of `schedule`."""
+        return self.schedule.actions
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The peak of a step, by what each block costs."""
+        return self.standing_bytes + self._point.peak_bytes
+
+    @property
+    def rehearsed_peak_bytes(self) -> int:
+        """The peak of the step that was run to see that the plan keeps its promise.
+
+        If none that was tried called all blocks (LayerDrop), at least what one that does is
+        predicted to take.
+        """
+        return self.standing_bytes + self._choice.peak_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """A budget that suffices: what a step took that follows the plan of the least bytes."""
+        return self.standing_bytes + self._choice.least_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """What a step takes if every residual is kept."""
+        return self.standing_bytes + self.frontier[-1].peak_bytes
+
+    @property
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        """What is done with each block, in the order of forward."""
+        work = self._point.seconds + 2 * self.frontier[-1].seconds  # backward is twice a forward
+        scale = self._step_seconds / work if work else 0.0
+        return rows_of(self._calls, self.costs, self.schedule, scale)
+
+    def __str__(self) -> str:
+        return described(
+            Summary(
+                model=type(self.model).__name__,
+                rows=self.blocks,
+                num_blocks=self.num_blocks,
+                num_seen=self.num_seen,
+                budget_bytes=self.budget_bytes,
+                standing_bytes=self.standing_bytes,
+                predicted_bytes=self.predicted_peak_bytes,
+                rehearsed_bytes=self.rehearsed_peak_bytes,
+                least_bytes=self.least_bytes,
+                most_bytes=self.most_bytes,
+                advice=[*constant_memory_of(self.model), *self.held_by_others],
+            )
+        )
+
+    # -- what it does ----------------------------------------------------------------------
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model follows it."""
+        return self._following is not None and self._following.is_in_place
+
+    def apply(self) -> Plan:
+        """Let the model follow the plan in every forward with gradients, until `remove`.
+
+        A plan that was applied to the model before is removed.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: a block follows the plan of another model, which has it, too.
+        """
+        return self._apply(is_held=True)
+
+    def apply_while_held(self) -> Plan:
+        """Let the model follow the plan as `apply` does, as long as somebody holds the plan.
+
+        Returns:
+            The plan.
+        """
+        return self._apply(is_held=False)
+
+    def _apply(self, *, is_held: bool) -> Plan:
+        if not self.is_applied:
+            replaced = [each for each in applied_plans(self.model) if each.model is self.model]
+            for each in replaced:
+                each.remove()
+            try:
+                self._following = self._follow(self._point, self, is_held=is_held)
+            except BaseException:
+                for each in replaced:
+                    each.apply()
+                raise
+        return self
+
+    def remove(self) -> None:
+        """Give the model its forwards back; a graph that exists already keeps to the plan."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.end()
+
+    @restoring
+    def applied(self) -> Generator[Plan]:
+        """Return a context in which the model follows the plan; after it, the one of before."""
+        before = [each for each in applied_plans(self.model) if each.model is self.model]
+        with Undoing() as undo:
+            for each in before:
+                if each is not self:
+                    undo.later(each.apply)
+            undo.later(self.remove)
+            self.apply()
+            yield self
+
+    def figure(self, path: str | Path) -> Path:
+        """Draw memory over a step before and after, and time against bytes of all plans.
+
+        Args:
+            path: of the picture, ending in .png, .svg or .pdf.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: `path` ends otherwise.
+        """
+        from recoup.planning.figure import Plans, draw
+
+        bounds = (self.budget_bytes, self.standing_bytes)
+        return draw(Plans(self.costs, self.frontier, self._point, *bounds), Path(path))
+
+    def _follow(
+        self, point: Point, owner: Plan | None = None, *, is_held: bool = True
+    ) -> Following:
+        follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
+        follower.sizes = self._sizes if owner is not None else None
+        return Following(self._followed_modules, follower, owner, is_held=is_held)
+
+    @property
+    def _followed_modules(self) -> list[nn.Module]:
+        roots = [] if self._root is None else [self._root]
+        return [*roots, *(module for _, module in self._found)]
+
+    def _chosen(self, step: Step) -> tuple[Choice, Point]:
+        """Return the fastest point whose rehearsal keeps to the budget."""
+
+        is_partly_estimated = any(call.is_estimated for call in self._calls)
+        step_budget = self.budget_bytes - self.standing_bytes
+
+        def rehearse(place: int) -> int:
+            point = self.frontier[place]
+            with self._followed(point):
+                peak_bytes = peak_of(step, self._device)
+                if peak_bytes > step_budget and is_sharded(step.model):  # See Rule 3 of ranks.py
+                    peak_bytes = min(peak_bytes, peak_of(step, self._device))
+            # The rehearsal called fewer blocks than other forwards do.
+            return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
+
+        predicted = [point.peak_bytes for point in self.frontier]
+        choice = choose(predicted, step_budget, rehearse)
+        if choice.place is None:
+            raise self._too_small(self.standing_bytes + choice.least_bytes)
+        return choice, self.frontier[choice.place]
+
+    def _too_small(self, least: int) -> BudgetError:
+        of_which = (
+            f", {format_bytes(self.standing_bytes)} of which are alive before a step"
+            if self.standing_bytes
+            else ""
+        )
+        inverting = "".join(f" {line}" for line in constant_memory_of(self.model))
+        return BudgetError(
+            f"`budget` is {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes), but the "
+            f"least that a step of this model was seen to take is {format_bytes(least)} ({least} "
+            f"bytes{of_which}). Give that much, a smaller batch, or smaller `blocks`.{inverting}",
+            least,
+        )
+
+    def _seconds_of(self, step: Step) -> float:
+        with self._followed(self._point):
+            return seconds_of(step)
+
+    def _followed(self, point: Point) -> AbstractContextManager[None]:
+        follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
+        return followed(self._followed_modules, follower)

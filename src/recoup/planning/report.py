@@ -1,0 +1,165 @@
+"""What a plan does with each block, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from recoup.memory import format_bytes
+from recoup.planning.measuring import MeasuredCall
+from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
+
+__all__ = ["BlockPlan", "Summary", "described", "rows_of"]
+
+
+class BlockPlan(NamedTuple):
+    """What is done with one call of a block.
+
+    Args:
+        name: its qualified name.
+        kind: its class.
+        way: "keep", "keep products" (the results of products and attention, the rest is
+            recomputed), "recompute", "recompute, offload" (its input waits in host memory) or
+            "invert".
+        num_forwards: how often its forward runs in a step, whole.
+        keeps_bytes: what it holds from forward to backward.
+        saves_bytes: what it holds less than if it kept every residual.
+        seconds: what backward pays, about.
+    """
+
+    name: str
+    kind: str
+    way: str
+    num_forwards: int
+    keeps_bytes: int
+    saves_bytes: int
+    seconds: float
+
+
+class Summary(NamedTuple):
+    """The numbers that a plan prints.
+
+    Args:
+        model: the class of the model.
+        rows: one for each call of a block.
+        num_blocks: how many modules are blocks.
+        num_seen: how many of them forwards called.
+        budget_bytes: what was asked for.
+        standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
+        predicted_bytes: the peak, by what each block costs.
+        rehearsed_bytes: the peak of the step that was run.
+        least_bytes: a budget that suffices.
+        most_bytes: what a step takes that keeps everything.
+        advice: further lines.
+    """
+
+    model: str
+    rows: Sequence[BlockPlan]
+    num_blocks: int
+    num_seen: int
+    budget_bytes: int
+    standing_bytes: int
+    predicted_bytes: int
+    rehearsed_bytes: int
+    least_bytes: int
+    most_bytes: int
+    advice: Sequence[str]
+
+
+def rows_of(
+    calls: Sequence[MeasuredCall],
+    costs: Sequence[Cost],
+    schedule: Schedule,
+    seconds_of_work: float,
+) -> tuple[BlockPlan, ...]:
+    """Return a row for each call."""
+    runs = simulate(schedule, costs=costs).forwards_per_stage
+    taped = {a.index: a.variant for a in _sweep(schedule) if isinstance(a, Tape)}
+    kept = {a.index for a in _sweep(schedule) if isinstance(a, Keep)}
+    moved = {a.index for a in schedule.actions if isinstance(a, Offload)}
+    inverted = {a.index for a in schedule.actions if isinstance(a, Invert)}
+    rows: list[BlockPlan] = []
+    for index, call in enumerate(calls):
+        cost = costs[index]
+        again = runs[index] - 1
+        if index in taped:
+            thin = cost.tape(taped[index])
+            way = "keep products" if taped[index] else "keep"
+            keeps, work = thin.tape_bytes, thin.seconds
+        else:
+            way = "recompute, offload" if index in moved else "recompute"
+            way = "invert" if index in inverted else way
+            keeps = cost.state_bytes if index in kept else 0
+            work = again * cost.seconds
+        saves = cost.tape_bytes - keeps
+        kind = type(call.module).__name__
+        rows.append(
+            BlockPlan(call.name, kind, way, runs[index], keeps, saves, work * seconds_of_work)
+        )
+    return tuple(rows)
+
+
+def _sweep(schedule: Schedule) -> list[Keep | Tape | Advance]:
+    """The keeps, tapes and advances of forward."""
+    found: list[Keep | Tape | Advance] = []
+    for action in schedule.actions:
+        if isinstance(action, (Keep, Tape, Advance)):
+            found.append(action)
+        if isinstance(action, Tape) and action.index == schedule.num_stages - 1:
+            break
+    return found
+
+
+def described(plan: Summary) -> str:
+    """Return the text that a plan prints."""
+    budget = "total" if plan.standing_bytes else "step"
+    title = (
+        f"Plan for {plan.model}: {len(plan.rows)} blocks in "
+        f"{format_bytes(plan.budget_bytes)} ({budget})"
+    )
+    peaks = (
+        f"predicted peak {format_bytes(plan.predicted_bytes)}, rehearsed "
+        f"{format_bytes(plan.rehearsed_bytes)}; everything kept "
+        f"{format_bytes(plan.most_bytes)}, least feasible {format_bytes(plan.least_bytes)} "
+        f"({plan.least_bytes} bytes)"
+    )
+    lines = [title, peaks, ""]
+    table = [("block", "class", "way", "forwards", "keeps", "saves", "pays")]
+    for first, last, row in _merged(plan.rows):
+        name = first.name if first is last else f"{first.name} ... {last.name}"
+        table.append((
+            name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
+            format_bytes(row.saves_bytes), f"{1e3 * row.seconds:.3g} ms" if row.seconds else "-",
+        ))  # fmt: skip
+    widths = [max(len(line[column]) for line in table) for column in range(7)]
+    for line in table:
+        left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
+        lines.append("  ".join([*left, *right]).rstrip())
+    if plan.num_seen < plan.num_blocks:
+        lines.append(
+            f"seen {plan.num_seen} of {plan.num_blocks} blocks: the others were not called, and "
+            "would be recomputed"
+        )
+    lines += plan.advice
+    if plan.standing_bytes:
+        lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
+    return "\n".join(lines)
+
+
+def _merged(rows: Sequence[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, BlockPlan]]:
+    """Rows that say the same, one after another, as one: first, last, and what they say each."""
+    groups: list[list[BlockPlan]] = []
+    for row in rows:
+        if groups and _says(groups[-1][-1]) == _says(row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [
+        (group[0], group[-1], group[0]._replace(seconds=sum(r.seconds for r in group) / len(group)))
+        for group in groups
+    ]
+
+
+def _says(row: BlockPlan) -> tuple[object, ...]:
+    return row.kind, row.way, row.num_forwards, row.keeps_bytes, row.saves_bytes

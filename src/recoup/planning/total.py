@@ -1,0 +1,66 @@
+"""What is alive before a step: parameters, buffers, the state of an optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.saved_tensors import storage_of
+
+__all__ = ["standing_bytes"]
+
+
+def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of parameters, buffers and, after its first step, of the optimizer."""
+    own = _bytes_of((*model.parameters(), *model.buffers()))
+    return own if optimizer is None else own + _state_bytes(optimizer)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    if optimizer.state:
+        return _bytes_of(_tensors(cast("Any", optimizer.state)))
+    try:
+        return _bytes_of(_tensors(_stepped_without_memory(optimizer)))
+    except Exception as error:
+        raise ValueError(
+            f"`optimizer` is a {type(optimizer).__name__} that has not stepped yet, and what its "
+            f"state will be cannot be told ({error}). Step it once before."
+        ) from error
+
+
+def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """Return the state of a copy that has stepped on parameters without memory."""
+    other: Any = copy.copy(optimizer)
+    other.state = cast("Any", defaultdict)(dict)
+    other.param_groups = []
+    for group in optimizer.param_groups:
+        empty = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+        for parameter in empty:
+            parameter.grad = torch.empty_like(parameter)
+        other.param_groups.append({**group, "params": empty})
+    type(optimizer).step(other)
+    return other.state
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in cast("Mapping[Any, Any]", value).values():
+            yield from _tensors(each)
+    elif isinstance(value, (tuple, list)):
+        for each in cast("list[Any]", value):
+            yield from _tensors(each)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    found: dict[Any, int] = {}
+    for tensor in tensors:
+        key = storage_of(tensor) or id(tensor)
+        found[key] = max(tensor.untyped_storage().nbytes(), found.get(key, 0))
+    return sum(found.values())

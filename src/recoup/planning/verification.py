@@ -1,0 +1,248 @@
+"""A comparison of planned steps with the plain step.
+
+NOTE [ What is compared ]
+
+Rule 1. Every rehearsal begins from the same state and the same draws, so gradients of parameters
+        and of example arguments, buffers and the random stream must be those of the plain step.
+Rule 2. The plain step is run once, if there is room for all that it keeps. Otherwise rehearsals are
+        compared with the measured step, which runs every block again and keeps no products. What a
+        block does wrong whenever it runs again is not seen then.
+Rule 3. Compared are sketches, since a second set of gradients may not fit: of each tensor its norm,
+        its largest entry, and sums under random signs, which no other tensor shares but by chance.
+        They are taken when the bytes of the step have been read.
+Rule 4. Sketches may differ by the rounding of kernels. Where they differ by more, the plain step is
+        run once more, and what it differs from itself by is allowed, too (kernels that add up in an
+        order of their own), as far as that can be rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.rng import States, generator_states, same_states
+from recoup.errors import ReplayError
+
+__all__ = ["DifferentStepError", "Outcome", "Verification", "has_room", "outcome_of"]
+
+_NUM_SUMS = 8
+_ROW = 2**12  # entries whose signs are drawn; rows differ by a factor
+_NUM_ROWS = 64  # at a time
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_ROUNDING = 16.0  # steps of the type
+_MOST = 2.0**-6  # more is no rounding, not even of 16-bit types
+_OWN_SPREAD = 4.0
+_SUMMANDS = 2.0**-4  # of the largest norm: what may have cancelled in a gradient that is small
+
+
+class DifferentStepError(ReplayError):
+    """A planned step computed something else than the plain one."""
+
+
+class Sketch(NamedTuple):
+    """What is left of a tensor.
+
+    Args:
+        shape: of the tensor; None stands for no gradient.
+        norm: of its entries.
+        numbers: sums under random signs, and the largest entry.
+        eps: the step of its type.
+    """
+
+    shape: tuple[int, ...] | None
+    norm: float
+    numbers: tuple[float, ...]
+    eps: float
+
+
+class Outcome(NamedTuple):
+    """What a step left.
+
+    Args:
+        sketches: of gradients and buffers, by name.
+        states: where the generators stand.
+    """
+
+    sketches: dict[str, Sketch]
+    states: States
+
+
+def outcome_of(model: nn.Module, given: Sequence[Tensor | None]) -> Outcome:
+    """Return what a step left on `model`, and in the gradients of its example arguments."""
+    states = generator_states()
+    found: dict[str, Sketch] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found[f"the gradient of parameter `{name}`"] = _sketch(parameter.grad)
+        for place, gradient in enumerate(given):
+            found[f"the gradient of example argument {place}"] = _sketch(gradient)
+        for name, buffer in model.named_buffers():
+            found[f"buffer `{name}`"] = _sketch(buffer)
+    return Outcome(found, states)
+
+
+class Verification:
+    """The outcome that all rehearsals of a step must have."""
+
+    def __init__(self) -> None:
+        self._expected: Outcome | None = None
+        self._is_plain = False
+        self._spread: dict[str, float] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the outcome is that of the plain step (See Rule 2)."""
+        return self._is_plain
+
+    def expect(self, outcome: Outcome, *, is_plain: bool) -> None:
+        """Expect what a step left.
+
+        Args:
+            outcome: of the step.
+            is_plain: whether nothing was run again in it. Such a step takes the place of others.
+        """
+        if self._expected is None or is_plain > self._is_plain:
+            self._expected, self._is_plain = outcome, is_plain
+
+    def expect_again(self, outcome: Outcome) -> None:
+        """Allow what another run of the step that is expected differs by (See Rule 4)."""
+        if self._expected is None:
+            return
+        for name, sketch in outcome.sketches.items():
+            spread = _distance(sketch, self._expected.sketches[name])
+            self._spread[name] = max(self._spread.get(name, 0.0), spread)
+
+    def difference(self, outcome: Outcome) -> str | None:
+        """Return a message if a planned step left something else (See Rule 4), or None."""
+        return None if self._expected is None else self._first_difference(outcome, self._expected)
+
+    def _first_difference(self, outcome: Outcome, expected: Outcome) -> str | None:
+        largest = max((s.norm for s in expected.sketches.values() if s.norm < math.inf), default=0)
+        for name, sketch in outcome.sketches.items():
+            other = expected.sketches[name]
+            scale = max(other.norm, _SUMMANDS * largest)
+            spread = _ROUNDING * sketch.eps * scale + _OWN_SPREAD * self._spread.get(name, 0.0)
+            distance = _distance(sketch, other)
+            if distance > min(spread, _MOST * scale):
+                return self._message(name, f" by about {distance:.2g} (of {other.norm:.2g})")
+        if not same_states(outcome.states, expected.states):
+            return self._message("the random stream")
+        return None
+
+    def _message(self, name: str, by: str = "") -> str:
+        which = "plain" if self._is_plain else "measured"
+        return (
+            f"A planned step of the model differs from the {which} one in {name}{by}. A block "
+            "computes something else when it runs again (does it read Python state that changes, "
+            "or a clock, or write to what it is given?), or an operator in it is not what it says. "
+            "Leave that block out of `blocks`."
+        )
+
+
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether so many bytes can be allocated, as far as the system tells."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return num_bytes <= free + idle
+    free_bytes = [_free_of_system(), _free_of_container()]
+    return all(free is None or num_bytes <= free for free in free_bytes)
+
+
+def _free_of_system() -> int | None:
+    found = [line.split() for line in _read("/proc/meminfo").splitlines()]
+    return next((1024 * int(words[1]) for words in found if words[0] == "MemAvailable:"), None)
+
+
+def _free_of_container() -> int | None:
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""  # not Linux, or in no container
+
+
+def _distance(a: Sketch, b: Sketch) -> float:
+    if a.shape != b.shape:
+        return math.inf
+    return max((_between(x, y) for x, y in zip(a.numbers, b.numbers, strict=True)), default=0.0)
+
+
+def _between(x: float, y: float) -> float:
+    if x == y or (math.isnan(x) and math.isnan(y)):
+        return 0.0
+    distance = abs(x - y)
+    return math.inf if math.isnan(distance) else distance
+
+
+def _sketch(tensor: Tensor | None) -> Sketch:
+    if tensor is None:
+        return Sketch(None, 0.0, (), 0.0)
+    eps = torch.finfo(tensor.dtype).eps if _is_inexact(tensor) else 0.0
+    sums, others = None, None
+    num_rows = 0
+    for rows in _rows(_parts(tensor)):
+        places = torch.arange(num_rows, num_rows + len(rows), device=rows.device)
+        num_rows += len(rows)
+        factors = 1 + (places.to(torch.float64) * _GOLDEN).frac()  # so that rows that swap show
+        more = factors @ (rows @ _signs(rows.device)[: rows.shape[1]])
+        sums = more if sums is None else sums + more
+        both = torch.stack([rows.square().sum(), rows.abs().max()])
+        others = both if others is None else torch.cat([others, both])
+    if sums is None or others is None:
+        return Sketch(tuple(tensor.shape), 0.0, (), eps)
+    largest, norm = others[1::2].max(), others[::2].sum().sqrt()
+    numbers = [float(number) for number in torch.cat([sums, torch.stack([largest, norm])])]
+    return Sketch(tuple(tensor.shape), numbers[-1], tuple(numbers[:-1]), eps)
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield tensors of plain memory that make up a gradient."""
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    if local.layout is torch.sparse_coo:
+        whole = local.coalesce()
+        yield from (whole.indices(), whole.values())
+    elif local.layout is torch.strided:
+        yield torch.view_as_real(local) if local.is_complex() else local
+    else:
+        yield local.to_dense()
+
+
+def _rows(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield matrices of `_ROW` columns; the last row of a part is one of its own, and may end."""
+    for part in parts:
+        flat = part.detach().reshape(-1)
+        whole = len(flat) // _ROW * _ROW
+        for start in range(0, whole, _NUM_ROWS * _ROW):
+            stop = min(start + _NUM_ROWS * _ROW, whole)
+            yield _double(flat[start:stop]).view(-1, _ROW)
+        if whole < len(flat):
+            yield _double(flat[whole:])[None]
+
+
+def _double(values: Tensor) -> Tensor:
+    has_doubles = values.device.type in ("cpu", "cuda")
+    return (values if has_doubles else values.cpu()).to(torch.float64)
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(20)  # the default one is the model's
+    drawn = torch.randint(
+        0, 2, (_ROW, _NUM_SUMS), generator=generator, dtype=torch.float64, device="cpu"
+    )
+    return (2 * drawn - 1).to(device)

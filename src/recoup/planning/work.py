@@ -1,0 +1,170 @@
+"""How much work a call does, counted and not clocked: the same on every machine and every day."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recoup._core.dispatch_modes import InMode
+from recoup._core.listening import Way, heard_by
+from recoup._core.restoring import restoring
+from recoup._core.saved_tensors import storage_of
+
+__all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
+
+# Floating-point operations in the time in which one byte is moved, about: what decides between a
+# product and an elementwise operator. Choices depend little on it, and shall not depend on the day.
+_FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
+# Drawing a byte of random numbers takes as long as moving so many.
+_BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
+
+_COSTLY = frozenset((
+    "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "_grouped_mm", "linear",
+    "convolution", "mkldnn_convolution", "_mkldnn_linear", "mkldnn_rnn_layer", "_cudnn_rnn",
+))  # fmt: skip
+
+
+def is_costly(func: Any) -> bool:
+    """Whether what an operator makes is worth to be kept.
+
+    Products, convolutions, attention, recurrent layers, and the masks of dropouts, of which bits
+    are kept.
+    """
+    name = getattr(getattr(func, "_overloadpacket", func), "__name__", "")
+    return name in _COSTLY or "_attention" in name or is_mask(func)
+
+
+def is_mask(func: Any) -> bool:
+    """Whether an operator fills a tensor with draws of 0 and 1."""
+    return func is torch.ops.aten.bernoulli_.float or func is torch.ops.aten.bernoulli_.Tensor
+
+
+class Product(NamedTuple):
+    """A costly operator that ran.
+
+    Args:
+        name: of the operator.
+        work: counted.
+        num_bytes: of what it made.
+        is_needed: whether anything was saved after it began, so that a second run gets there.
+    """
+
+    name: str
+    work: float
+    num_bytes: int
+    is_needed: bool
+
+
+class WorkCounter(TorchDispatchMode):
+    """A context that counts the work of the operators within it, and what regions do not keep.
+
+    Work is in bytes moved; a floating-point operation of a product counts for a fraction of one.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = 0.0
+        self._products: list[tuple[str, float, int]] = []
+        self._made: list[list[weakref.ref[torch.UntypedStorage]]] = []
+        self._told: list[weakref.ref[torch.UntypedStorage]] = []
+        self._num_needed = 0
+        self._around: Any = None
+
+    @restoring
+    def counting(self) -> Generator[None]:
+        """Return a context whose operators are counted."""
+        with InMode(self), heard_by(self) as self._around:
+            yield
+
+    def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
+        """Take note that a region does not keep `tensor`."""
+        self._num_needed = len(self._products)
+        if tensor.layout is torch.strided:
+            self._told.append(weakref.ref(tensor.untyped_storage()))
+        if self._around is not None:
+            self._around.told(tensor, slot, way)
+
+    @property
+    def products(self) -> list[Product]:
+        """The costly operators, in order."""
+        return [
+            Product(*product, index < self._num_needed)
+            for index, product in enumerate(self._products)
+        ]
+
+    def alive_bytes(self, left_out: set[int]) -> int:
+        """Bytes of what regions do not keep that are alive all the same."""
+        found = {s.data_ptr(): s.nbytes() for ref in self._told if (s := ref()) is not None}
+        return sum(size for key, size in found.items() if key not in left_out)
+
+    def products_alive(self) -> list[bool]:
+        """Of each costly operator, whether what it made is alive."""
+        return [any(ref() is not None for ref in refs) for refs in self._made]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and count it."""
+        kwargs = {} if kwargs is None else kwargs
+        result = func(*args, **kwargs)
+        if not getattr(func, "is_view", False):
+            made = list(_tensors(result))
+            work = _work(func, args, kwargs, result, made)
+            self.work += work
+            if is_costly(func):
+                self._note(func, work, made)
+        return result
+
+    def _note(self, func: Any, work: float, made: Sequence[Tensor]) -> None:
+        if is_mask(func):
+            self._products.append((str(func), work, -(-made[0].numel() // 8)))
+            self._made.append([])  # the bits are nobody's residual
+            return
+        storages = {storage_of(t): t.untyped_storage() for t in made if storage_of(t)}
+        num_bytes = sum(storage.nbytes() for storage in storages.values())
+        self._products.append((str(func), work, num_bytes))
+        self._made.append([weakref.ref(storage) for storage in storages.values()])
+
+
+@functools.cache
+def _flop_registry() -> dict[Any, Any]:
+    # Where torch has triton, this file of torch's imports it: not before something is counted.
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def _work(
+    func: Any, args: Any, kwargs: dict[str, Any], result: Any, made: Sequence[Tensor]
+) -> float:
+    taken = _tensors((args, tuple(kwargs.values())))
+    num_bytes, device = 0, "cpu"
+    for tensor in (*made, *taken):
+        num_bytes += tensor.numel() * tensor.element_size()
+        device = tensor.device.type
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and made:
+        drawn = made[0].numel() * made[0].element_size()
+        num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn)
+    count = _flop_registry().get(getattr(func, "_overloadpacket", func))
+    flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE["cuda"])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in cast("tuple[Any, ...]", value):
+            yield from _tensors(each)

@@ -1,0 +1,66 @@
+"""Values that backward does not keep, named by the function that makes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from recoup._core.call import Call, recomputing_executor
+from recoup.regions.checkpoint import name_of
+
+__all__ = ["recompute"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
+    """Return a callable whose output is not kept, even though the next operator would save it.
+
+    Kept: the tensors in the arguments, unless these are such outputs themselves, and 5 KB of random
+    state if it draws. Backward pays one more run, however many operators saved the output.
+    In contrast, `checkpoint` frees what lies between arguments and output, and the operator after
+    it keeps the output again.
+
+    Args:
+        fn_or_module: a function or module. What it reads beside its arguments must not change
+            before backward, as for `checkpoint`.
+
+    Returns:
+        A callable that takes the same arguments and returns the same. The tensors that it returns
+        are of a subclass of `Tensor`, through which the operators that take them are seen. An
+        `autograd.Function` that saves one keeps it.
+
+    Raises:
+        ValueError: when `fn_or_module` cannot be called.
+        ChangedError: in backward, when what it used, or what it returned, has changed in place.
+        ReplayError: as for `checkpoint`.
+
+    Example:
+        >>> import recoup, torch
+        >>> x, w = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3)
+        >>> y = recoup.recompute(torch.nn.functional.gelu)(x) @ w  # keeps x and w
+        >>> y.sum().backward()
+        >>> x.grad.shape
+        torch.Size([3, 3])
+
+    Source: "saved_tensors_hooks API extension",
+    https://github.com/pytorch/pytorch/issues/129867.
+    """
+
+    if not callable(fn_or_module):
+        raise ValueError(f"`fn_or_module` is {fn_or_module!r}, but must be a function or module.")
+
+    @functools.wraps(fn_or_module, updated=())
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_grad_enabled():
+            return fn_or_module(*args, **kwargs)
+        name = f"the checkpointed call of {name_of(fn_or_module)}"
+        made = Call(name, fn_or_module, args, kwargs)
+        state, _ = recomputing_executor(stops=True).execute_to_values((made,), made.state)
+        return made.take_output(state)
+
+    return call

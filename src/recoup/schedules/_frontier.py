@@ -1,0 +1,194 @@
+"""Time against bytes: the fastest schedule for every number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import ceil, gcd, inf
+from operator import itemgetter
+from typing import NamedTuple
+
+from recoup.schedules._linear import linear
+from recoup.schedules._simulate import simulate
+from recoup.schedules.actions import Schedule
+from recoup.schedules.chain import Chain
+from recoup.schedules.costs import Cost
+from recoup.schedules.persistent import persistent, smallest
+from recoup.schedules.table import Table
+
+__all__ = ["Candidate", "Point", "fastest", "frontier"]
+
+# Bytes are counted in this many levels at least, and in as many as the work of a search allows.
+_NUM_LEVELS = 160
+_WORK = 3_000_000
+# Longer chains are cut in about as many groups; to find the least bytes, only beyond the second.
+_NUM_GROUPS = 64
+_NUM_EXACT = 128
+# Where there are more points than this, every second, third, ... is built.
+_NUM_POINTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A schedule with what it costs.
+
+    Args:
+        peak_bytes: its peak, as `simulate` counts it.
+        seconds: its time, as `simulate` counts it.
+        num_forwards: runs of a stage's forward.
+        schedule: the schedule.
+
+    Example:
+        >>> from recoup.schedules import Cost, frontier
+        >>> frontier([Cost(1.0, 1, 3)] * 2)[0].peak_bytes
+        4
+    """
+
+    peak_bytes: int
+    seconds: float
+    num_forwards: int
+    schedule: Schedule
+
+
+def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
+    """Find, for every number of bytes, the schedule with the least time.
+
+    Searched are the schedules of `optimal`. Points are left out, as few and as slow as can be, so
+    that more bytes never run more forwards; `optimal` finds them. Of more than 100 points every
+    second, third, ... is left out as well.
+
+    If all sizes are small multiples of one size (at most 256 of them hold everything; more in
+    short chains), every point is exact. Otherwise sizes are rounded, to a 160th of what `linear`
+    holds or finer, and once more to a 160th of a fourth of that, and so on; then a little of the
+    bytes may be left unused, but no schedule holds more than is said. The least feasible bytes
+    are exact for up to 128 stages in any case.
+
+    Chains of more than 64 stages are cut in about as many groups of neighbours, at small states.
+    Lost are segments that begin within one group and end within another, and in backward a tape
+    of a part of a group; beyond 128 stages also segments of the sweep within a group, and the
+    least feasible bytes are those of the least of what is left. What the sweep tapes and inverts
+    is chosen stage by stage in any case.
+
+    Kept: nothing; each point says what its schedule keeps. The search takes seconds for 1000
+    stages.
+
+    Args:
+        costs: what each stage costs, first stage first.
+
+    Returns:
+        Points from the least feasible bytes to the most, with falling seconds and never more
+        forwards.
+
+    Raises:
+        ValueError: `costs` is empty.
+
+    Example:
+        >>> from recoup.schedules import Cost, frontier
+        >>> for point in frontier([Cost(1.0, 1, 3)] * 3):
+        ...     print(point.peak_bytes, point.seconds)
+        5 5.0
+        7 4.0
+        9 3.0
+
+    Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
+    neural networks with limited memory" (2019).
+    """
+    if not costs:
+        raise ValueError("`costs` is empty, but a chain has at least one stage")
+    found = fastest(tuple(costs))
+    step = 1 + len(found) // _NUM_POINTS
+    schedules = [found[0].build(), *(each.build() for each in found[1::step])]
+    points: list[Point] = []
+    # `linear` ends it: another one may be as fast with fewer bytes where a stage takes no time.
+    for schedule in (*schedules, linear(len(costs))):
+        simulation = simulate(schedule, costs=costs)
+        if not points or simulation.seconds <= points[-1].seconds:
+            points.append(
+                Point(simulation.peak_bytes, simulation.seconds, simulation.num_forwards, schedule)
+            )
+    return tuple(_never_more_forwards(points))
+
+
+def _never_more_forwards(points: Sequence[Point]) -> list[Point]:
+    """Choose the first point, one of the fastest, and between them those with the least time over
+    all budgets that do not run more forwards than one before."""
+    least, before = [0.0], [0]
+    for stop in range(1, len(points)):
+        peak_bytes, num_forwards = points[stop].peak_bytes, points[stop].num_forwards
+        options = [
+            (least[start] + point.seconds * (peak_bytes - point.peak_bytes), start)
+            for start, point in enumerate(points[:stop])
+            if point.num_forwards >= num_forwards and point.seconds > points[stop].seconds
+        ]
+        best, start = min(options, default=(inf, 0))
+        least.append(best)
+        before.append(start)
+    fastest = [at for at, point in enumerate(points) if point.seconds == points[-1].seconds]
+    chosen = [next((at for at in fastest if least[at] < inf), 0)]
+    while chosen[-1]:
+        chosen.append(before[chosen[-1]])
+    return [points[place] for place in reversed(chosen)]
+
+
+class Candidate(NamedTuple):
+    """A schedule that is not built yet, and what it costs."""
+
+    peak_bytes: int
+    seconds: float
+    build: Callable[[], Schedule]
+
+
+@lru_cache(maxsize=2)  # who asks for several budgets asks in a row
+def fastest(costs: tuple[Cost, ...]) -> tuple[Candidate, ...]:
+    """The fastest schedules by rising bytes, none of them beaten in both; `linear` left out."""
+    # The least bytes are exact where every stage can be a group of its own.
+    num_groups = _NUM_EXACT if len(costs) <= _NUM_EXACT else _NUM_GROUPS
+    least, schedule = smallest(Chain(costs, num_groups, is_split=True))
+    seconds = simulate(schedule, costs=costs).seconds
+    found = [Candidate(least, seconds, lambda: schedule)]
+    # Pieces of long groups are smaller than the units that bytes are counted in: by rounding, a
+    # choice among them would seem to cost nothing.
+    is_long = len(costs) > 2 * _NUM_GROUPS
+    num_groups = _NUM_GROUPS * 3 // 4 if is_long else _NUM_GROUPS
+    chain = Chain(costs, num_groups, is_split=not is_long)
+    for unit, num_levels, first in _units(chain, least):
+        table = Table(chain, unit, num_levels)
+        for level, seconds in table.levels(first):
+            build = partial(persistent, len(costs), level, table.choose)
+            found.append(Candidate(table.peak(0, len(costs), level), seconds, build))
+    best: list[Candidate] = []
+    for candidate in sorted(found, key=itemgetter(0, 1)):
+        if not best or candidate.seconds < best[-1].seconds:
+            best.append(candidate)
+    return tuple(best)
+
+
+def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
+    """Units to count bytes in, finest first, each with a number of levels and the first of use."""
+    divisor = gcd(*(size for cost in chain.costs for size in _sizes(cost))) or 1
+    most = simulate(linear(chain.num_stages), costs=chain.costs).peak_bytes
+    size, least = max(most, least) - chain.base, least - chain.base
+    work = sum(len(chain.choices(*segment)) for segment in chain.segments()) or 1
+    # A tape should be a unit at least, or half of one in the longest chains.
+    num_levels = max(_NUM_LEVELS, chain.num_stages * 2 // 5, min(_WORK // work, 1024))
+    exact = size // divisor
+    if exact <= 256 or exact * work <= _WORK:
+        num_levels = max(num_levels, exact)
+    # The groups of long chains do not get near the least bytes.
+    near = 16 * least if chain.num_stages <= 2 * _NUM_GROUPS else 64 * least
+    ranges = [size]
+    while ranges[-1] > max(num_levels * divisor, near):
+        ranges.append(ranges[-1] // 4)
+    first = 0
+    for size in reversed(ranges):
+        yield divisor * max(1, ceil(size / (num_levels * divisor))), num_levels * 9 // 8, first
+        first = num_levels // 4  # what is below has been counted in finer units
+
+
+def _sizes(cost: Cost) -> Iterator[int]:
+    yield from (cost.state_bytes, cost.run_bytes, cost.left_bytes, cost.beside_bytes)
+    yield cost.before_bytes
+    for variant in range(len(cost.variants) + 1):
+        thin = cost.tape(variant)
+        yield from (thin.tape_bytes, thin.tape_run_bytes, thin.reverse_bytes)

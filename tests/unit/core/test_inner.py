@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup._core.forward_gradients import GradientsWithin
+
+
+def slopes(network, x):
+    """The sum of the squares of a network's derivative, taken while forward runs."""
+    with GradientsWithin():
+        alias = x.view_as(x)
+        gradient = torch.autograd.grad(network(alias).sum(), alias, create_graph=True)[0]
+        return gradient.square().sum()
+
+
+@pytest.fixture
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Sigmoid()).double()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+
+
+def gradients(call, x, network):
+    return torch.autograd.grad(call(x), [x, *network.parameters()], allow_unused=True)
+
+
+WAYS = {
+    "checkpoint": lambda f: lambda x: recoup.checkpoint(f, x),
+    "twice": lambda f: lambda x: recoup.checkpoint(lambda x: recoup.checkpoint(f, x), x),
+    "torch": lambda f: lambda x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+    "within": lambda f: f,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_within_a_region_are_those_without(way, network, x):
+    expected = gradients(lambda x: slopes(network, x), x, network)
+    actual = gradients(WAYS[way](lambda x: slopes(network, x)), x, network)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_a_region_within_is_filled_while_forward_runs(network, x):
+    def inner(x):
+        return recoup.checkpoint(network, x)
+
+    expected = gradients(lambda x: slopes(network, x), x, network)
+    for call in (lambda x: slopes(inner, x), WAYS["checkpoint"](lambda x: slopes(inner, x))):
+        for a, b in zip(gradients(call, x, network), expected, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_hooks_beneath_see_each_save_once_and_give_backward_what_they_kept(network, x):
+    plain, packed, unpacked = [], [], []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (plain.append(t.shape), t)[1], lambda t: t
+    ):
+        alias = x.view_as(x)
+        value = network(alias).sum()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (packed.append(t.shape), t)[1], lambda t: (unpacked.append(t.shape), t)[1]
+    ):
+        with GradientsWithin():
+            value = network(x.view_as(x)).sum()
+            torch.autograd.grad(value, list(network.parameters()), retain_graph=True)
+        assert packed == plain
+        assert unpacked == []
+    value.backward()
+    assert sorted(unpacked) == sorted(packed)
+
+
+def test_nothing_is_held_when_the_call_has_ended(network, x):
+    seen = []
+
+    def watched(x):
+        h = network(x)
+        seen.append(weakref.ref(h.untyped_storage()))
+        return h
+
+    gc.disable()
+    try:
+        loss = recoup.checkpoint(lambda x: slopes(watched, x), x)
+        assert [ref() for ref in seen] == [None]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numel(), lambda n: None):
+                within = GradientsWithin()
+                with within:
+                    h = watched(x)
+                    raise KeyError
+        except KeyError:
+            del h
+        assert within._at_hand == []
+    finally:
+        gc.enable()
+    loss.backward()
+    assert x.grad is not None

@@ -1,0 +1,154 @@
+"""Plans that are applied, found again, replaced and removed (N9)."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import BudgetError
+from tests.unit.planning.test_plan import Residual, batch, peak_of, plan, stack, step
+
+
+class Pair(nn.Module):
+    """Two stacks, each with its plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = stack(), stack()
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x))
+
+
+def is_plain(model: nn.Module) -> bool:
+    return all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_cell_that_is_run_again_replaces_its_plan():
+    """N9: a notebook runs `recoup.plan(...).apply()` twice, and keeps no handle."""
+    model, x = stack(), batch()
+    first = plan(model, x, "1 GiB").apply()
+    least = first.least_bytes
+    for budget in (least, "1 GiB", least):
+        plan(model, x, budget).apply()
+        assert len(recoup.applied_plans(model)) == 1
+    assert not first.is_applied
+    assert peak_of(model, x) <= least
+    first.remove()  # it is no longer there, and takes nothing of another's away
+    (found,) = recoup.applied_plans(model)
+    assert found.budget_bytes == least
+    found.remove()
+    assert is_plain(model)
+
+
+def test_a_plan_is_made_as_if_none_were_applied():
+    """N9"""
+    model, x = stack(), batch()
+    wanted = plan(model, x, "1 GiB")
+    applied = plan(model, x, wanted.least_bytes).apply()
+    again = plan(model, x, "1 GiB")
+    assert again.costs == wanted.costs
+    assert again.rehearsed_peak_bytes == wanted.rehearsed_peak_bytes
+    assert applied.is_applied, "nothing changes before apply()"
+    with pytest.raises(BudgetError):
+        plan(model, x, 1)
+    assert applied.is_applied
+    assert peak_of(model, x) <= wanted.least_bytes
+
+
+def test_after_a_context_the_plan_of_before_is_there_again():
+    """N9"""
+    model, x = stack(), batch()
+    outer = plan(model, x, "1 GiB").apply()
+    inner = plan(model, x, outer.least_bytes)
+    with inner.applied():
+        assert recoup.applied_plans(model) == [inner]
+    assert recoup.applied_plans(model) == [outer]
+    with outer.applied():
+        pass
+    assert is_plain(model)
+
+
+def test_two_plans_for_parts_of_a_model():
+    """N9"""
+    model, x = Pair(), batch()
+    one = plan(model.encoder, x, "1 GiB").apply()
+    two = plan(model.decoder, x, "1 GiB").apply()
+    assert recoup.applied_plans(model) == [one, two]
+    assert recoup.applied_plans(model.encoder) == [one]
+    plan(model.decoder, x, two.least_bytes).apply()
+    assert one.is_applied
+    assert not two.is_applied
+    step(model, x)
+    for each in recoup.applied_plans(model):
+        each.remove()
+    assert is_plain(model)
+
+
+def test_a_plan_over_blocks_of_another_model_names_the_way_out():
+    """N9"""
+    model, x = stack(), batch()
+    plan(model, x, "1 GiB").apply()
+    other = nn.Sequential(*model)
+    with pytest.raises(ValueError, match=r"plan of another model.*Sequential.*applied_plans"):
+        plan(other, x, "1 GiB")
+    for each in recoup.applied_plans(other):
+        each.remove()
+    made = plan(other, x, "1 GiB")
+    again = plan(model, x, "1 GiB").apply()
+    with pytest.raises(ValueError, match="plan of another model"):
+        made.apply()
+    assert recoup.applied_plans(other) == [again]
+
+
+def test_the_plan_of_a_chain_that_died_is_released():
+    """N9"""
+    layers, x = [Residual() for _ in range(6)], batch()
+    chain = recoup.Sequential(*layers, memory="1 MiB")
+    step(chain, x)
+    assert len(recoup.applied_plans(chain)) == 1
+    del chain
+    model = nn.Sequential(*layers)
+    plan(model, x, "1 GiB").apply()
+    assert len(recoup.applied_plans(model)) == 1
+    gc.collect()
+
+
+def test_the_plan_of_a_chain_that_is_taken_off_is_made_again():
+    """N9: a chain with a budget does not run without one, silently."""
+    torch.manual_seed(0)
+    chain, x = recoup.Sequential(*(Residual() for _ in range(6)), memory="1 MiB"), batch()
+    step(chain, x)
+    recoup.applied_plans(chain)[0].remove()
+    step(chain, x)
+    (found,) = recoup.applied_plans(chain)
+    with pytest.raises(ValueError, match='memory="linear"'):
+        plan(nn.Sequential(*chain), x, "1 GiB")
+    chain.memory = "linear"
+    assert not found.is_applied
+    assert is_plain(chain)
+
+
+def test_a_plan_beneath_a_forward_that_others_wrapped_is_found():
+    """N9: accelerate wraps `forward` and sets `__wrapped__`."""
+    import functools
+
+    model, x = stack(), batch()
+    planned = plan(model, x, "1 GiB").apply()
+    ours = model.forward
+
+    @functools.wraps(ours)
+    def wrapped(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    model.forward = wrapped
+    assert recoup.applied_plans(model) == [planned]
+    again = plan(model, x, planned.least_bytes).apply()
+    assert recoup.applied_plans(model) == [again]
+    assert peak_of(model, x) <= planned.least_bytes
+    again.remove()
+    assert model.forward is wrapped

@@ -1,0 +1,259 @@
+"""The bytes that a plan promises: by the allocator, feasible, and for which batch."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import BudgetError
+from recoup.flows import NICE
+from recoup.planning.choosing import choose
+from recoup.planning.inverting import constant_memory_of
+from tests.alive import allocated_bytes
+
+
+def square(y):
+    return y.square().mean()
+
+
+def step_bytes(model, x) -> int:
+    """The peak of a step with empty gradients, by the allocator."""
+    model.zero_grad()
+
+    def step() -> None:
+        y = model(x)
+        square(y).backward()
+
+    peak, _ = allocated_bytes(step)
+    model.zero_grad()
+    return peak
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(32, 32, batch_first=True)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.out(self.lstm(x)[0])
+
+
+class Depthwise(nn.Module):
+    """The block of a ConvNeXt."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(16, 16, 7, padding=3, groups=16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        y = self.conv(x).permute(0, 2, 3, 1)
+        return x + self.down(nn.functional.gelu(self.up(y))).permute(0, 3, 1, 2)
+
+
+def dropouts():
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)) for _ in range(20)]
+    return nn.Sequential(*layers), torch.randn(8, 16)
+
+
+def lstms():
+    return nn.Sequential(*[Recurrent() for _ in range(4)]), torch.randn(8, 16, 32)
+
+
+def depthwise():
+    return nn.Sequential(*[Depthwise() for _ in range(4)]), torch.randn(4, 16, 16, 16)
+
+
+@pytest.mark.parametrize("build", [lstms, depthwise, dropouts])
+def test_a_planned_peak_is_within_the_budget_by_the_allocator(build):
+    """F6: temporaries within kernels and random states are in the bytes of a plan."""
+    torch.manual_seed(0)
+    model, x = build()
+    whole = recoup.plan(model, x, budget="1 GiB", loss=square)
+    assert whole.most_bytes == pytest.approx(step_bytes(model, x), rel=0.2)
+    for part in (0.0, 0.5):
+        budget = int(whole.least_bytes + part * (whole.most_bytes - whole.least_bytes))
+        plan = recoup.plan(model, x, budget=budget, loss=square)
+        with plan.applied():
+            peak = step_bytes(model, x)
+        assert peak <= budget
+        assert plan.rehearsed_peak_bytes == peak
+
+
+# -- the least bytes ---------------------------------------------------------------------------
+
+
+class WithFrozenStem(nn.Module):
+    """Convolutions and layers that are frozen, with large images, before layers that train."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.backbone = nn.Sequential(*[Depthwise() for _ in range(3)])
+        self.stem.requires_grad_(False)
+        self.backbone.requires_grad_(False)
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(4)
+        )
+
+    def forward(self, x):
+        x = self.backbone(self.stem(x)).flatten(2).transpose(1, 2)
+        for layer in self.encoder:
+            x = layer(x)
+        return x
+
+
+def frozen_stem():
+    return WithFrozenStem(), torch.randn(2, 3, 64, 64)
+
+
+class LargeBetween(nn.Module):
+    """Code between blocks that takes much more memory than they do, for a moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if number == 3:
+                with torch.no_grad():
+                    scale = x.repeat(1, 200).cos().mean()
+                x = x * scale
+            x = layer(x)
+        return x
+
+
+def large_between():
+    return LargeBetween(), torch.randn(64, 16)
+
+
+@pytest.mark.parametrize("build", [frozen_stem, large_between, dropouts])
+def test_the_least_bytes_suffice(build):
+    """F5: what is named as the least was rehearsed, by plans and by errors."""
+    torch.manual_seed(0)
+    model, x = build()
+    whole = recoup.plan(model, x, budget="1 GiB", loss=square)
+    at_least = recoup.plan(model, x, budget=whole.least_bytes, loss=square)
+    assert at_least.rehearsed_peak_bytes <= whole.least_bytes == at_least.least_bytes
+    with pytest.raises(BudgetError) as caught:
+        recoup.plan(model, x, budget="1 KiB", loss=square)
+    named = caught.value.least_bytes
+    assert f"({named} bytes" in str(caught.value)
+    assert recoup.plan(model, x, budget=named, loss=square).rehearsed_peak_bytes <= named
+
+
+@pytest.mark.parametrize("build", [frozen_stem, large_between])
+def test_moments_before_and_between_blocks_are_predicted(build):
+    """F5: frozen blocks and code between blocks set the peak, and the costs say so."""
+    torch.manual_seed(0)
+    model, x = build()
+    plan = recoup.plan(model, x, budget="1 GiB", loss=square)
+    assert plan.frontier[0].peak_bytes == pytest.approx(plan.least_bytes, rel=0.02)
+
+
+def rehearsing(peaks):
+    met = []
+
+    def rehearse(place):
+        met.append(place)
+        return peaks[place]
+
+    return met, rehearse
+
+
+def test_few_points_are_rehearsed_and_what_is_named_is_found_again():
+    """F5: the frontier is bisected, also where rehearsals are no order at all."""
+    draw = random.Random(0)
+    for _ in range(300):
+        num_points = draw.choice([1, 2, 3, 10, 100])
+        predicted = sorted(draw.randrange(100, 1000) for _ in range(num_points))
+        peaks = [int(p * draw.uniform(0.7, 1.6)) for p in predicted]
+        budget = draw.randrange(50, 1600)
+        met, rehearse = rehearsing(peaks)
+        choice = choose(predicted, budget, rehearse)
+        assert len(met) == len(set(met)) <= num_points.bit_length() + 3
+        assert (choice.place is None) == (choice.peak_bytes > budget)
+        if choice.place is not None:
+            assert peaks[choice.place] == choice.peak_bytes
+        again = choose(predicted, choice.least_bytes, rehearse)
+        assert again.place is not None
+        assert peaks[again.place] <= choice.least_bytes
+
+
+def test_two_rehearsals_do_where_predictions_hold():
+    """F5"""
+    peaks = list(range(100, 200))
+    met, rehearse = rehearsing(peaks)
+    assert choose(peaks, 150, rehearse) == (50, 150, 100)
+    assert met == [50, 0]
+    met.clear()
+    assert choose(peaks, 60, rehearse) == (None, 100, 100)
+    assert met == [0]
+
+
+# -- what a plan does not choose -------------------------------------------------------------------
+
+
+def test_constant_memory_is_named_where_modules_can_be_inverted():
+    """R10: a plan inverts nothing, so its least is not the least of a flow."""
+    torch.manual_seed(0)
+    flow, x = NICE((1, 4, 4), levels=None, width=16), torch.randn(32, 1, 4, 4)
+    flow(x)  # where each ActNorm starts
+    options = {"loss": lambda found: found[1].sum() + square(found[0][0])}
+    way_out = r'`model` \(NICE\) can be inverted: without a plan, `model.memory = "constant"`'
+    with pytest.raises(BudgetError, match=way_out) as caught:
+        recoup.plan(flow, x, budget="1 KiB", **options)
+    assert 'memory = "constant"' in str(
+        recoup.plan(flow, x, budget=caught.value.least_bytes, **options)
+    )
+    wrapped = nn.ModuleDict({"first": flow, "second": nn.Linear(2, 2)})
+    assert "`model.first.memory" in constant_memory_of(wrapped)[0]
+    assert constant_memory_of(nn.Sequential(nn.Linear(2, 2), recoup.Sequential(nn.Tanh()))) == []
+    flow.memory = "constant"
+    assert constant_memory_of(wrapped) == []
+
+
+# -- other batches ---------------------------------------------------------------------------------
+
+
+def test_a_batch_larger_than_planned_is_said_once():
+    """N15: with how much; smaller batches and other shapes of one size are no news."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+    x = torch.randn(4, 8, 16)
+    with recoup.plan(model, x, budget="1 GiB", loss=square).applied():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for other in (x, x[:1], x.reshape(8, 4, 16), x.reshape(32, 16)):
+                model(other)
+        with pytest.warns(UserWarning, match=r"given 64 KiB of arguments, 32 times as much"):
+            model(torch.randn(128, 8, 16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(torch.randn(128, 8, 16))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_a_chain_without_a_backward_needs_no_plan(kind):
+    """N10: frozen modules and integers; an input that requires a gradient is planned for."""
+    chain = recoup.Sequential(*[nn.Linear(4, 4) for _ in range(4)], memory="1 MiB")
+    chain.requires_grad_(False)
+    if kind is torch.int64:
+        chain.insert(0, nn.Embedding(10, 4).requires_grad_(False))
+        assert chain(torch.ones(3, 2, dtype=kind)).shape == (3, 2, 4)
+        return
+    x = torch.randn(2, 4)
+    assert not chain(x).requires_grad
+    assert recoup.applied_plans(chain) == []
+    x.requires_grad_()
+    want = torch.autograd.grad(nn.Sequential(*chain)(x).sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(chain(x).sum(), x)[0], want)
+    assert len(recoup.applied_plans(chain)) == 1

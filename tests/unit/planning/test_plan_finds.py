@@ -1,0 +1,229 @@
+"""Blocks that a plan finds by itself where nothing repeats in the tree of modules (F10)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from tests.planned_zoo import transformers_or_skip
+from tests.unit.planning.test_plan import Residual
+
+
+class Recurrent(nn.Module):
+    """A list of modules that have none within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class OneForAll(nn.Module):
+    """One block that is called many times."""
+
+    def __init__(self, num_calls: int = 3) -> None:
+        super().__init__()
+        self.block = Residual(32)
+        self.num_calls = num_calls
+
+    def forward(self, x):
+        for _ in range(self.num_calls):
+            x = self.block(x)
+        return x
+
+
+def square(y):
+    return y.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "names"),
+    [
+        (Recurrent, (32, 8, 16), [f"layers.{i}" for i in range(4)]),
+        (OneForAll, (64, 32), ["block"] * 3),
+    ],
+)
+def test_blocks_without_a_tree_are_found(make, shape, names):
+    """F10"""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    square(model(x)).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    whole = recoup.plan(model, x, budget="1 GiB", loss=square)
+    assert [row.name for row in whole.blocks] == names
+    assert whole.least_bytes < whole.most_bytes
+    plan = recoup.plan(model, x, budget=whole.least_bytes, loss=square)
+    model.zero_grad()
+    with plan.applied():
+        square(model(x)).backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_the_shared_layer_of_albert_is_found():
+    """F10"""
+    t = transformers_or_skip()
+    torch.manual_seed(0)
+    config = t.AlbertConfig(
+        num_hidden_layers=3, hidden_size=32, num_attention_heads=2, intermediate_size=64,
+        vocab_size=50, embedding_size=16,
+    )  # fmt: skip
+    model, tokens = t.AlbertForMaskedLM(config).train(), torch.randint(50, (2, 16))
+    plan = recoup.plan(model, budget="1 GiB", input_ids=tokens, labels=tokens)
+    assert len(plan.blocks) == 3
+    assert plan.least_bytes < plan.most_bytes
+
+
+class Stage(nn.Module):
+    """Blocks in a list, then a module that makes their result smaller; and something beside."""
+
+    def __init__(self, width: int, made: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(3))
+        self.downsample = nn.Linear(width, made)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.downsample(x), x.mean()
+
+
+class Skipping(Stage):
+    """Adds to its list of layers what it was given."""
+
+    def forward(self, x):
+        y, mean = super().forward(x)
+        return x + y, mean
+
+
+class Changing(Stage):
+    """Changes in place what the last module returned."""
+
+    def forward(self, x):
+        y, mean = super().forward(x)
+        return y.relu_(), mean
+
+
+class Stages(nn.Module):
+    def __init__(self, *stages: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, x):
+        for stage in self.stages:
+            x, _ = stage(x)
+        return x
+
+
+def test_blocks_within_stages_are_found():
+    """F10: each with what lies between the lists; so that less is needed than by stages."""
+    torch.manual_seed(0)
+    model, x = Stages(Stage(32, 16), Stage(16, 16)), torch.randn(512, 32)
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    whole = recoup.plan(model, x, budget="1 GiB", loss=square)
+    inner = ["blocks.0", "blocks.1", "blocks.2", "downsample"]
+    assert [row.name for row in whole.blocks] == [f"stages.{i}.{n}" for i in "01" for n in inner]
+    by_stages = recoup.plan(model, x, budget="1 GiB", loss=square, blocks=r"stages\.\d")
+    assert whole.least_bytes < 0.8 * by_stages.least_bytes
+    plan = recoup.plan(model, x, budget=whole.least_bytes, loss=square)
+    assert sum(row.num_forwards for row in plan.blocks) <= 2 * len(plan.blocks)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    square(model(x)).backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with plan.applied():
+        square(model(x)).backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("kind", [Skipping, Changing])
+def test_a_block_with_a_list_within_is_no_stage(kind: type[Stage]):
+    """F10: what it does with the result of its list is its own, so it stays one block."""
+    model, x = Stages(kind(16, 16), kind(16, 16)), torch.randn(64, 16)
+    plan = recoup.plan(model, x, budget="1 GiB", loss=square)
+    assert [row.name for row in plan.blocks] == ["stages.0", "stages.1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["swin", "convnext"])
+def test_the_layers_of_swin_and_convnext_are_found(name: str):
+    """F10"""
+    t = transformers_or_skip()
+    torch.manual_seed(0)
+    if name == "swin":
+        config = t.SwinConfig(
+            image_size=32, patch_size=2, embed_dim=16, depths=[2, 4], num_heads=[2, 2],
+            window_size=4, num_labels=5,
+        )  # fmt: skip
+        model, stages = t.SwinForImageClassification(config).train(), r"swin\.encoder\.layers\.\d"
+        num_blocks = 2 + 1 + 4
+    else:
+        config = t.ConvNextConfig(
+            hidden_sizes=[16, 32], depths=[3, 5], num_stages=2, num_labels=5, image_size=32,
+            patch_size=2, drop_path_rate=0.1,
+        )  # fmt: skip
+        model = t.ConvNextForImageClassification(config).train()
+        stages, num_blocks = r"convnext\.encoder\.stages\.\d", 3 + 2 + 5
+    images = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)}
+    whole = recoup.plan(model, budget="1 GiB", **images)
+    assert len(whole.blocks) == num_blocks
+    by_stages = recoup.plan(model, budget="1 GiB", blocks=stages, **images)
+    assert whole.least_bytes < 0.85 * by_stages.least_bytes
+    plan = recoup.plan(model, budget=by_stages.least_bytes, **images)
+    torch.manual_seed(1)
+    model(**images).loss.backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(1)
+    with plan.applied():
+        peak = recoup.measure(
+            lambda: model(**images).loss.backward(), device="cpu", repeats=0
+        ).peak_bytes
+    assert peak <= plan.budget_bytes
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert (gradient is None) == (parameter.grad is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)
+
+
+class Holding(Residual):
+    """Keeps something of its forward as an attribute."""
+
+    aux: torch.Tensor
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        self.aux = hidden
+        return x + self.down(hidden)
+
+
+def test_a_plan_says_what_others_hold():
+    """F11: how many bytes, by which attribute, and what to switch off."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Holding() for _ in range(2))), torch.randn(64, 32)
+    shown = str(recoup.plan(model, x, budget="1 GiB", loss=square))
+    assert "held by others: 64 KiB of the residuals of 2 blocks (`0` first)" in shown
+    assert "held by attributes: `0.aux` and 1 more" in shown
+    plain = recoup.plan(nn.Sequential(Residual(), Residual()), x, budget="1 GiB", loss=square)
+    assert plain.held_by_others == ()
+
+
+@pytest.mark.slow
+def test_a_plan_says_that_a_cache_or_a_checkpoint_is_on():
+    """F11"""
+    t = transformers_or_skip()
+    config = t.T5Config(
+        num_layers=2, num_decoder_layers=2, d_model=32, d_ff=64, d_kv=8, num_heads=4,
+        vocab_size=50, decoder_start_token_id=0,
+    )  # fmt: skip
+    tokens = torch.randint(50, (2, 12))
+    model = t.T5ForConditionalGeneration(config).train()
+    kwargs = {"input_ids": tokens, "labels": tokens, "budget": "1 GiB"}
+    assert "pass use_cache=False" in str(recoup.plan(model, **kwargs))
+    assert recoup.plan(model, use_cache=False, **kwargs).held_by_others == ()
