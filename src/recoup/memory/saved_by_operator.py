@@ -15,7 +15,6 @@ Rule 4. torch.compile cannot listen, so compiled code runs as it was written. Wh
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -208,8 +207,8 @@ class _Watch(TorchFunctionMode):
         )
 
     def _said(self) -> str:
-        here = inspect.currentframe()
-        return self._operator or _operator_of(here and here.f_back)
+        # A frame in a variable of its own would be a cycle.
+        return self._operator or _operator_of(cast("Any", sys)._getframe(1))
 
     # -- afterwards ------------------------------------------------------------------------
 
