@@ -15,6 +15,7 @@ Rule 4. torch.compile cannot listen, so compiled code runs as it was written. Wh
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
