@@ -394,7 +394,7 @@ def test_flows_of_pictures_become_calm(flow):
     x = torch.randint(17, (4, 1, 8, 8)).float()
     for _ in range(3):
         model.bits_per_dim(x).mean().backward()
-    num_inverted = len(model.chain._plan[1].prepared.inverted)
+    num_inverted = len(model.chain._executor[1].prepared.inverted)
     assert model.drift._is_calm(num_inverted)
 
 

@@ -18,7 +18,7 @@ from recoup.errors import NotInvertibleError, ReplayError
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
 
-__all__ = ["Otherwise", "plan_for", "run_through", "value_of", "ways_of"]
+__all__ = ["Otherwise", "executor_for", "run_through", "value_of", "ways_of"]
 
 Otherwise = Literal["recompute", "keep"] | None
 
@@ -48,27 +48,27 @@ def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
     return tuple(ways)
 
 
-def plan_for(
+def executor_for(
     memory: Memory, links: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
 ) -> Executor:
-    """Return the plan that `memory` means for these links, or raise if it cannot be executed."""
+    """Return the executor that `memory` means for these links, or raise if there is none."""
     ways = None if ways is None else guard.ways(ways)
-    plan = Executor(schedule_for(memory, len(links), ways), guard=guard)
+    executor = Executor(schedule_for(memory, len(links), ways), guard=guard)
     for index, (name, link) in enumerate(links.items()):
-        if index in plan.prepared.inverted and not has_inverse(link):
+        if index in executor.prepared.inverted and not has_inverse(link):
             raise NotInvertibleError(
                 f"The schedule inverts {name}, which has no method `inverse`. Give it one, or tape "
                 "or recompute it in the schedule."
             )
-    return plan
+    return executor
 
 
-def run_through(plan: Executor, links: Mapping[str, Any], value: Any) -> Any:
-    """Call the links in order; backward follows the plan."""
+def run_through(executor: Executor, links: Mapping[str, Any], value: Any) -> Any:
+    """Call the links in order; backward follows the schedule."""
     state, tree = flatten(value)
     trees = [tree] * (len(links) + 1)
     stages = [_Link(index, name, link, trees) for index, (name, link) in enumerate(links.items())]
-    state, _ = plan.execute(stages, state)
+    state, _ = executor.execute(stages, state)
     return trees[-1].unflatten(state)
 
 

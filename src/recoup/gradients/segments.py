@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from recoup._core.callable_chain import Otherwise, plan_for, run_through, value_of, ways_of
+from recoup._core.callable_chain import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode
@@ -193,7 +193,7 @@ def _named(segments: object) -> dict[str, Any]:
 def _run(links: dict[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
     ways = ways_of(links, otherwise) if memory == "constant" else None
     if memory != "linear":
-        return run_through(plan_for(memory, links, ways, DriftGuard()), links, value)
+        return run_through(executor_for(memory, links, ways, DriftGuard()), links, value)
     for link in links.values():
         value = value_of(link, link(value), value)
     return value

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeGuard, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.drift_guard import Drift, DriftGuard
-from recoup._core.executor import Executor
+from recoup._core.drift_guard import Drift
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.rng import generators_restored
 from recoup._core.stage import State
@@ -18,14 +17,15 @@ from recoup.errors import ConvergenceError, NotInvertibleError
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.split import Split
-from recoup.planning.budget import Budget, is_bytes
-from recoup.schedules import Schedule, Way
-from recoup.schedules.memory import Memory, schedule_for, shown
+from recoup.planning.budget import is_bytes
+from recoup.planning.memory_mode import HasMemoryMode
+from recoup.schedules import Way
+from recoup.schedules.memory import Memory, schedule_for
 
 __all__ = ["Chain"]
 
 
-class Chain(InvertibleModule):
+class Chain(HasMemoryMode, InvertibleModule):
     """Invertible modules one after the other, with a choice of what backward remembers.
 
     With ``memory="constant"`` the chain keeps its output, and its input for the guard: backward
@@ -86,35 +86,14 @@ class Chain(InvertibleModule):
                 )
             _check_defined(index, module)
             self.add_module(str(index), module)
-        self._plan: tuple[object, Executor] | None = None
-        self._budget = Budget()
-        self._drift = DriftGuard.of(drift)
-        self.memory = memory
+        self._set_memory_mode(memory, drift)
 
-    @property
-    def drift(self) -> DriftGuard:
-        """What happens where inverses do not find their way back, and what was seen of them."""
-        return self._drift
-
-    @drift.setter
-    def drift(self, drift: Drift) -> None:
-        self._drift = DriftGuard.of(drift)
-
-    @property
-    def memory(self) -> Memory:
-        """What backward remembers."""
-        return self._memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
+    def _check_memory(self, memory: Memory) -> None:
         num_stages = sum(1 for _ in self._named(flat=memory != "linear"))
         if num_stages and not is_bytes(memory):
             schedule_for(memory, num_stages)
-        self._budget.bound(memory)
         if memory == "constant":
             self._say_what_recomputes()
-        self._memory: Memory = memory
-        self._plan = None
 
     def _say_what_recomputes(self) -> None:
         names = [name for name, module in self._named(flat=True) if not module.inverts_in_backward]
@@ -125,7 +104,7 @@ class Chain(InvertibleModule):
                 f"modules ({shown_names}{', ...' if len(names) > 3 else ''}) are recomputed from "
                 "their kept inputs: their inverses are iterations, which cost more and are not "
                 'exact. Memory grows by one input each; "sqrt" or "log" keep fewer.',
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def __len__(self) -> int:
@@ -139,8 +118,9 @@ class Chain(InvertibleModule):
         modules = list(self)
         if isinstance(index, int):
             return modules[index]
-        memory = "linear" if isinstance(self._memory, Schedule) else self._memory
-        return Chain(*modules[index], memory=memory, drift=self._drift.anew())
+        return Chain(
+            *modules[index], memory=self._memory_of_other_lengths, drift=self._drift.anew()
+        )
 
     def __iter__(self) -> Iterator[InvertibleModule]:
         return cast("Iterator[InvertibleModule]", iter(self._modules.values()))
@@ -169,7 +149,9 @@ class Chain(InvertibleModule):
                 blocks = [module for _, module in self._named(flat=True)]
                 return self._budget.run(self, self._forward_plainly, (x, context), blocks)
             stages = self._stages(context)
-            state, log_dets = self._ready_plan(stages).execute(stages, _state_of(x, context))
+            links = {stage.name: stage.module for stage in stages}
+            executor = self._ready_executor(links, tuple(stage.way for stage in stages))
+            state, log_dets = executor.execute(stages, _state_of(x, context))
             return self._to_pair(x, context, state, log_dets)
         return self._forward_plainly(x, context)
 
@@ -225,21 +207,6 @@ class Chain(InvertibleModule):
                 "nothing. Leave it out, or give couplings networks with `takes_context = True`."
             )
 
-    def _ready_plan(self, stages: Sequence[_Stage]) -> Executor:
-        ways = tuple[Way, ...](stage.way for stage in stages)
-        key = (ways, self.drift, self.drift.kept)
-        if self._plan is None or self._plan[0] != key:
-            schedule = schedule_for(self._memory, len(stages), self.drift.ways(ways))
-            plan = Executor(schedule, guard=self.drift)
-            for index in plan.prepared.inverted:
-                if not has_inverse(stages[index].module):
-                    raise NotInvertibleError(
-                        f"The schedule inverts {stages[index].name}, which does not define "
-                        "`inverse`. Recompute it in the schedule."
-                    )
-            self._plan = (key, plan)
-        return self._plan[1]
-
     @property
     def _is_flat(self) -> bool:
         return self._memory != "linear"
@@ -274,10 +241,6 @@ class Chain(InvertibleModule):
             return total
         dtype = like.dtype if like.is_floating_point() else None
         return torch.zeros(len(like), device=like.device, dtype=dtype)
-
-    def extra_repr(self) -> str:
-        """Show the memory mode."""
-        return f"memory={shown(self._memory)}"
 
 
 class _Stage:

@@ -24,9 +24,9 @@ from itertools import accumulate, pairwise
 import torch
 
 from recoup.planning.measuring import Measured, MeasuredCall
-from recoup.schedules import Advance, Cost, Drop, Keep, Load, Reverse, Schedule, Tape, Thin
+from recoup.schedules import Cost, Thin
 
-__all__ = ["chosen_products", "every_input", "price"]
+__all__ = ["chosen_products", "price"]
 
 _MOST_VARIANTS = 5
 # Work of moving a byte to host memory and back, in bytes moved on the device: the bandwidth of its
@@ -57,18 +57,6 @@ def price(measured: Measured, device: torch.device) -> list[Cost]:
         is_fixed=True,
     )
     return [*costs, tail]
-
-
-def every_input(num_stages: int) -> Schedule:
-    """The schedule of the step that was measured, for stages and what follows them."""
-    sweep = [action for i in range(num_stages) for action in (Keep(i), Advance(i, i + 1))]
-    backward = [
-        action
-        for i in reversed(range(num_stages))
-        for action in (Load(i), Drop(i), Tape(i), Reverse(i))
-    ]
-    actions = (*sweep, Tape(num_stages), Reverse(num_stages), *backward)
-    return Schedule(num_stages + 1, actions, name="inputs")
 
 
 def _beside(measured: Measured) -> list[int]:

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup._core.callable_chain import Otherwise, plan_for, run_through, value_of, ways_of
-from recoup._core.drift_guard import Drift, DriftGuard
-from recoup._core.executor import Executor
-from recoup.planning.budget import Budget, is_bytes
-from recoup.schedules import Schedule, Way
-from recoup.schedules.memory import Memory, schedule_for, shown
+from recoup._core.callable_chain import Otherwise, run_through, value_of, ways_of
+from recoup._core.drift_guard import Drift
+from recoup.planning.budget import is_bytes
+from recoup.planning.memory_mode import HasMemoryMode
+from recoup.schedules import Way
+from recoup.schedules.memory import Memory, schedule_for
 
 __all__ = ["Sequential"]
 
 
-class Sequential(nn.Sequential):
+class Sequential(HasMemoryMode, nn.Sequential):
     """``torch.nn.Sequential`` with a choice of what its backward remembers.
 
     ==============  ==========================================  ================================
@@ -75,32 +75,11 @@ class Sequential(nn.Sequential):
         super().__init__(*modules)
         ways_of({}, otherwise)  # raises if it is unknown
         self.otherwise: Otherwise = otherwise
-        self._drift = DriftGuard.of(drift)
-        self._plan: tuple[object, Executor] | None = None
-        self._budget = Budget()
-        self.memory = memory
+        self._set_memory_mode(memory, drift)
 
-    @property
-    def drift(self) -> DriftGuard:
-        """What happens where inverses do not find their way back, and what was seen of them."""
-        return self._drift
-
-    @drift.setter
-    def drift(self, drift: Drift) -> None:
-        self._drift = DriftGuard.of(drift)
-
-    @property
-    def memory(self) -> Memory:
-        """What backward remembers."""
-        return self._memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
+    def _check_memory(self, memory: Memory) -> None:
         if len(self) and not is_bytes(memory):
-            schedule_for(memory, len(self), self._ways(memory))  # raises if it is unknown
-        self._budget.bound(memory)
-        self._memory: Memory = memory
-        self._plan = None
+            schedule_for(memory, len(self), self._ways(memory))
 
     def forward(self, input: Any) -> Any:
         """Call the modules in order."""
@@ -108,19 +87,14 @@ class Sequential(nn.Sequential):
             return self._forward_plainly(input)
         if self._budget.is_bound:
             return self._budget.run(self, self._forward_plainly, (input,), self)
-        return run_through(self._ready_plan(), self._links(), input)
+        links = self._links()
+        executor = self._ready_executor(links, self._ways(self._memory))
+        return run_through(executor, links, input)
 
     def _forward_plainly(self, input: Any) -> Any:
         for module in self:
             input = value_of(module, module(input), input)
         return input
-
-    def _ready_plan(self) -> Executor:
-        ways = self._ways(self._memory)
-        key = (len(self), ways, self.drift, self.drift.kept)
-        if self._plan is None or self._plan[0] != key:
-            self._plan = (key, plan_for(self._memory, self._links(), ways, self.drift))
-        return self._plan[1]
 
     def _links(self) -> dict[str, Any]:
         return {
@@ -133,7 +107,7 @@ class Sequential(nn.Sequential):
         if isinstance(found, Sequential) and isinstance(index, slice):
             found.otherwise = self.otherwise
             found.drift = self._drift.anew()
-            found.memory = self._carried
+            found.memory = self._memory_of_other_lengths
         return found
 
     def _ways(self, memory: Memory) -> tuple[Way, ...] | None:
@@ -147,14 +121,8 @@ class Sequential(nn.Sequential):
 
     def _of(self, modules: list[Any]) -> Sequential:
         return Sequential(
-            *modules, memory=self._carried, otherwise=self.otherwise, drift=self._drift.anew()
+            *modules,
+            memory=self._memory_of_other_lengths,
+            otherwise=self.otherwise,
+            drift=self._drift.anew(),
         )
-
-    @property
-    def _carried(self) -> Memory:
-        """What a chain of another length may take over."""
-        return "linear" if isinstance(self._memory, Schedule) else self._memory
-
-    def extra_repr(self) -> str:
-        """Show the memory mode."""
-        return f"memory={shown(self._memory)}"

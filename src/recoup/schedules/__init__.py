@@ -29,10 +29,8 @@ from recoup.schedules.actions import (
 )
 from recoup.schedules.bounds import (
     beta,
-    least_advances,
     num_advances,
     num_sweeps,
-    persistent_schedules,
 )
 from recoup.schedules.costs import Cost, Thin
 from recoup.schedules.logarithmic import log
@@ -58,13 +56,11 @@ __all__ = [
     "binomial",
     "constant",
     "frontier",
-    "least_advances",
     "linear",
     "log",
     "num_advances",
     "num_sweeps",
     "optimal",
-    "persistent_schedules",
     "revolve",
     "simulate",
     "sqrt",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from recoup.schedules._revolve import Part, solved
 from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
 from recoup.schedules.bounds import best_split, require_positive
 
@@ -43,28 +46,13 @@ def binomial(n: int, slots: int) -> Schedule:
     """
     require_positive("n", n)
     require_positive("slots", slots)
-    return Schedule(n, tuple(_actions(n, slots)), name=f"binomial, {slots} slots")
+    return Schedule(
+        n, solved((0, n, slots, False), partial(_solve, n)), name=f"binomial, {slots} slots"
+    )
 
 
 # A part of the chain that waits to be solved: first stage, one past the last, slots, whether its
-# input is kept already.
-_Part = tuple[int, int, int, bool]
-
-
-def _actions(n: int, slots: int) -> list[Action]:
-    """The actions, without recursion: a chain of 1000 stages nests deeper than Python allows."""
-    actions: list[Action] = []
-    waiting: list[Action | _Part] = [(0, n, slots, False)]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, tuple):
-            waiting += reversed(_solve(*item, n))
-        else:
-            actions.append(item)
-    return actions
-
-
-def _solve(start: int, stop: int, slots: int, kept: bool, n: int) -> list[Action | _Part]:
+def _solve(n: int, start: int, stop: int, slots: int, kept: bool) -> list[Action | Part]:
     """One pass through a part none of whose stages is taped, the working state being its input.
 
     The pass tapes its last stage, ``middle - 1``. What is behind it is solved first, with one slot
@@ -80,7 +68,7 @@ def _solve(start: int, stop: int, slots: int, kept: bool, n: int) -> list[Action
         # Revolve's part ends with a stage that the pass before has taped and that is reversed by
         # now: it is one stage longer than what is left to do here.
         middle = start + best_split(stop - start + 1, slots)
-    todo: list[Action | _Part] = []
+    todo: list[Action | Part] = []
     if middle - 1 == start:
         todo += [Drop(start)] if kept else []
         todo += [Tape(start), (middle, stop, slots - 1, False), Reverse(start)]

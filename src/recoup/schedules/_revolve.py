@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
 from recoup.schedules.bounds import best_split, require_positive
 
-__all__ = ["revolve"]
+__all__ = ["Part", "revolve", "solved"]
 
 
 def revolve(n: int, slots: int) -> Schedule:
@@ -40,34 +42,37 @@ def revolve(n: int, slots: int) -> Schedule:
     """
     require_positive("n", n)
     require_positive("slots", slots)
-    return Schedule(n, tuple(_actions(n, slots)), name=f"revolve, {slots} slots")
+    return Schedule(n, solved((0, n, slots, False), _solve), name=f"revolve, {slots} slots")
 
 
 # A part of the chain that waits to be solved: first stage, one past the last, slots, whether its
 # input is kept already.
-_Part = tuple[int, int, int, bool]
+Part = tuple[int, int, int, bool]
 
 
-def _actions(n: int, slots: int) -> list[Action]:
-    """The actions, without recursion: a chain of 1000 stages nests deeper than Python allows."""
+def solved(whole: Part, solve: Callable[..., list[Action | Part]]) -> tuple[Action, ...]:
+    """Return the actions of a part whose solution has parts that are to be solved.
+
+    Without recursion: a chain of 1000 stages nests deeper than Python allows.
+    """
     actions: list[Action] = []
-    waiting: list[Action | _Part] = [(0, n, slots, False)]
+    waiting: list[Action | Part] = [whole]
     while waiting:
         item = waiting.pop()
         if isinstance(item, tuple):
-            waiting += reversed(_solve(*item))
+            waiting += reversed(solve(*item))
         else:
             actions.append(item)
-    return actions
+    return tuple(actions)
 
 
-def _solve(start: int, stop: int, slots: int, kept: bool) -> list[Action | _Part]:
+def _solve(start: int, stop: int, slots: int, kept: bool) -> list[Action | Part]:
     """One pass through a part, the working state being its input."""
     if stop - start == 1:
-        drop: list[Action | _Part] = [Drop(start)] if kept else []
+        drop: list[Action | Part] = [Drop(start)] if kept else []
         return [*drop, Tape(start), Reverse(start)]
     middle = start + best_split(stop - start, slots)
-    keep: list[Action | _Part] = [] if kept else [Keep(start)]
+    keep: list[Action | Part] = [] if kept else [Keep(start)]
     later = (middle, stop, slots - 1, False)
     earlier = (start, middle, slots, True)
     return [*keep, Advance(start, middle), later, Load(start), earlier]

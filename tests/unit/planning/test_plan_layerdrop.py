@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.planning.plan import Plan
 from tests.planned_zoo import transformers_or_skip
 from tests.unit.planning.test_plan import Residual
 
@@ -46,9 +47,13 @@ def outcome(model: nn.Module, loss: Callable[[], torch.Tensor]) -> tuple[int, li
 
 
 def assert_keeps(
-    plan: recoup.Plan, change: Callable[[Any, int], Any], loss: Callable[[], torch.Tensor], num: int
+    plan: Plan,
+    change: Callable[[Any, int], Any],
+    loss: Callable[[], torch.Tensor],
+    num: int,
+    most: float = 1.0,
 ) -> None:
-    """Check that `num` steps have the plain gradients, and no more bytes than the budget."""
+    """Check that `num` steps have the plain gradients, and at most this part of the budget."""
     results: list[list[list[Any]]] = []
     for is_planned in (False, True):
         torch.manual_seed(5)
@@ -58,7 +63,9 @@ def assert_keeps(
             if is_planned:
                 with plan.applied():
                     peak, gradients = outcome(plan.model, loss)
-                assert peak <= plan.budget_bytes, f"step {index}: {peak / plan.budget_bytes:.3f}"
+                assert peak <= most * plan.budget_bytes, (
+                    f"step {index}: {peak / plan.budget_bytes:.3f}"
+                )
             else:
                 _, gradients = outcome(plan.model, loss)
             results[-1].append(gradients)
@@ -148,7 +155,16 @@ def test_models_with_layer_drop_keep_to_the_budget(name: str):
         model = t.Wav2Vec2ForCTC(config).train()
         kwargs = {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 30, (2, 8))}
     whole = recoup.plan(model, budget="4 GiB", **kwargs)
+
+    def change(model: Any, index: int) -> None:
+        rate = 0.3 if index % 3 else 0.0  # a forward without it calls all layers
+        for module in model.modules():
+            for holder in (module, getattr(module, "config", None)):
+                if hasattr(holder, "layerdrop"):
+                    holder.layerdrop = rate
+
     for share in (0.0, 0.5):
         budget = int(whole.least_bytes + share * (whole.most_bytes - whole.least_bytes))
-        plan = recoup.plan(model, budget=int(1.01 * budget), **kwargs)
-        assert_keeps(plan, lambda model, index: None, lambda: model(**kwargs).loss, 12)
+        # Where no forward that was tried calls all layers, the plan predicts such a step.
+        plan = recoup.plan(model, budget=budget, **kwargs)
+        assert_keeps(plan, change, lambda: model(**kwargs).loss, 12, most=1.002)

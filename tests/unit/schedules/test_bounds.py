@@ -6,13 +6,12 @@ import pytest
 
 from recoup.schedules import (
     beta,
-    least_advances,
     num_advances,
     num_sweeps,
-    persistent_schedules,
     simulate,
 )
 from recoup.schedules.bounds import best_split
+from tests.unit.schedules.oracles import least_advances, persistent_schedules
 
 
 @cache
@@ -64,7 +63,7 @@ def test_persistent_schedules_are_distinct_and_can_be_executed():
         assert simulate(schedule).num_forwards >= 5
 
 
-@pytest.mark.parametrize("function", [num_sweeps, num_advances, least_advances])
+@pytest.mark.parametrize("function", [num_sweeps, num_advances])
 def test_counts_below_one_are_refused(function):
     with pytest.raises(ValueError, match=r"`n` is 0, but it must be at least 1"):
         function(0, 1)
@@ -75,5 +74,3 @@ def test_counts_below_one_are_refused(function):
 def test_a_chain_of_one_stage_cannot_be_split():
     with pytest.raises(ValueError, match=r"`n` is 1"):
         best_split(1, 3)
-    with pytest.raises(ValueError, match=r"`n` is 0"):
-        next(persistent_schedules(0))

@@ -16,9 +16,9 @@ from recoup.schedules import (
     Simulation,
     linear,
     optimal,
-    persistent_schedules,
     simulate,
 )
+from tests.unit.schedules.oracles import persistent_schedules
 
 
 def simulated(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
