@@ -18,6 +18,8 @@ OLDEST := .venv-oldest/bin
 OLDEST_INSTALL := $(OLDEST)/python -m pip --disable-pip-version-check --quiet --quiet \
 	install --constraint constraints-oldest.txt $(PIP_ARGS)
 
+QUICK := "not slow and not foreign and not exhaustive"
+
 # pyright would look on the network for a newer version of itself.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
@@ -27,8 +29,8 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 help:
 	@echo "make demo    train a flow in three memory modes, and compare them"
 	@echo "make test    run the tests"
-	@echo "make test-all     the same, plans for models of other libraries, and what takes minutes"
-	@echo "make test-oldest  all tests with the oldest Python, torch and neighbours that are named"
+	@echo "make test-all     all cases of them, plans for models of other libraries, what takes minutes"
+	@echo "make test-oldest  the tests with the oldest Python, torch and neighbours that are named"
 	@echo "make cuda    run the tests and benchmarks of a GPU, with the Python that is on the path"
 	@echo "make check   run the linters, the type checker and the import contracts"
 	@echo "make bench   measure against other libraries"
@@ -55,7 +57,7 @@ demo: setup
 	@$(BIN)/recoup flow demo
 
 test: setup
-	@$(BIN)/python -m pytest -n 2 -m "not foreign and not exhaustive" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m $(QUICK) $(ARGS)
 
 # Without what diffusers asks for beside transformers; timm needs a torchvision that is built for
 # the same torch, which an index with CPU builds need not have: there its tests are skipped.
@@ -63,8 +65,8 @@ test: setup
 	@$(INSTALL) --no-deps diffusers requests charset-normalizer urllib3 certifi
 	@touch $@
 
-test-all: test .venv/.foreign
-	@$(BIN)/python -m pytest -n 2 -m "foreign or exhaustive" $(ARGS)
+test-all: .venv/.foreign
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt
 	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
@@ -77,7 +79,7 @@ test-all: test .venv/.foreign
 	@touch $@
 
 test-oldest: .venv-oldest/.ready
-	@$(OLDEST)/python -m pytest -n 2 -m "not exhaustive" $(ARGS)
+	@$(OLDEST)/python -m pytest -n 2 -m $(QUICK) $(ARGS)
 
 # Neither .venv nor the network: a machine with a GPU is often lent for minutes, and bare.
 cuda:

@@ -31,12 +31,29 @@ def pytest_configure(config):
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(items):
+    mark_all_but_samples(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def mark_all_but_samples(items):
+    """Mark as slow all cases of a sampled test but as many as it says, spread over its cases."""
+    cases = {}
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            function = item.nodeid.partition("[")[0]
+            cases.setdefault(function, (sampled.args[0], []))[1].append(item)
+    for num_samples, found in cases.values():
+        taken = {round(k * len(found) / num_samples) for k in range(num_samples)}
+        for place, item in enumerate(found):
+            if place not in taken:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class HasMemoryMode(nn.Module):
 
     @property
     def drift(self) -> DriftGuard:
-        """What happens where inverses do not find their way back, and what was seen of them."""
+        """The guard that acts where inverses drift, with what it has seen of them."""
         return self._drift
 
     @drift.setter
@@ -37,7 +37,7 @@ class HasMemoryMode(nn.Module):
 
     @property
     def memory(self) -> Memory:
-        """What backward remembers."""
+        """The memory mode: what backward keeps of the chain."""
         return self._memory
 
     @memory.setter
@@ -53,7 +53,7 @@ class HasMemoryMode(nn.Module):
 
     @property
     def _memory_of_other_lengths(self) -> Memory:
-        """What a chain of another length may take over."""
+        """The memory mode of a chain of another length that is made from this one."""
         return "linear" if isinstance(self._memory, Schedule) else self._memory
 
     def _ready_executor(self, links: Mapping[str, Any], ways: Sequence[Way] | None) -> Executor:

@@ -4,11 +4,11 @@ NOTE [ One decision on all ranks ]
 
 Rule 1. The collectives of one rank wait for those of the others. A rank that rehearsed another plan
         than the others, or one more, would wait for ever.
-Rule 2. What is decided by what was measured is therefore decided by the largest number that any
-        rank measured. A plan keeps to its budget on all of them.
-Rule 3. The backend may let go of a buffer in a thread of its own, a moment after the collective has
-        ended. Nobody reports that, and the buffer counts until the step ends. Therefore a rehearsal
-        that did not keep to the budget is run once more, and the smaller peak is true.
+Rule 2. Every decision that depends on measurements uses the largest number that any rank measured.
+        So all ranks decide alike, and a plan keeps to its budget on all of them.
+Rule 3. The backend may free a buffer in a thread of its own, a moment after the collective has
+        ended. The allocator does not report that to us, and the buffer counts until the step ends.
+        So a rehearsal that exceeded the budget is run once more, and the smaller peak counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[floa
     """Return the largest of each of `numbers` among the ranks that hold parts of `model`.
 
     Args:
-        model: if it is not sharded, nobody else is asked.
+        model: the model; if it is not sharded, `numbers` are returned.
         numbers: as many on each rank.
     """
     found = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")

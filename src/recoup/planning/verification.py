@@ -11,8 +11,8 @@ Rule 3. Compared are sketches, since a second set of gradients may not fit: of e
         its largest entry, and sums under random signs, which no other tensor shares but by chance.
         They are taken when the bytes of the step have been read.
 Rule 4. Sketches may differ by the rounding of kernels. Where they differ by more, the plain step is
-        run once more, and what it differs from itself by is allowed, too (kernels that add up in an
-        order of their own), as far as that can be rounding.
+        run once more. The distance between its two runs (kernels that add up in an order of their
+        own) is then allowed as well, as far as it can be rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DifferentStepError(ReplayError):
 
 
 class Sketch(NamedTuple):
-    """What is left of a tensor.
+    """A few numbers that tell a tensor from others.
 
     Args:
         shape: of the tensor; None stands for no gradient.
@@ -62,7 +62,7 @@ class Sketch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a step left.
+    """Sketches of everything that a step changed.
 
     Args:
         sketches: of gradients and buffers, by name.
