@@ -123,9 +123,11 @@ def _close_checkpoints_of(error: BaseException | None) -> None:
     traceback = None if error is None else error.__traceback__
     frames = [] if traceback is None else [frame for frame, _ in walk_tb(traceback)]
     for frame in reversed(frames):
-        left = frame.f_locals.get("gen")
-        if frame.f_globals.get("__name__") == _CHECKPOINT and isinstance(left, GeneratorType):
-            left.close()
+        # Python keeps what `f_locals` returned with the frame: of others it is not asked for.
+        if frame.f_globals.get("__name__") == _CHECKPOINT:
+            left = frame.f_locals.get("gen")
+            if isinstance(left, GeneratorType):
+                left.close()
 
 
 class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_enabled does
