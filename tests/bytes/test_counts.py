@@ -55,11 +55,13 @@ def calls(n, memory):
     return [stage.num_calls for stage in stages]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("n", "slots"), ROWS)
 def test_binomial_is_the_optimum(n, slots):
     assert sum(calls(n, slots)) == LEAST[n][slots]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "most"), [(1, 1), (2, 3), (9, 17), (100, 199), (1000, 1999)])
 def test_sqrt_runs_each_stage_at_most_twice(n, most):
     counted = calls(n, "sqrt")

@@ -76,6 +76,7 @@ def one_thread():
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("build", [reversible, affine])
 def test_constant_is_flat_in_depth(build, dropout):
@@ -84,6 +85,7 @@ def test_constant_is_flat_in_depth(build, dropout):
     assert peaks[64] <= 1.02 * peaks[8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_the_drift_guard_leaves_an_ordinary_net_flat(dropout):
     def build(depth):
@@ -99,6 +101,7 @@ def test_the_drift_guard_leaves_an_ordinary_net_flat(dropout):
     assert not models[64].drift.kept
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [reversible, affine])
 def test_linear_grows_so_the_meter_works(build):
     x = torch.randn(4, 8, 16, 16, requires_grad=True)
@@ -106,6 +109,7 @@ def test_linear_grows_so_the_meter_works(build):
     assert peaks[64] > 4 * peaks[8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_what_constant_holds_does_not_grow(dropout):
     x = torch.randn(4, 8, 16, 16, requires_grad=True)
@@ -116,6 +120,7 @@ def test_what_constant_holds_does_not_grow(dropout):
     assert held[8] <= x.nbytes + 1024
 
 
+@pytest.mark.slow
 def test_a_loss_of_one_early_latent_is_flat_in_depth():
     peaks = {}
     for depth in (8, 64):
@@ -142,6 +147,7 @@ def uniform_peak(n, memory):
     return peak / UNIT
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("n", "units"), [(100, 17), (1000, 48)])
 def test_sqrt_keeps_its_promise(n, units):
     assert uniform_peak(n, "sqrt") <= units + 0.1
@@ -151,6 +157,7 @@ def test_linear_holds_every_output():
     assert 100 <= uniform_peak(100, "linear") <= 102.1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "schedule",
     [sqrt(100), log(100), *(binomial(100, c) for c in (1, 2, 3, 5, 8, 13, 44)), revolve(100, 4)],
@@ -172,6 +179,7 @@ class Wide(nn.Module):
         return x * 1.5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "schedule",
     [sqrt(40), log(40), binomial(40, 3), revolve(40, 3), constant(["recompute"] * 40)],
@@ -205,6 +213,7 @@ def number(output):
 
 @pytest.mark.parametrize("place", range(5), ids=["constant", "sqrt", "log", "1", "3"])
 class TestNothingStays:
+    @pytest.mark.sampled(1)
     def test_after_twenty_steps(self, place):
         _, model, x = list(mixture())[place]
         peaks = []
@@ -214,6 +223,7 @@ class TestNothingStays:
             peaks.append(peak)
         assert len(set(peaks[1:])) == 1
 
+    @pytest.mark.sampled(1)
     def test_after_a_forward_alone(self, place):
         _, model, x = list(mixture())[place]
         gc.collect()
@@ -228,6 +238,7 @@ class TestNothingStays:
         finally:
             gc.enable()
 
+    @pytest.mark.sampled(1)
     def test_after_an_exception_in_backward(self, place):
         def breaks(_):
             raise KeyError("broken")
@@ -253,6 +264,7 @@ class TestNothingStays:
             left.append(tracker.current_bytes)
         assert left[1] <= left[0]  # autograd itself leaves a gradient or two behind
 
+    @pytest.mark.sampled(1)
     def test_for_the_garbage_collector(self, place):
         _, model, x = list(mixture())[place]
         number(model(x)).backward()
@@ -275,6 +287,7 @@ class Sine(nn.Module):
         return (x.sin() * 0.5).sin()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["linear", "sqrt", "log", 1])
 def test_a_forward_alone_under_hooks_that_return_what_they_are_given(memory):
     # Such hooks make a cycle of a saved output; of saved inputs, as here, they make none.

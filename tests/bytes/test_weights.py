@@ -80,6 +80,7 @@ def beyond_the_law(name: str, precision: str, apply: Apply) -> int:
 # -- after a forward -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", OURS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_noise_on_a_layer_is_not_held(name, how):
@@ -87,6 +88,7 @@ def test_noise_on_a_layer_is_not_held(name, how):
         assert beyond_the_law(name, precision, OURS[how]) <= 0, precision
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", NAIVE)
 def test_the_law_is_broken_by_what_keeps_noisy_weights(how):
     for precision in ("float32", "autocast"):

@@ -79,6 +79,7 @@ def batch():
 # -- peaks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("with_gradients", [True, False], ids=["accumulated", "fresh"])
 @pytest.mark.parametrize("how", OURS)
 def test_a_deep_stack_peaks_at_one_weight_more(how, with_gradients):
@@ -133,6 +134,7 @@ def test_what_a_draw_takes_is_little_beside_a_large_weight(how):
     assert step_of(module, [x]).backward_peak <= plain.backward_peak + most
 
 
+@pytest.mark.sampled(59)
 @pytest.mark.parametrize(
     ("name", "how"),
     # torch's weight norm takes no sparse gradient.

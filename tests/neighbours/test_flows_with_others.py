@@ -74,6 +74,7 @@ def found(tmp_path_factory):
     return found_by("flows_ddp_worker", tmp_path_factory.mktemp("flows_ddp"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_flows_under_ddp_have_the_gradients_of_the_whole_batch(found, case, find_unused):
@@ -114,6 +115,7 @@ def test_compiled_networks_in_couplings():
         assert_close(got, want, 1e-9)
 
 
+@pytest.mark.sampled(2)
 @recomputes
 @pytest.mark.parametrize("name", FLOWS)
 def test_autocast_in_constant_memory_and_in_linear(name):
@@ -137,6 +139,7 @@ def test_autocast_in_constant_memory_and_in_linear(name):
     assert is_plain == (name == "i-resnet")  # whose blocks stay in full precision
 
 
+@pytest.mark.sampled(1)
 @recomputes
 @pytest.mark.parametrize("name", FLOWS)
 def test_copies_of_every_flow_compute_the_same(name):
@@ -163,6 +166,7 @@ def test_copies_of_every_flow_compute_the_same(name):
     assert not mine & {p.data_ptr() for c in copies.values() for p in c.parameters()}
 
 
+@pytest.mark.sampled(3)
 @recomputes
 @pytest.mark.parametrize("name", FLOWS)
 def test_an_averaged_flow_follows_and_samples(name):
@@ -222,6 +226,7 @@ def test_gradients_are_those_of_channels_last_and_of_whole_numbers(name):
         assert_close(got, want, 1e-9)
 
 
+@pytest.mark.sampled(6)
 @recomputes
 @pytest.mark.parametrize("name", FLOWS)
 @pytest.mark.parametrize("n", [0, 1])

@@ -6,6 +6,8 @@ import pytest
 
 from tests.neighbours.workers import both, found_by, furthest
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["plain", "unused", "static", "views", "views unused", "views static"]
 LAYERS = ["layers", "whole"]
 

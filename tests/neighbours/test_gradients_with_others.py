@@ -64,6 +64,7 @@ def collected(model, losses, mode, params=None):
 # -- torch.compile ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", [*MODES, "collecting"])
 def test_a_compiled_model(mode, fresh_compiler):
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.LayerNorm(6)).double()
@@ -118,6 +119,7 @@ def loss_of(model, step):
 LOSSES = [lambda m, s=step: loss_of(m, s) for step in range(3)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", [*MODES, "collecting"])
 @pytest.mark.parametrize("kind", [None, "non-reentrant", "reentrant"])
 def test_an_encoder_with_checkpoints(kind, mode):

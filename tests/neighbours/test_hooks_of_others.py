@@ -203,6 +203,7 @@ def models():
     yield Chain(*modules, memory="constant"), x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

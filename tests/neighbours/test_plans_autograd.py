@@ -209,6 +209,7 @@ IN_BUDGET = {simple, of_some, offloaded, in_ours, in_torchs}
 WITH_STATES = {in_ours, in_torchs}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 @pytest.mark.parametrize("step", STEPS)
@@ -229,6 +230,7 @@ def test_a_step_is_the_plain_one(step: Callable[..., Any], share: float):
     result_of(model, lambda: step(model, x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 @pytest.mark.parametrize("step", OTHERWISE)
 def test_blocks_called_otherwise_are_right(step: Callable[..., Any], share: float):
@@ -319,6 +321,7 @@ def listen(model: Net, log: list[str]) -> None:
     model.register_forward_hook(say("after the model"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 def test_hooks_are_called_as_often(share: float):
     model, x = fresh()
@@ -334,6 +337,7 @@ def test_hooks_are_called_as_often(share: float):
     assert Counter(log) == Counter(wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 def test_optimizers_in_backward(share: float):
     def trained(is_planned: bool) -> list[Tensor]:
@@ -359,6 +363,7 @@ def test_optimizers_in_backward(share: float):
 # -- what is left --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 def test_nothing_is_left_of_many_steps(share: float):
     model, x = fresh()
@@ -401,6 +406,7 @@ def copies_of(model: nn.Module) -> list[Any]:
     return [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
 
 
+@pytest.mark.slow
 def test_copies_are_plain():
     model, x = fresh()
     wanted = result_of(model, lambda: simple(model, x))

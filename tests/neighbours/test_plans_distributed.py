@@ -6,6 +6,8 @@ import pytest
 
 from tests.neighbours.workers import both, found_by, furthest
 
+pytestmark = pytest.mark.slow
+
 SHARES = ["least", "middle"]
 
 

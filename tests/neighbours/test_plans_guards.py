@@ -130,6 +130,7 @@ def is_right_or_an_error(given: Given, loss: Tensor, wanted: dict[str, Tensor], 
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("change", "text"), CHANGES, ids=NAMES)
 def test_what_changes_in_a_planned_model(change: Callable[[Given], Any], text: str):
     given = Given()
@@ -200,6 +201,7 @@ SOURCES: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", SOURCES)
 def test_numbers_from_elsewhere_in_a_planned_block(make: Callable[[], Any]):
     torch.manual_seed(0)

@@ -112,6 +112,7 @@ def step_bytes(module: Module) -> tuple[int, int]:
     return whole.least_bytes, whole.most_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],
@@ -132,6 +133,7 @@ def test_lightning(tmp_path, options):
     no_trace(found)
 
 
+@pytest.mark.slow
 def test_lightning_twice(tmp_path):
     wanted, found = Module(), Module()
     callback = OfLightning(step_bytes(Module())[0] * 5 // 4)
@@ -221,6 +223,7 @@ def gpt2_bytes() -> tuple[int, int]:
     return whole.least_bytes, whole.most_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["plain", "bf16"])
 def test_transformers(tmp_path, options):
     least, most = gpt2_bytes()
@@ -243,6 +246,7 @@ def test_transformers(tmp_path, options):
         assert not each._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_transformers_refuses_what_it_cannot_plan(tmp_path):
     transformers = transformers_or_skip()
     names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}

@@ -98,6 +98,7 @@ class Keeps(Net):
         return y
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["a list", "a dict", "a tensor", "a new attribute", "a count"])
 def test_no_trace_is_left_in(what: str):
     torch.manual_seed(0)
@@ -217,6 +218,7 @@ def state_of(model: Installs) -> list[Any]:
     return [*found, torch.are_deterministic_algorithms_enabled()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "what",
     ["hooks", "global hooks", "nested", "a tensor", "modules", "a class", "a parameter",
@@ -260,6 +262,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("write", WRITES)
 def test_f4_arguments_that_a_forward_writes_to_are_as_before(write: str):
     class Writes(Net):
@@ -368,6 +371,7 @@ def test_a_budget_that_is_none(budget: Any):
         planned(budget=budget)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [0, 1, "1 KiB"])
 def test_a_budget_that_is_too_low_is_told_one_that_is_not(budget: Any):
     with pytest.raises(BudgetError, match="`budget`") as caught:
@@ -410,6 +414,7 @@ BAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("options", "text"),
     [pytest.param(*each, id=name) for name, each in BAD.items()],
@@ -419,6 +424,7 @@ def test_an_argument_that_is_wrong(options: dict[str, Any], text: str):
         planned(**options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -445,6 +451,7 @@ def test_blocks_that_are_named_twice_are_one():
     assert len(recoup.plan(model, x, budget="1 GiB", loss=loss_of, blocks=blocks).blocks) == 5
 
 
+@pytest.mark.slow
 def test_models_that_can_be_planned():
     leaf = torch.randn(64, 32, requires_grad=True)
     assert planned(without_parameters(), leaf).least_bytes > 0
@@ -492,6 +499,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_total_counts_the_state_before_the_first_step(kind: str):
     model, x = fresh()

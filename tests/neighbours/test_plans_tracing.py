@@ -32,6 +32,7 @@ def planned() -> tuple[Net, Tensor]:
     return model, x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated

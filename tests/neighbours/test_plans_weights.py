@@ -103,6 +103,7 @@ def compare(
     return peak, plan
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_made_before_the_plan(name: str, share: float):
@@ -110,6 +111,7 @@ def test_weights_made_before_the_plan(name: str, share: float):
     assert peak <= plan.budget_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_made_after_the_plan(name: str):
     compare(net, 0.5, after=WEIGHTS[name])
@@ -121,6 +123,7 @@ def under_autocast(model: nn.Module, x: Tensor) -> None:
     loss.backward()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 @pytest.mark.parametrize("step", [step_of, under_autocast])
 def test_tied_weights(step: Callable[..., Any], share: float):
@@ -152,6 +155,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("call", CALLS)
 def test_blocks_that_use(call: str):
@@ -199,6 +203,7 @@ OWNERS: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", OWNERS)
 def test_blocks_that_a_checkpoint_of_the_model_runs(how: Any):
     """They are not the plan's: it leaves them alone, or says so."""
@@ -215,6 +220,7 @@ def test_blocks_that_a_checkpoint_of_the_model_runs(how: Any):
         assert_same(result_of(model, lambda: step_of(model, x)), wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [CALLS["torch's"], CALLS["reentrant"], recoup.checkpoint])
 def test_a_checkpoint_that_is_turned_on_after_the_plan(how: Any):
     torch.manual_seed(0)
@@ -225,6 +231,7 @@ def test_a_checkpoint_that_is_turned_on_after_the_plan(how: Any):
         assert_same(result_of(model, lambda: step_of(model, x)), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["linear", "sqrt"])
 def test_a_flow(memory: str):
     torch.manual_seed(0)

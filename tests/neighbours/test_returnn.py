@@ -62,6 +62,7 @@ def run_steps(model, num_steps):
     return held, peak
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_input_noisy", [False, True])
 def test_steps_with_noisy_parameters(is_input_noisy):
     """The cases of RETURNN's tests of its scope, with one block in use and with two."""

@@ -93,6 +93,7 @@ def test_twenty_steps_of_training_are_those_of_linear():
     assert losses["linear"][-1] < 0.8 * losses["linear"][0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("otherwise", ["keep", "recompute"])
 def test_the_peak_does_not_grow_with_the_number_of_blocks(otherwise):
     def peak(num_blocks, memory):

@@ -92,6 +92,7 @@ def given(name):
     return torch.randint(16, (BATCH, 3)) if name == "embedding" else torch.randn(BATCH, 8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_whole_graph_equals_eager_and_draws_anew_each_call(name):
     torch.manual_seed(0)
@@ -109,6 +110,7 @@ def test_a_whole_graph_equals_eager_and_draws_anew_each_call(name):
     assert torch.equal(step(compiled, x, 1)[0], outputs[1])
 
 
+@pytest.mark.slow
 def test_the_optimizing_backend_does_not_fold_the_noise():
     module = recoup.weight_dropout(nn.Linear(8, 8))
     compiled, x = torch.compile(module, fullgraph=True), torch.randn(BATCH, 8)
@@ -230,6 +232,7 @@ def value_of_a_call_within(x, w):
     return lambda call: call(x, noisy)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("give", [value_as_argument, value_made_within, value_of_a_call_within])
 def test_a_graph_breaks_where_it_is_given_a_value(give):
     """R3: the operator that takes it runs as it does elsewhere; the rest is compiled."""
@@ -274,6 +277,7 @@ def test_evaluation_is_exported_as_the_plain_module():
     assert torch.equal(torch.fx.symbolic_trace(module)(x), module(x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("before", [nn.LSTM, nn.GRU])
 def test_what_was_not_compiled_leaves_others_alone(before):
     """R11: the compiler passes by code objects, and no two classes of ours share one."""
@@ -284,6 +288,7 @@ def test_what_was_not_compiled_leaves_others_alone(before):
     torch.testing.assert_close(step(compiled, x, 0)[0], step(module, x, 0)[0])
 
 
+@pytest.mark.slow
 def test_kinds_of_layers_do_not_share_the_limit_of_compilations():
     """R11: the compiler gives up on a code object that it has compiled eight times."""
     kinds = [type(f"Linear{number}", (nn.Linear,), {}) for number in range(10)]
@@ -323,6 +328,7 @@ class Unrolled(Between):
         return x
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_that_breaks_is_one_forward():
     """R4: recurrent layers, which are not compiled, have the draw and the step of the tree."""
     seen = []

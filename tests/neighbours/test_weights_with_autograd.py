@@ -244,6 +244,7 @@ def test_hooks_of_tensors_and_modules(case):
     case.same(act)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
 def test_anomaly_mode(case):
     def act(run, parameters, x):
@@ -286,6 +287,7 @@ def test_an_optimizer_in_backward(case):
     case.same(act)
 
 
+@pytest.mark.sampled(14)
 def test_micro_batches_clipped(case):
     def act(run, parameters, x):
         optimizer = torch.optim.Adam(parameters.values(), lr=0.1)
@@ -347,6 +349,7 @@ def test_backward_of_many_at_once(case):
     assert hooks_in_force() is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["linear", "convolution", "lstm", "gru", "cell in a loop"])
 @pytest.mark.parametrize("way", OURS)
 def test_differences(kind, way):
@@ -537,6 +540,7 @@ def in_threads(work, num_threads):
     assert errors == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("kind", ["layers", "cell in a loop"])
 def test_threads_share_one_graph(kind, way):

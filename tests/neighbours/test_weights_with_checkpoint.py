@@ -252,6 +252,7 @@ FEW = ["torch", "torch, nested", "reentrant", "reentrant in torch", "ours", "tor
 OTHERS = [kind for kind in BLOCKS if kind != "dense"]
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("call", CALLS)
 def test_layers(call, way):
@@ -263,6 +264,7 @@ def test_blocks_that_have_their_own_draws(call):
     assert_like_plain(call, *built("dense", "stacked", "blocks"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", ["dropout", "norm", "stacked"])
 @pytest.mark.parametrize("call", FEW)
 @pytest.mark.parametrize("kind", OTHERS)
@@ -292,6 +294,7 @@ def two_forwards(model, x, call, order, seed=11):
     return {name: g.clone() for name, g in gradients.items()}, torch.get_rng_state()
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("order", ["first", "last", "together"])
 @pytest.mark.parametrize("call", FEW)
 @pytest.mark.parametrize("where", ["blocks", "model"])
@@ -334,6 +337,7 @@ def shared_cases():
                     yield pytest.param(way, where, dropout, call, marks=marks)
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize(("way", "where", "dropout", "call"), list(shared_cases()))
 def test_a_block_that_is_used_again(way, where, dropout, call):
     """Over several steps whose draws follow each other."""
@@ -824,6 +828,7 @@ class Recomputes(nn.Module):
         return self.last(self.through(self.activation)(self.first(x))).tanh()
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("way", [None, "stacked"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "torch, selective"])
@@ -914,6 +919,7 @@ def chain_cases():
                 yield pytest.param(kind, way, where, marks=marks, id=f"{kind}-{way}-{where}")
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("kind", "way", "where"), list(chain_cases()))
 def test_a_chain_in_every_memory(kind, way, where):
     model, x = chain(kind, way, where)
@@ -1015,6 +1021,7 @@ def flow(kind, where, way):
     return model, leaf(4, 6, 4, 4) if kind == "convolutions" else leaf(4, 6)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("way", ["dropout", "stacked"])
 @pytest.mark.parametrize("where", ["networks", "couplings", "flow"])
 @pytest.mark.parametrize("kind", ["dense", "convolutions", "shared", "twice"])

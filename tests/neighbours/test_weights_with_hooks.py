@@ -456,6 +456,7 @@ def test_no_monkey_patch():
     assert F.linear is torch._C._nn.linear
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", OURS)
 def test_nothing_is_held_by_the_pair_after_backward(way):
     """Without the garbage collector: what was packed goes with the graph."""

@@ -69,6 +69,7 @@ def test_without_a_guard_the_gradient_is_wrong():
     assert error(stiff(depth=200, drift="ignore"), data()) > 0.5
 
 
+@pytest.mark.slow
 def test_a_stiff_net_is_right_in_the_first_step_and_in_later_ones():
     chain = stiff(depth=200)
     x = data()

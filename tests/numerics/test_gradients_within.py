@@ -125,6 +125,7 @@ def assert_same(got, want):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_they_are_those_of_the_plain_run(way, kind):
@@ -147,6 +148,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Detached, Own])
 def test_in_planned_blocks(kind):
     """F9"""
@@ -241,6 +243,7 @@ def test_code_that_takes_its_first_gradient_late():
     assert_same(gradients(lambda: recoup.checkpoint(fn, x)), gradients(lambda: fn(x)))
 
 
+@pytest.mark.slow
 def test_residuals_are_at_hand_in_the_first_run_alone():
     """F9: and in later ones only where they were asked for; after the run they are gone."""
     x = leaf(64, 64)

@@ -348,6 +348,7 @@ def quiet(monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda *_: 0)  # of each rehearsal: most of its time
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_n2_n3_n4_an_interrupt_at_any_place_leaves_nothing(mode, quiet):
     def some(num_places):

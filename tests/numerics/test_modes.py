@@ -84,6 +84,7 @@ MODES = {
 }
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("memory", MODES)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_the_plain_run_bit_by_bit(name, memory):
@@ -126,6 +127,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(54)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("memory", [*INVERTING, "sqrt", "log", "1 slot", "tape first, keep later"])
 @pytest.mark.parametrize("name", INVERTIBLE)
@@ -247,6 +249,7 @@ def trajectory(model, make_x, memory, num_steps=50):
     return torch.stack(losses), {n: p.detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["constant", "sqrt", "log", 2])
 def test_fifty_steps_of_an_invertible_chain(memory):
     modules, x = invertible_chain_of("multi-scale")

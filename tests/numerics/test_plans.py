@@ -91,6 +91,7 @@ def plan_for(case: Case, budget: int | str) -> Any:
     return recoup.plan(case.model, *case.args, budget=budget, loss=case.loss, **case.kwargs)
 
 
+@pytest.mark.sampled(1)
 def test_every_budget_is_kept_with_the_same_result(case: Case, num_budgets: int):
     is_resnet = type(case.model).__name__ == "ResNet"
     predicted = PREDICTED_OF_CONVOLUTIONS if is_resnet else PREDICTED
@@ -122,6 +123,7 @@ def test_every_budget_is_kept_with_the_same_result(case: Case, num_budgets: int)
     assert forwards == sorted(forwards, reverse=True)
 
 
+@pytest.mark.sampled(1)
 def test_below_the_least_an_error_names_what_suffices(case: Case):
     with pytest.raises(BudgetError) as caught:
         plan_for(case, plan_for(case, "1 GiB").least_bytes // 2)
@@ -130,6 +132,7 @@ def test_below_the_least_an_error_names_what_suffices(case: Case):
     assert plan_for(case, least).rehearsed_peak_bytes <= least
 
 
+@pytest.mark.sampled(1)
 def test_a_plan_saves_much(case: Case):
     plan = plan_for(case, "1 GiB")
     assert plan.least_bytes < 0.97 * plan.most_bytes

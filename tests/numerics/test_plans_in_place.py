@@ -128,6 +128,7 @@ def peak_of(model: nn.Module, x: Tensor) -> int:
     return peak_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_budgets", [3, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_f1_gradients_are_those_of_the_plain_step(kind: str, num_budgets: int):

@@ -286,6 +286,7 @@ def test_a_first_run_within_a_second_one_writes_down_what_it_is_given():
             assert torch.equal(got, want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("memory", ["sqrt", "constant", 2])
 @pytest.mark.parametrize("switch", ["p", "train"])
 def test_dropout_that_is_switched_on_later(memory, switch):

@@ -113,6 +113,7 @@ def test_the_step_of_the_curve(memory):
     assert module.flow.memory == memory
 
 
+@pytest.mark.slow
 def test_the_demo_compares_and_draws(monkeypatch, capsys):
     points = [Point(n, memory, 2**20 * n, 0, 0.5) for n in (4, 8) for memory in MEMORIES]
     monkeypatch.setattr(recoup, "curve", lambda *args, **options: Curve("b", "cpu", tuple(points)))

@@ -68,6 +68,7 @@ def test_the_run_leaves_its_settings_and_two_checkpoints(linear):
     assert "resume" not in settings
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", MODES[1:])
 def test_each_memory_mode_goes_the_same_way(run, linear, memory):
     other = run("--epochs", "4", "--memory", memory)
@@ -77,6 +78,7 @@ def test_each_memory_mode_goes_the_same_way(run, linear, memory):
     assert other.cli.model.flow.memory == (2 if memory == "2" else memory)
 
 
+@pytest.mark.slow
 def test_constant_memory_goes_the_same_way_in_double_precision(run):
     double = ("--epochs", "4", "--trainer.precision", "64-true", "--memory")
     linear, constant = (
@@ -85,6 +87,7 @@ def test_constant_memory_goes_the_same_way_in_double_precision(run):
     assert constant == pytest.approx(linear, rel=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["linear", "constant"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(run, memory):
     options = ("--memory", memory, "--model.num_decay_steps", "20")
@@ -172,6 +175,7 @@ def test_short_names_are_frozen():
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_each_configuration_is_valid(config):
     paper = config.endswith("-paper") and config != "nice-paper"

@@ -30,6 +30,7 @@ def fit(flow, *args):
     return "mine/checkpoints/best.ckpt"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("flow", FLOWS)
 def test_each_flow_learns_pictures(flow, capsys):
@@ -46,6 +47,7 @@ def test_each_flow_learns_pictures(flow, capsys):
         assert image.size == (146, 146)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flow", FLOWS)
 def test_each_flow_learns_points(flow, capsys):
     checkpoint = fit(flow, "--data", "moons")
@@ -68,6 +70,7 @@ def test_each_flow_learns_points(flow, capsys):
         assert image.width > 900
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("flow", ["realnvp", "nice"])
 def test_a_conditional_flow_is_given_labels(flow, capsys):
     checkpoint = fit(flow, "--model.conditional", "true")
@@ -99,6 +102,7 @@ def test_other_data_must_have_the_classes_of_the_flow(capsys):
     assert capsys.readouterr().out.startswith("9 pictures, all of some.npz")
 
 
+@pytest.mark.slow
 def test_a_conditional_run_is_gone_on_with(capsys):
     fit("nice", "--data", "rings", "--model.conditional", "true")
     assert main(["flow", "fit", "--resume", "mine/checkpoints/last.ckpt", "--epochs", "2"]) == 0

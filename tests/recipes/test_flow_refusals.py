@@ -19,6 +19,7 @@ def write_pictures(folder, *shapes):
         Image.fromarray(np.full(shape, number, np.uint8)).save(Path(folder, f"{number}.png"))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -79,6 +79,7 @@ def test_the_trigger_looks_at_what_came_before_the_last_ones_not_at_them():
     assert is_triggered([*trace, 6.5], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("always", [False, True])
 def test_what_is_validated_and_saved_is_the_mean_of_the_steps(lm_run, text, always):
     watched = Watched()
@@ -110,6 +111,7 @@ def test_what_is_validated_and_saved_is_the_mean_of_the_steps(lm_run, text, alwa
     assert tied.decoder.weight is tied.embedding.weight
 
 
+@pytest.mark.slow
 def test_the_trigger_of_a_run_is_met_by_the_losses_that_were_logged(lm_run, text):
     watched = Watched()
     run = lm_run("--data", text, *RESTLESS, "--epochs", "8", callbacks=[watched])
@@ -128,12 +130,14 @@ def test_there_is_no_average_in_memory_before_it_is_one(lm_run, text):
     assert "current_model_state" not in run.checkpoint()
 
 
+@pytest.mark.slow
 def test_never_means_never(lm_run, text):
     run = lm_run("--data", text, *RESTLESS, "--epochs", "6", "--model.averaging", "never")
     assert "averaging_state" not in run.checkpoint()
     assert not any(isinstance(each, TriggeredAveraging) for each in run.cli.trainer.callbacks)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_without_averaging(lm_run, text):
     """Averages are looked at, never trained on: the losses are those of a run without them."""
     with_it, without = (
@@ -163,6 +167,7 @@ def test_torch_asgd_takes_the_same_steps_and_averages_all_but_the_first():
 # -- finetuning ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_finetuning_begins_with_the_average_and_averages_from_the_first_step(lm_run, text):
     first = lm_run("--data", text, *RESTLESS, "--epochs", "6", "--out", "first")
     best = first.cli.out / "checkpoints" / "best.ckpt"
@@ -179,6 +184,7 @@ def test_finetuning_begins_with_the_average_and_averages_from_the_first_step(lm_
     assert (first.cli.out / "checkpoints" / "best.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_finetuning_goes_to_a_folder_of_its_own_and_can_be_resumed(lm_run, text):
     first = lm_run("--data", text, "--epochs", "1")
     best = str(first.cli.out / "checkpoints" / "best.ckpt")
@@ -196,6 +202,7 @@ def test_finetuning_goes_to_a_folder_of_its_own_and_can_be_resumed(lm_run, text)
         assert all(torch.equal(ours[part][name], theirs[part][name]) for name in theirs[part])
 
 
+@pytest.mark.slow
 def test_finetuning_stops_when_validation_no_longer_improves(lm_run, text):
     first = lm_run("--data", text, "--epochs", "1", "--out", "first")
     best = str(first.cli.out / "checkpoints" / "best.ckpt")

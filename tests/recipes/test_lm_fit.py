@@ -79,6 +79,7 @@ def test_the_state_is_carried_through_training(lm_run, text):
     assert found == pytest.approx([expected, expected], rel=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("memory", ["linear", "sqrt"])
 def test_perplexities_of_16_bit_models_are_sums_in_more(lm_run, text, precision, memory):
@@ -120,6 +121,7 @@ def test_the_run_leaves_its_settings_and_two_checkpoints(linear):
     assert not {"resume", "finetune"} & settings.keys()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["sqrt", "90 KiB"])
 @pytest.mark.parametrize("kind", ["locked", "independent"])
 def test_each_memory_goes_the_same_way(lm_run, text, memory, kind):
@@ -135,6 +137,7 @@ def test_each_memory_goes_the_same_way(lm_run, text, memory, kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10, msg=name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -251,6 +254,7 @@ def test_no_preset_is_missing():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == PRESETS.keys()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_can_be_prepared(name, text):
     run = prepare(["--config", name, "--data", text])

@@ -58,6 +58,7 @@ def least_bytes(longest=100, **options):
     return math.ceil(parse_bytes(str(caught.value).partition("at least ")[2].split(". ")[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["locked", "independent"])
 def test_the_bound_holds_and_more_bytes_are_never_slower(kind):
     options = {"dropout_kind": kind, "weight_noise": 0.01}
@@ -88,6 +89,7 @@ def test_the_least_is_named_in_words():
     prepared(str(math.ceil(1.001 * least)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("longest", [1, 2, 3, 5])
 def test_short_windows_have_bounds_too(longest):
     least = least_bytes(longest)
@@ -102,6 +104,7 @@ def test_a_window_of_2000_steps_trains_in_the_memory_of_a_short_one():
     assert peak_of(model("linear"), 2000, None) > 20 * short
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["sqrt", "2 MiB"])
 def test_the_gradients_of_2000_steps_are_the_same(memory):
     found = []

@@ -139,6 +139,7 @@ def check_by_hand(network, **options):
     return found
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", ["locked", "independent"])
 @pytest.mark.parametrize("segment_steps", [None, 1, 5, 12])
 @pytest.mark.parametrize("tied", [True, False])

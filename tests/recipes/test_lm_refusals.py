@@ -12,6 +12,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -55,6 +56,7 @@ def checkpoint_of(lm_run, text, *options):
     return str(lm_run("--data", text, "--epochs", "1", *options).cli.out / "checkpoints/last.ckpt")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", ["--resume", "--finetune"])
 def test_a_checkpoint_of_another_text(lm_run, text, refusal, option):
     checkpoint = checkpoint_of(lm_run, text)

@@ -55,6 +55,7 @@ def rows_of(out):
 # -- how often, and how long -----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -75,6 +76,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(lm_run, text, options):
     assert rows_of("halves") == rows_of("whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_goes_on_from_the_epoch_before(lm_run, text):
     options = ("--data", text, *RESTLESS)
     whole = lm_run(*options, "--epochs", "5", "--out", "whole")
@@ -86,6 +88,7 @@ def test_a_run_that_was_broken_off_goes_on_from_the_epoch_before(lm_run, text):
 
 
 # red: the checkpoint of the part of an epoch replaces the one that can be gone on with
+@pytest.mark.slow
 def test_a_run_that_ran_out_of_steps_goes_on_from_the_epoch_before(lm_run, text):
     options = ("--data", text, "--epochs", "4")
     whole = lm_run(*options, "--out", "whole")
@@ -153,6 +156,7 @@ def test_a_folder_of_checkpoints_that_was_asked_for_is_kept(lm_run, text, refusa
 
 
 # red: the first three are passed over in silence, the last is a traceback
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -218,6 +222,7 @@ class Batches(Callback):
         self.windows.append((trainer.current_epoch, batch))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["linear", "sqrt"])
 def test_a_run_takes_the_steps_of_a_plain_loop(lm_run, text, memory):
     """With all but dropout: penalties, clipping, decay, a rate for each length, carried states."""
@@ -285,6 +290,7 @@ def test_a_step_that_fails_leaves_nothing_behind(lm_run, text, memory):
         assert torch.equal(parameter, failing.parameters[name]), name
 
 
+@pytest.mark.slow
 def test_neither_graphs_nor_tensors_pile_up_from_step_to_step(lm_run, text):
     class Counted(Callback):
         def __init__(self):

@@ -210,6 +210,7 @@ def test_n1_folders_come_from_where_the_file_lies(trained_flow):
     assert [path.name for path in Path().iterdir()] == ["mine"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "noted",
     ["{here}/../../mine", "{here}/../mine", "elsewhere/mine", "x/..", "memory://mine", ""],

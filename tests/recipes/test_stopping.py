@@ -72,6 +72,7 @@ def resume_said(capsys, epochs):
     return found[1].split()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("signum", CODES, ids=lambda signum: signum.name)
 def test_n8_a_signal_ends_a_run_which_is_gone_on_with_to_the_bit(
     tiny, whole, signal_at, handlers, capsys, signum
@@ -176,6 +177,7 @@ def holder():
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_n14_two_runs_in_one_folder(tiny, run, holder, refusal):
     run("--epochs", "1", "--out", "mine")
     other = holder("mine")
@@ -190,6 +192,7 @@ def test_n14_two_runs_in_one_folder(tiny, run, holder, refusal):
     assert not Path("mine", LOCK_FILE).exists()
 
 
+@pytest.mark.slow
 def test_n14_two_new_runs_in_one_folder_or_with_one_folder_of_checkpoints(tiny, holder, refusal):
     holder("mine")
     assert "is training" in refusal("flow", "fit", *tiny, "--out", "mine")
@@ -198,6 +201,7 @@ def test_n14_two_new_runs_in_one_folder_or_with_one_folder_of_checkpoints(tiny, 
     assert "`--checkpoint.dirpath` is " in message
 
 
+@pytest.mark.slow
 def test_n14_a_worker_that_outlives_the_run_does_not_keep_the_lock(holder):
     other = holder("mine", "fork")
     other.kill()

@@ -116,6 +116,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", BLOCKS)

@@ -22,6 +22,7 @@ def flowpp(shape=(1, 8, 8), **options):
     return FlowPlusPlus(shape, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

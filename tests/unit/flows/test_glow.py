@@ -42,6 +42,7 @@ def test_digits_of_17_levels():
     assert set(samples.flatten().tolist()) <= set(range(17))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

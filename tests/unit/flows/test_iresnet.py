@@ -39,6 +39,7 @@ def two_moons(n, seed=0):
     return x + 0.1 * torch.randn(n, 2, generator=generator)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,6 +81,7 @@ def test_gradients_are_those_of_linear_memory(memory, log_det):
         torch.testing.assert_close(actual[name], gradient, rtol=1e-10, atol=1e-11, msg=name)
 
 
+@pytest.mark.slow
 def test_density_in_the_plane_is_learned_and_integrates_to_one():
     flow = flow_for((2,), num_steps=6, width=16)
     optimizer = torch.optim.Adam(flow.parameters(), lr=1e-2)

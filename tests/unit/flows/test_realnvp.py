@@ -119,6 +119,7 @@ def integral(flow, low, high, steps=400):
     return sum(float(flow.log_prob(part).exp().sum()) for part in grid.split(60_000)) * width**2
 
 
+@pytest.mark.slow
 def test_the_density_of_moons_integrates_to_one(trained):
     flow = trained.double()
     assert integral(flow, -6.0, 6.0) == pytest.approx(1.0, abs=1e-2)

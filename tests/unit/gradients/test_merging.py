@@ -153,6 +153,7 @@ def test_layouts(into, other, dtype, consume, alpha):
         assert_same(more, {target: before[1]})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [*MODES, "collecting", "extend_", "add_"])
 @pytest.mark.parametrize("num_rows", [10, 1000])
 def test_sparse_sums_stay_small(num_rows, way):

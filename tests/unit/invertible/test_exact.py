@@ -44,6 +44,7 @@ def on_grid(*shape, fraction_bits=12):
     return torch.randn(*shape).mul(2**fraction_bits).round().div(2**fraction_bits)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_the_very_bits_come_back_from_a_thousand_blocks(scale):
     chain = exact(1000, scale)

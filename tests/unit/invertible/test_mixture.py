@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_inverse_log_det_and_gradients_with_random_parameters(name, seed):

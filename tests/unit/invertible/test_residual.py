@@ -99,6 +99,7 @@ def test_the_whole_contract_in_every_memory_mode(build, shape):
     assert report, str(report)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:Under memory=.constant.:UserWarning")
 @pytest.mark.parametrize("log_det", ["exact", "series", "unbiased"])
 @pytest.mark.parametrize("memory", ["sqrt", "log", 1, "constant"])
@@ -202,6 +203,7 @@ def test_mean_of_the_series_over_probes_is_the_series_without_noise():
     assert (values.mean() - InvertibleResidual(block.network)(x)[1]).abs() > error
 
 
+@pytest.mark.slow
 def test_mean_of_the_unbiased_estimate_and_of_its_gradient_is_exact():
     # One term at least, so that the roulette carries what two and more of them mean.
     network = dense(coefficient=0.8)

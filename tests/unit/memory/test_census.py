@@ -144,6 +144,7 @@ def flow():
     return lambda: model.log_prob(images.add(0.0))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "build",
     [

@@ -46,6 +46,7 @@ def by_hand(**changes):
     return Curve("chain:build", "cpu", tuple(points))
 
 
+@pytest.mark.slow
 def test_each_point_is_measured(measured):
     result, reported = measured
     num_units = {"linear": lambda n: n, "sqrt": math.isqrt}
@@ -135,6 +136,7 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_resident_memory_agrees():
     result = curve(f"{BUILDERS}:held_values", [64], ["linear"], repeats=0, resident=True)
@@ -143,6 +145,7 @@ def test_resident_memory_agrees():
     assert point.resident_bytes == pytest.approx(64 * UNIT_BYTES, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_function_is_found_by_its_module(tmp_path, monkeypatch):
     (tmp_path / "chain_on_the_path.py").write_text(
         "def build(depth, memory):\n    raise KeyError(memory)\n"
@@ -156,12 +159,14 @@ def test_a_function_is_found_by_its_module(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 def test_a_process_that_is_killed():
     with pytest.raises(RecoupError, match=r"ended by SIGKILL \(memory of the machine exhausted"):
         curve(f"{BUILDERS}:killed", [4], ["linear"])
 
 
+@pytest.mark.slow
 def test_no_such_builder():
     with pytest.raises(ValueError, match='`build` is "nowhere:build": No module named'):
         curve("nowhere:build", [4], ["linear"])

@@ -169,6 +169,7 @@ def test_function_transforms():
     assert tracker.current_bytes == gradients.nbytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["python", "operator", "backward"])
 def test_nothing_stays_behind_after_an_exception(where):
     def fail(gradient):

@@ -93,6 +93,7 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", [0.0, 0.5, 2.0])
 def test_a_chain_keeps_to_its_bytes(part):
     """R10: gradients, buffers and the stream are those of the plain chain, bit for bit."""
@@ -134,6 +135,7 @@ def test_too_few_bytes_are_an_error_that_names_inverses():
     assert len(recoup.applied_plans(chain)) == 1
 
 
+@pytest.mark.slow
 def test_what_takes_more_is_planned_for_anew():
     """R10: larger inputs, unfrozen parameters and training after evaluation; not smaller ones."""
     chain, x = chain_of(memory="1 GiB"), batch()
@@ -192,6 +194,7 @@ def test_an_input_that_wants_a_gradient_gets_it():
     assert torch.equal(found, torch.autograd.grad(chain_loss(chain, x), x)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_plans_for_itself(how):
     """R10"""
@@ -209,6 +212,7 @@ def test_a_copy_plans_for_itself(how):
     assert all(map(torch.equal, found[: -1 - len(list(chain.buffers()))], want))
 
 
+@pytest.mark.slow
 def test_memory_is_assigned_at_any_time():
     """R10: also while a graph exists; what is no memory leaves the one of before."""
     chain, x = chain_of(), batch()

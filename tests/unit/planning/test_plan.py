@@ -90,6 +90,7 @@ def test_links_of_a_sequence():
     assert [row.name for row in plan(model, torch.ones(2, 8), "1 MiB").blocks] == ["0", "1", "2"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocks", [r"[02]", ["0", "2"], (0, 2)])
 def test_blocks_that_are_named(blocks):
     model = stack()
@@ -147,6 +148,7 @@ def test_budgets_of_other_things():
         plan(nn.DataParallel(model), batch(), "1 GiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_copies"),
     [(torch.optim.SGD, 0), (lambda p: torch.optim.SGD(p, momentum=0.9), 1), (torch.optim.Adam, 2)],
@@ -196,6 +198,7 @@ def test_copies_have_no_plan():
     assert peak_of(model, x) == plain
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_every_time():
     model, x = stack(), batch()
     budget = middle(model, x)
@@ -245,6 +248,7 @@ def test_schedule_says_what_is_run():
 # -- chains of ours --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bytes_as_a_memory_mode():
     x = batch()
     plain = stack()
@@ -284,6 +288,7 @@ def test_the_report_names_blocks_ways_and_bytes():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_figure(tmp_path, suffix):
     model, x = stack(), batch()

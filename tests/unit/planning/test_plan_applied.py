@@ -28,6 +28,7 @@ def is_plain(model: nn.Module) -> bool:
     return all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_run_again_replaces_its_plan():
     """N9: a notebook runs `recoup.plan(...).apply()` twice, and keeps no handle."""
     model, x = stack(), batch()
@@ -45,6 +46,7 @@ def test_a_cell_that_is_run_again_replaces_its_plan():
     assert is_plain(model)
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_as_if_none_were_applied():
     """N9"""
     model, x = stack(), batch()
@@ -89,6 +91,7 @@ def test_two_plans_for_parts_of_a_model():
     assert is_plain(model)
 
 
+@pytest.mark.slow
 def test_a_plan_over_blocks_of_another_model_names_the_way_out():
     """N9"""
     model, x = stack(), batch()
@@ -118,6 +121,7 @@ def test_the_plan_of_a_chain_that_died_is_released():
     gc.collect()
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_chain_that_is_taken_off_is_made_again():
     """N9: a chain with a budget does not run without one, silently."""
     torch.manual_seed(0)

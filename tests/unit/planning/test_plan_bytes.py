@@ -70,6 +70,7 @@ def depthwise():
     return nn.Sequential(*[Depthwise() for _ in range(4)]), torch.randn(4, 16, 16, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [lstms, depthwise, dropouts])
 def test_a_planned_peak_is_within_the_budget_by_the_allocator(build):
     """F6: temporaries within kernels and random states are in the bytes of a plan."""
@@ -136,6 +137,7 @@ def large_between():
     return LargeBetween(), torch.randn(64, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [frozen_stem, large_between, dropouts])
 def test_the_least_bytes_suffice(build):
     """F5: what is named as the least was rehearsed, by plans and by errors."""
@@ -151,6 +153,7 @@ def test_the_least_bytes_suffice(build):
     assert recoup.plan(model, x, budget=named, loss=square).rehearsed_peak_bytes <= named
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [frozen_stem, large_between])
 def test_moments_before_and_between_blocks_are_predicted(build):
     """F5: frozen blocks and code between blocks set the peak, and the costs say so."""

@@ -42,6 +42,7 @@ def square(y):
     return y.square().mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "shape", "names"),
     [
@@ -121,6 +122,7 @@ class Stages(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_blocks_within_stages_are_found():
     """F10: each with what lies between the lists; so that less is needed than by stages."""
     torch.manual_seed(0)
@@ -143,6 +145,7 @@ def test_blocks_within_stages_are_found():
         assert torch.equal(parameter.grad, gradient)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Skipping, Changing])
 def test_a_block_with_a_list_within_is_no_stage(kind: type[Stage]):
     """F10: what it does with the result of its list is its own, so it stays one block."""

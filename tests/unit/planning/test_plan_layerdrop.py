@@ -75,6 +75,7 @@ def assert_keeps(
             assert one is None or torch.equal(one, other)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("num_layers", "rate", "scale", "share"),
     [(5, 0.3, 1.0, 0.0), (6, 0.6, 1.0, 0.4), (5, 0.3, 1.5, 0.0)],

@@ -45,6 +45,7 @@ def test_writes_the_files(measured, capsys, tmp_path):
     assert f"figure: {files['figure']}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_point_of_a_real_builder(capsys):
     assert curve_command(f"{BUILDERS}:held_values", [4], ["linear"], repeats=0) == 0
     assert "1.00      0.00" in capsys.readouterr().out

@@ -109,6 +109,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_n13_without_the_extras_each_command_says_what_to_install(tmp_path):
     calls = [line.format(file=__file__) for line in CALLS]
     extras = ["lightning", "jsonargparse", "matplotlib", "PIL", "rich", "sklearn", "torchmetrics"]
@@ -118,6 +119,7 @@ def test_n13_without_the_extras_each_command_says_what_to_install(tmp_path):
         assert 'by `pip install "recoup[recipes]"`.' in said
 
 
+@pytest.mark.slow
 def test_n13_curve_and_explain_need_torch_alone(tmp_path):
     path = tmp_path / "some.py"
     path.write_text(

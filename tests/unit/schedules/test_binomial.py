@@ -27,6 +27,7 @@ def test_binomial_equals_the_tabulated_optimum(n, slots, num_forwards):
     assert simulation.peak_bytes <= 2 * slots + 2
 
 
+@pytest.mark.sampled(35)
 @pytest.mark.parametrize("n", range(1, 61))
 def test_binomial_is_optimal_for_every_number_of_slots(n):
     for slots in range(1, n + 1):

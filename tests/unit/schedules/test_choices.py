@@ -114,6 +114,7 @@ def various(num_stages, seed):
     return chain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_stages", [20, 40, 80, 150])
 def test_every_schedule_holds_what_was_counted(num_stages):
     chain = various(num_stages, seed=num_stages)

@@ -103,7 +103,7 @@ def test_optimal_is_as_good_as_the_known_curve(n, tape, row):
 def coarse(monkeypatch):
     """Count bytes in 128 levels, as for a chain of a hundred stages."""
     # The package's attribute of that name is the function.
-    monkeypatch.setattr(import_module("recoup.schedules.frontier"), "_WORK", 0)
+    monkeypatch.setattr(import_module("recoup.schedules._frontier"), "_WORK", 0)
 
 
 @pytest.mark.usefixtures("coarse")

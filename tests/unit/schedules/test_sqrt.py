@@ -28,6 +28,7 @@ def test_sqrt_of_nine_is_triangular():
     assert segments(10) == [4, 3, 2, 1]
 
 
+@pytest.mark.slow
 def test_sqrt_at_every_length():
     for n in range(1, 400):
         longest = next(k for k in range(1, n + 1) if k * (k + 1) // 2 >= n)

@@ -381,6 +381,7 @@ def run(program, **environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_process_draws_the_same():
     # With one thread, as in a worker of a DataLoader: OpenMP does not outlive a fork.
@@ -439,6 +440,7 @@ def test_no_buffer_is_as_large_as_a_large_weight(threads, numel, draw, dtype):
     assert 0 < measured.peak_bytes <= 256 * 1024
 
 
+@pytest.mark.slow
 def test_kernels_are_not_imported_for_the_cpu():
     done = run("""
         import sys

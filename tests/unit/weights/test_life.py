@@ -220,6 +220,7 @@ def test_optimizers_built_before_and_after(when, layer):
         assert names & moved
 
 
+@pytest.mark.sampled(1)
 def test_nothing_is_held_after_a_forward(layer):
     """No tensor with a graph, and no noisy weight, can be reached from the module."""
     build, pattern, size = layer
@@ -644,6 +645,7 @@ WHEN = {
 }
 
 
+@pytest.mark.sampled(47)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("way", COPIES)
 def test_copies(layer, way, when):
@@ -742,6 +744,7 @@ def test_a_class_on_top_of_ours():
     assert type(remove(linear)) is nn.Linear
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(tmp_path):
     """What is pickled names classes that another process can import."""
     lstm = noisy(nn.LSTM(4, 4), HIDDEN)
