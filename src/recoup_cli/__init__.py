@@ -1,7 +1,7 @@
-"""The command ``recoup`` before torch is there: commands, options, help and mistakes.
+"""The command ``recoup`` without torch: commands, options, help and mistakes.
 
-`import recoup` imports torch, and a recipe Lightning, which takes seconds. Nothing in this package
-does, so that help and mistakes are answered at once; recipes are imported when they are to run.
+`import recoup` imports torch, and a recipe imports Lightning, which takes seconds. This package
+imports neither, so that help and error messages appear at once; recipes are imported to run.
 """
 
 from __future__ import annotations

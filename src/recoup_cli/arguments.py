@@ -1,4 +1,4 @@
-"""Arguments of the commands that are one function: options by its signature and docstring."""
+"""Arguments of commands that are one function: options from its signature and docstring."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["help_of", "options_in"]
 
 
 def options_in(args: Sequence[str], *, prog: str, file: Path, function: str) -> dict[str, Any]:
-    """Return the arguments that a function is to be called with.
+    """Return the arguments for a call of a function.
 
     Args:
         args: The command line; names of two words have a hyphen or an underscore.
-        prog: What the command is called.
-        file: The source of the function.
-        function: Its name.
+        prog: Name of the command.
+        file: The source file of the function.
+        function: Name of the function.
 
     Raises:
-        MistakeError: An argument is unknown, is missing, or has a value of another type.
+        MistakeError: When an argument is unknown, missing, or of another type.
     """
     _, options = signature_of(file, function)
     parser = _parser(prog, file, function)
@@ -49,13 +49,13 @@ def options_in(args: Sequence[str], *, prog: str, file: Path, function: str) -> 
 
 
 def help_of(*, prog: str, file: Path, function: str) -> str:
-    """Return what ``--help`` of a command says."""
+    """Return the text of ``--help`` of a command."""
     return _parser(prog, file, function).format_help().rstrip()
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        """Raise, rather than print the usage and exit."""
+        """Raise a MistakeError instead of printing the usage and exiting."""
         raise MistakeError(f"{message}. See `--help`.")
 
 

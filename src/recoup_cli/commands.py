@@ -1,4 +1,4 @@
-"""The commands, and how one of them is run."""
+"""The commands, and running one of them."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class _Command:
     """A command.
 
     Attributes:
-        module: What is imported when it runs, below ``recoup.recipes``.
-        function: What is called then.
-        fit: Its arguments, if it trains.
+        module: Module to import when the command runs, below ``recoup.recipes``.
+        function: Function of the module to call.
+        fit: Description of the arguments, if the command trains.
     """
 
     module: str
@@ -90,8 +90,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments; those of the process if None.
 
     Returns:
-        0; 2 if something was wrong that the user can mend, 1 if something failed on the way, 130 or
-        143 if the command was stopped. Of all but 0, one line on stderr tells.
+        0; 2 if the user has to correct something, 1 if the command failed, 130 or 143 if it was
+        stopped. For all but 0, one line on stderr gives the reason.
     """
     args = sys.argv[1:] if args is None else list(args)
     try:
@@ -105,7 +105,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("recoup: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # who reads has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -136,7 +136,7 @@ def _run(args: Sequence[str]) -> int:
 
 
 def _named(args: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Find the longest name of a command that the arguments begin with; "" asks for help."""
+    """Return the longest command name that `args` begin with, and the rest; "" means help."""
     for length in (2, 1):
         name = " ".join(args[:length])
         if name in _COMMANDS:
@@ -155,7 +155,7 @@ def _named(args: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _imported(command: _Command) -> Any:
-    """Return the function of a command: its import brings torch, and takes seconds."""
+    """Import and return the function of a command; this imports torch, which takes seconds."""
     try:
         module = importlib.import_module(f"recoup.recipes.{command.module}")
     except ImportError as error:
@@ -166,7 +166,7 @@ def _imported(command: _Command) -> Any:
 
 
 def _help(fit: Fit) -> str:
-    """Return the help of ``fit``, with names of configurations that begin alike on a line."""
+    """Return the help of ``fit``, with a line for each family of configurations."""
     names = sorted(path.stem for path in fit.configs.glob("*.yaml"))
     firsts = dict.fromkeys(name.partition("-")[0] for name in names)
     lines = [", ".join(name for name in names if name.startswith(f"{first}-")) for first in firsts]

@@ -1,7 +1,7 @@
-"""Arguments of ``fit``: short names, configurations, and a first look before Lightning is there.
+"""Arguments of ``fit``: short names, configurations, and a check before Lightning is imported.
 
-The first look finds unknown options, and values of a wrong type of those that recipes have. What it
-passes is parsed and checked by Lightning's command line.
+The check finds unknown options, and values of the wrong type for options of the recipes.
+Lightning's command line then parses and checks the arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from recoup_cli.signatures import Option, package_folder, signature_of
 
 __all__ = ["SHORT_NAMES", "Fit", "check_arguments", "check_epochs", "given_in", "long_names"]
 
-# Spellings that are translated before anything is parsed: each setting has one name in
-# configuration files, and the full names of Lightning's command line all work.
+# Short names are expanded before parsing: each setting has one name in configuration files, and
+# all full names of Lightning's command line work.
 SHORT_NAMES = {
     "--data": "--data.path",
     "--memory": "--model.memory",
@@ -33,7 +33,7 @@ _OF_THE_RUN = {
 }
 _BEGUN_FROM = ("--resume", "--finetune")
 _WITHOUT_VALUE = {"--print_config", "--help", "--help-all", "-h"}
-# Where Lightning has the options of a section; they are not looked at if it is elsewhere.
+# File and class of each section of Lightning's options; unchecked if Lightning lacks the file.
 _OF_LIGHTNING = {
     "trainer": ("trainer/trainer.py", "Trainer"),
     "checkpoint": ("callbacks/model_checkpoint.py", "ModelCheckpoint"),
@@ -47,13 +47,13 @@ class Fit:
     """The command ``fit`` of a recipe.
 
     Attributes:
-        folder: Of the recipe, in the package.
-        model: Name of the class that is trained, in ``model.py``.
+        folder: Folder of the recipe, in the package.
+        model: Name of the class of the model, in ``model.py``.
         data: Name of the class of the data, in ``data.py``.
-        help: What ``--help`` prints, with ``{configs}`` for the configurations.
-        sources: What ``--data`` names that is no path.
+        help: Text of ``--help``, with ``{configs}`` for the configurations.
+        sources: Values of ``--data`` that are not paths.
         short_names: Short names of settings.
-        default_config: The configuration that counts if the arguments name none.
+        default_config: The configuration to use if the arguments name none.
     """
 
     folder: str
@@ -66,20 +66,20 @@ class Fit:
 
     @property
     def path(self) -> Path:
-        """Folder of the recipe."""
+        """The folder of the recipe."""
         return (package_folder("recoup") or Path()) / self.folder
 
     @property
     def configs(self) -> Path:
-        """Folder of the configurations that come with the recipe."""
+        """The folder of the configurations that come with the recipe."""
         return self.path / "configs"
 
 
 def long_names(args: Sequence[str], fit: Fit) -> list[str]:
-    """Write short names out, and find configurations that come with the recipe.
+    """Expand short names, and find configurations that come with the recipe.
 
     Raises:
-        ValueError: A configuration is neither a file nor one of the recipe.
+        ValueError: When a configuration is neither a file nor part of the recipe.
     """
     long: list[str] = []
     for arg in args:
@@ -100,7 +100,7 @@ def _shipped(name: str, fit: Fit) -> str:
     if path.is_file():
         return str(path)
     if "\n" in name or ": " in name:
-        return name  # settings, written out
+        return name  # the settings themselves, not a file
     names = sorted(path.stem for path in fit.configs.glob("*.yaml"))
     raise ValueError(
         f"`--config` is {name}, which is neither a file nor one of {', '.join(names)}."
@@ -109,10 +109,10 @@ def _shipped(name: str, fit: Fit) -> str:
 
 
 def check_arguments(args: Sequence[str], fit: Fit) -> None:
-    """Find mistakes that can be seen without importing anything.
+    """Raise if the arguments have mistakes that can be found without importing the recipe.
 
     Raises:
-        MistakeError: There is one.
+        MistakeError: When there is a mistake.
     """
     if "--help-all" in args:
         return
@@ -124,7 +124,7 @@ def check_arguments(args: Sequence[str], fit: Fit) -> None:
 
 
 def check_epochs(max_epochs: int | None, *, is_bounded: bool) -> None:
-    """Raise a ValueError if there is nothing to train, or no end of it."""
+    """Raise a ValueError if the run would train nothing, or without an end."""
     if max_epochs is not None and max_epochs < 1 and not (max_epochs == -1 and is_bounded):
         raise ValueError(
             f"`--epochs` is {max_epochs}, but must be at least 1. Training ends earlier by "
@@ -133,7 +133,7 @@ def check_epochs(max_epochs: int | None, *, is_bounded: bool) -> None:
 
 
 def _pairs(long: Sequence[str], args: Sequence[str], fit: Fit) -> Iterator[tuple[str, str | None]]:
-    """Return the options with their values, if they are known."""
+    """Yield the options with their values; raise at an unknown option."""
     sections = _sections(fit)
     index = 0
     while index < len(long):
@@ -180,14 +180,14 @@ def _is_known(option: str, sections: _Sections) -> bool:
         return True
     section, dot, rest = option.removeprefix("--").partition(".")
     if section.startswith("print_"):
-        return True  # of the parser
+        return True  # an option of the parser
     if not option.startswith("--") or not dot or f"--{section}" not in _OF_THE_RUN:
         return False
     return section not in sections or rest.partition(".")[0].rstrip("+") in sections[section]
 
 
 def _check_type(option: Option, value: str, shown: str) -> None:
-    """Refuse a word for a number or a choice; how numbers are written is the parser's to say."""
+    """Raise if `value` is a word but no choice of the option; the parser checks numbers."""
     is_word = value.isalpha() and value.lower() not in ("inf", "infinity", "nan")
     if option.choices and not option.is_many and is_word:
         option.value(value, shown)
@@ -222,6 +222,6 @@ def _is_number(text: str) -> bool:
 
 
 def given_in(args: Sequence[str], setting: str) -> bool:
-    """Say whether arguments with long names give a setting, or a part of it."""
+    """Return whether arguments with long names give a setting, or a part of it."""
     names = [arg.partition("=")[0].rstrip("+") for arg in args]
     return any(name == f"--{setting}" or name.startswith(f"--{setting}.") for name in names)

@@ -1,4 +1,4 @@
-"""What ``--help`` of ``fit`` says; ``{configs}`` stands for the configurations of the recipe."""
+"""The texts of ``fit --help``; ``{configs}`` stands for the configurations of the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that the user can mend, told in one line without a traceback."""
+"""Errors that the user can correct, reported in one line without a traceback."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["MistakeError", "StoppedError", "check_checkpoint", "missing_module",
 
 
 class MistakeError(Exception):
-    """An error whose text is one line: what is wrong, and what to do.
+    """An error with a text of one line: the problem, and the remedy.
 
     Args:
         text: The line.
-        exit_code: What the command exits with: 2 for what the user asked for, 1 for a failure.
+        exit_code: Exit code of the command: 2 for a mistake in its arguments, 1 for a failure.
     """
 
     def __init__(self, text: str, exit_code: int = 2) -> None:
@@ -23,11 +23,11 @@ class MistakeError(Exception):
 
 
 class StoppedError(MistakeError):
-    """A run that ended by a signal. Its text says how it is gone on with."""
+    """The error of a run that a signal ended. Its text says how to resume the run."""
 
 
 def missing_module(error: ImportError) -> str:
-    """Return the line that says which module is missing, and how to install it."""
+    """Return a line that names the missing module, and says how to install it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         what = f"{error.name.partition('.')[0]} is needed, but is not installed."
     else:
@@ -36,7 +36,7 @@ def missing_module(error: ImportError) -> str:
 
 
 def check_checkpoint(path: str | Path, option: str) -> None:
-    """Raise a ValueError if a checkpoint that an option names is not there."""
+    """Raise a ValueError if the checkpoint that an option names does not exist."""
     if not Path(path).is_file():
         raise ValueError(
             f"`{option}` is {path}, which is not there. Give a .ckpt file, such as "
@@ -45,6 +45,6 @@ def check_checkpoint(path: str | Path, option: str) -> None:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """Return a question that names what is spelled nearly as `name`; empty if nothing is."""
+    """Return a question that suggests the name closest to `name`; empty if none is close."""
     found = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean `{found[0]}`?" if found else ""

@@ -25,11 +25,11 @@ class Option:
 
     Attributes:
         name: Name of the argument.
-        choices: Types and literal values that it takes, None among them; empty if not known.
+        choices: Types and literal values that it takes, None included; empty if not known.
         is_many: Whether it takes several values.
-        default: What it is if it is left out.
+        default: Default value.
         is_needed: Whether it has no default.
-        help: What its docstring says.
+        help: Text of the docstring.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Option:
     help: str
 
     def value(self, text: str, shown: str) -> object:
-        """Return the value that a text stands for.
+        """Return the value of the option that a text stands for.
 
         Args:
-            text: What was given.
-            shown: The option as it was given, for the message.
+            text: The text on the command line.
+            shown: The option as on the command line, for the message.
 
         Raises:
-            MistakeError: It takes no such value.
+            MistakeError: When the option takes no such value.
         """
         for choice in self.choices or (str,):
             value = _read(text, choice)
@@ -75,11 +75,11 @@ def package_folder(package: str) -> Path | None:
 
 @cache
 def signature_of(file: Path, name: str) -> tuple[str, tuple[Option, ...]]:
-    """Return the first line of the docstring, and the options.
+    """Return the first line of a docstring, and the options.
 
     Args:
-        file: The source.
-        name: The function, or the class, whose `__init__` it is then.
+        file: The source file.
+        name: Name of the function, or of the class, whose `__init__` is then read.
     """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     found = next(n for n in tree.body if isinstance(n, _DEFINED) and n.name == name)
@@ -118,7 +118,7 @@ _INIT = "__init__"
 
 
 def _choices(node: ast.expr | None, aliases: dict[str, ast.expr]) -> tuple[object, ...]:
-    """Return what an annotation allows; nothing if a part of it is not known here."""
+    """Return the types and values of an annotation; none if a part of it is unknown here."""
     if isinstance(node, ast.BinOp):
         parts = [_choices(side, aliases) for side in (node.left, node.right)]
         return (*parts[0], *parts[1]) if all(parts) else ()
@@ -153,7 +153,7 @@ def _constant(node: ast.expr) -> object:
 
 
 def _read(text: str, choice: object) -> object:
-    """Return the value of a text as a type or a literal; ... if it is none."""
+    """Return the value of a text as a type or a literal; ... if it has none."""
     if choice is None:
         return None if text.lower() in ("null", "none", "") else ...
     if choice is bool:

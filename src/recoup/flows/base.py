@@ -1,4 +1,4 @@
-"""The distribution of a flow's latents, on the device and in the type of the flow."""
+"""The base of a flow: the distribution of its latents, on its device and of its dtype."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Base"]
 class Base(nn.Module):
     """A `torch.distributions.Distribution` that moves with the module it is part of.
 
-    A distribution holds plain tensors, which ``flow.to("cuda")`` would leave behind. Its
-    parameters become buffers here (outside the state dict: they are configuration), and it is
-    built anew from them at each use. One that cannot be built from its own parameters (a mixture,
-    `Independent`) is used as it is, on the device where it was made.
+    A distribution holds plain tensors, which ``flow.to("cuda")`` would not move. This module holds
+    its parameters as buffers (outside the state dict: they are configuration), and builds the
+    distribution from them for each use. One that cannot be built from its own parameters (a
+    mixture, `Independent`) is used unchanged, on the device where it was made.
 
     Args:
         distribution: The distribution of single numbers, or of the part of one sample's latent
@@ -60,7 +60,7 @@ class Base(nn.Module):
             self.register_buffer(name, value, persistent=False)
         try:
             self.distribution()
-        except TypeError:  # needs more than its parameters
+        except TypeError:  # it needs arguments other than its parameters
             self._names = ()
         self._is_standard = (
             type(distribution) is Normal
@@ -68,20 +68,20 @@ class Base(nn.Module):
             and not bool((distribution.loc != 0).any() | (distribution.scale != 1).any())
             and not distribution.batch_shape
         )
-        self.register_buffer("like", torch.empty(0), persistent=False)  # where the flow is
+        self.register_buffer("like", torch.empty(0), persistent=False)  # for device and dtype
 
     def distribution(self) -> Distribution:
-        """Build the distribution from its parameters, where they are now."""
+        """Build the distribution from its parameters, on their present device."""
         if not self._names:
             return self._fixed
-        # Validation would wait for the device at each use, and raise where minus infinity is due.
+        # Validation would synchronise at each use, and raise where minus infinity is correct.
         return self._kind(
             **{name: getattr(self, name) for name in self._names}, validate_args=False
         )
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Return the log-density ``(N,)`` of latents ``(N, ...)``, summed over one sample."""
-        if self._is_standard:  # four operations in place of eleven, and nothing kept but `z`
+        if self._is_standard:  # four operations instead of eleven, and only `z` is kept
             squares = z.square().flatten(1).sum(1)
             return -0.5 * squares - 0.5 * math.log(2 * math.pi) * z.shape[1:].numel()
         log_prob = self.distribution().log_prob(z)
@@ -102,7 +102,7 @@ class Base(nn.Module):
         size = torch.Size(shape[: len(shape) - own])
         if generator is None:
             z = base.sample(size)
-        else:  # distributions take no generator, so the default ones are lent a seed of its
+        else:  # distributions take no generator, so it seeds the default ones for the draw
             seed = torch.randint(2**62, (), generator=generator, device=generator.device)
             z = with_seed(lambda: base.sample(size), int(seed))
         if temperature == 1 or loc is None:

@@ -27,28 +27,29 @@ class Flow(nn.Module):
     """A density over data: an invertible chain to latents, and a distribution of the latents.
 
     ``log p(x) = log base(z) + log_det`` with ``z, log_det = chain(x)``, summed over all latents,
-    early ones too. With `levels` the data are whole grey levels, noise is added to them first,
+    early ones too. With `levels` the data are whole grey levels, to which noise is added first,
     and ``log_prob`` is a lower bound, in expectation, on the log-probability of the discrete data.
-    With `num_classes` it is the density given a label: the chain gets the labels as a context,
-    one-hot rows ``(N, num_classes)``, and every method needs them.
+    With `num_classes` the density is conditional on a label: the chain gets the labels as a
+    context, one-hot rows ``(N, num_classes)``, and every method needs them.
 
-    What is kept for backward, and what backward pays, is the `memory` of the chain; beyond it the
+    The `memory` of the chain decides what autograd keeps and what backward pays; in addition the
     latents are kept, and with `levels` the dequantised data.
 
     Args:
         chain: The invertible chain, data to latents.
         shape: Shape of one sample, without the batch.
         levels: Number of grey levels of the data, whole numbers from 0 to ``levels - 1``, of any
-            type; the first batch is looked at. None for continuous data.
-        base: Distribution of the latents, standard normal by default. Of single numbers, or of
-            whatever part of one sample's latent its batch and event shape cover from the right.
-        dequantize: What adds the noise: uniform by default; a `VariationalDequantize` learns it.
+            type; the first batch is checked. None for continuous data.
+        base: Distribution of the latents, standard normal by default: of single numbers, or of
+            the part of one sample's latent that its batch and event shape cover from the right.
+        dequantize: The layer that adds the noise: uniform by default; a `VariationalDequantize`
+            learns it.
         num_classes: Number of classes of a conditional flow, whose chain must take a context.
 
     Raises:
-        ValueError: When data or latents have another shape than the flow's, when data are complex
-            or no grey levels where those are due, when labels are
-            missing, not wanted or no classes, or when the arguments contradict each other.
+        ValueError: When data or latents have another shape than the flow's, when data are complex,
+            or are not grey levels although `levels` is given, when labels are missing, unexpected
+            or not classes of the flow, or when the arguments contradict each other.
 
     Example:
         >>> import torch
@@ -88,12 +89,12 @@ class Flow(nn.Module):
 
     @property
     def memory(self) -> Memory:
-        """What backward through the chain remembers; may be set at any time.
+        """The memory mode of the chain; may be set at any time.
 
-        The chain of a `VariationalDequantize` is set with it, but for a `Schedule`, which is made
-        for one chain. Bytes (``"2 GiB"``) bound a step of each chain alone, beyond which the flow
-        keeps its latents, so a flow of two chains may take twice as many; for a bound on a step of
-        the whole flow apply `recoup.plan` in "linear".
+        Setting it also sets that of the chain of a `VariationalDequantize`, except for a
+        `Schedule`, which is made for one chain. Bytes (``"2 GiB"``) bound a step of each chain
+        alone, and the flow keeps its latents besides, so a flow of two chains may take twice as
+        many; for a bound on a step of the whole flow apply `recoup.plan` in "linear".
         """
         return self.chain.memory
 
@@ -105,7 +106,7 @@ class Flow(nn.Module):
 
     @property
     def drift(self) -> DriftGuard:
-        """What happens in constant memory where inverses drift; a string may be assigned."""
+        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
         return self.chain.drift
 
     @drift.setter
@@ -116,7 +117,7 @@ class Flow(nn.Module):
 
     @property
     def levels(self) -> int | None:
-        """Number of grey levels of the data, None for continuous data."""
+        """Number of grey levels of the data; None for continuous data."""
         return None if self.dequantize is None else self.dequantize.levels
 
     @property
@@ -156,7 +157,7 @@ class Flow(nn.Module):
     def inverse(self, latents: Latents, labels: Tensor | None = None) -> Tensor:
         """Map latents, in the form that `forward` returns, to data ``(N, *shape)``.
 
-        With other `labels` than those of the data it shows them as another class.
+        With `labels` other than those of the data, this shows the data as another class.
         """
         parts = as_tuple(latents)
         shapes = [tuple(z.shape[1:]) for z in parts]
@@ -169,22 +170,22 @@ class Flow(nn.Module):
         x, _ = self.chain.inverse(latents, *self._context(labels, len(parts[0])))
         if self.dequantize is None:
             return x
-        return Dequantize.inverse(self.dequantize, x)[0]  # a learned noise has no part in it
+        return Dequantize.inverse(self.dequantize, x)[0]  # learned noise is rounded off, too
 
     def log_prob(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the log-density ``(N,)`` in nats of data ``(N, *shape)``; of levels, if given."""
+        """Return the log-density ``(N,)`` in nats of data ``(N, *shape)``, levels if given."""
         latent, log_det = self._terms(x, labels)
         return latent + log_det
 
     def bits_per_dim(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the code length ``(N,)`` of data ``(N, *shape)``, in bits a value: the loss."""
+        """Return the code length ``(N,)`` of data ``(N, *shape)``, in bits a value: a loss."""
         return self._to_bits(self.log_prob(x, labels))
 
     def parts(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Return the two parts of `bits_per_dim`, each ``(N,)``; their sum is the whole.
 
-        "latent" is the code length of the latents, "log_det" what the volume change adds. Costs
-        one forward, so a training step that wants both takes their sum as its loss.
+        "latent" is the code length of the latents, "log_det" the part of the volume change. This
+        costs one forward, so a training step that needs both takes their sum as its loss.
         """
         latent, log_det = self._terms(x, labels)
         return {"latent": self._to_bits(latent), "log_det": self._to_bits(log_det)}
@@ -206,7 +207,7 @@ class Flow(nn.Module):
             temperature: Factor on the standard deviation of the latents; below 1 gives likelier
                 samples. Other than 1 only for a base with a `loc`. One number, or one a latent in
                 the order of `forward`.
-            generator: Where the latents' seed comes from; torch's default generator if None.
+            generator: Generator from which the latents are seeded; torch's default if None.
 
         Raises:
             ValueError: When `temperature` is negative, or not 1 and the base has no `loc`.
@@ -224,14 +225,14 @@ class Flow(nn.Module):
         temperature: float | Sequence[float] = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw some latents of `x` ``(N, *shape)`` anew and keep the others.
+        """Replace some latents of `x` ``(N, *shape)`` by new draws, and keep the others.
 
         The latents that are split off first hold the finest detail, and the last the rest, so
-        ``flow.vary(x, 0)`` changes texture and ``flow.vary(x, -1)`` what there is to see.
+        ``flow.vary(x, 0)`` changes texture and ``flow.vary(x, -1)`` the content.
 
         Args:
             x: The data.
-            indices: Which latents, in the order of `forward`; negative ones count from the end.
+            indices: Latents to draw, in the order of `forward`; negative ones count from the end.
             labels: Classes ``(N,)`` of the data, for a conditional flow.
             temperature: As in `sample`.
             generator: As in `sample`.
@@ -244,7 +245,7 @@ class Flow(nn.Module):
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map data ``(N, *shape)`` to latents and back; the data again, up to rounding."""
+        """Map data ``(N, *shape)`` to latents and back; returns the data, up to rounding."""
         return self.inverse(self(x, labels)[0], labels)
 
     @torch.no_grad()
@@ -254,10 +255,10 @@ class Flow(nn.Module):
         """Go from `x0` to `x1`, each ``(N, *shape)``, on a straight line between their latents.
 
         Args:
-            x0: Where it begins.
-            x1: Where it ends.
+            x0: The first end.
+            x1: The other end.
             steps: Number of frames.
-            labels: Classes ``(N,)`` that both ends and the frames between them have.
+            labels: Classes ``(N,)`` of both ends and of the frames between them.
 
         Returns:
             Data ``(steps, N, *shape)``; the first is `x0` and the last `x1`, up to rounding.
@@ -285,7 +286,7 @@ class Flow(nn.Module):
     def _draw(
         self, n: int, temperature: float | Sequence[float], generator: torch.Generator | None
     ) -> list[Callable[[], Tensor]]:
-        """Return for each latent what draws it."""
+        """Return a function for each latent that draws it."""
         if not isinstance(n, int) or n < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"`n` is {n!r}, but must be a whole number of at least 0.")
         shapes = self._shapes_of_latents()
@@ -295,7 +296,7 @@ class Flow(nn.Module):
         ]
 
     def _context(self, labels: Tensor | None, num_samples: int) -> tuple[Tensor, ...]:
-        """Return what the chain is called with beside the data."""
+        """Return the arguments of the chain beside the data: the context, if there are classes."""
         context = one_hot(labels, self.num_classes, num_samples, self.base.like)
         return () if context is None else (context,)
 
@@ -303,7 +304,7 @@ class Flow(nn.Module):
         return -nats / (self.num_dims * math.log(2))
 
     def _shapes_of_latents(self) -> tuple[torch.Size, ...]:
-        """Find the shapes from one sample of zeros, disturbing neither modes nor the stream."""
+        """Find the shapes from one sample of zeros; modes and random stream do not change."""
         if self._latent_shapes is None:
             x = self.base.like.new_zeros(1, *self.shape)
             labels = None if self.num_classes is None else x.new_zeros(1, dtype=torch.long)
@@ -340,7 +341,7 @@ def _check(
 
 @restoring
 def _evaluation(module: nn.Module) -> Generator[None]:
-    """Put `module` in evaluation mode, and each part back in the mode it was in."""
+    """Put `module` in evaluation mode, and each part back into its own mode afterwards."""
     with Undoing() as undo:
         for part in module.modules():
             undo.later(setattr, part, "training", part.training)

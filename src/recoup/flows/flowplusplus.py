@@ -1,4 +1,4 @@
-"""FlowPlusPlus: couplings by mixtures of logistics, and dequantization that is learned."""
+"""FlowPlusPlus: couplings by mixtures of logistics, and learned dequantization."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class FlowPlusPlus(Flow):
 
     A step is an ActNorm, an invertible 1x1 convolution and a `MixtureCoupling`. Each of the
     `num_levels` scales runs `num_steps` steps on checkerboards; between two scales 2x2 pixels are
-    squeezed into channels, and half as many steps run on halves of the channels. Nothing is split
-    off: there is one latent. A vector has one scale of `num_steps` steps on its halves. With
+    squeezed into channels, and half as many steps run on halves of the channels. The flow does not
+    split: there is one latent. A vector has one scale of `num_steps` steps on its halves. With
     `variational` the noise of dequantization is learned too, by four affine couplings that see the
     image.
 
@@ -42,7 +42,7 @@ class FlowPlusPlus(Flow):
 
     The paper's size for CIFAR-10 is about ``FlowPlusPlus((3, 32, 32), levels=256, width=96,
     depth=10, num_components=32, dropout=0.2, variational=True)``; its networks have gates and
-    self-attention, which those here have not.
+    self-attention, which the networks here lack.
 
     Args:
         shape: Shape ``(C, H, W)`` of one image, H and W multiples of ``2**num_levels``; or
@@ -56,9 +56,9 @@ class FlowPlusPlus(Flow):
         num_components: Number of logistics in each mixture.
         alpha: With `levels`, the margin of the `Logit` that comes first.
         dropout: Probability of dropout inside the networks.
-        num_classes: Number of classes of a flow that is given a label; None for none.
+        num_classes: Number of classes of a conditional flow; None for no labels.
         variational: Whether dequantization is learned; for images with `levels`.
-        memory: What backward remembers, see `recoup.invertible.Chain`.
+        memory: Memory mode of the chain, see `recoup.invertible.Chain`.
         base: Distribution of the latents, standard normal by default.
 
     Raises:
@@ -144,7 +144,7 @@ def _dequantize(
         )
         for condition in ("first", "second", "first", "second")
     ]
-    # A schedule is made for one chain, so the noise's own stays as it is.
+    # A schedule is made for one chain, so the chain of the noise does not get it.
     return VariationalDequantize(
         levels, Chain(*couplings, memory="linear" if isinstance(memory, Schedule) else memory)
     )

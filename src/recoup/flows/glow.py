@@ -31,9 +31,9 @@ __all__ = ["Glow"]
 class Glow(Flow):
     """The flow of Glow, for images.
 
-    Each of the `num_levels` scales squeezes 2x2 pixels into channels, runs `num_steps` times
-    ActNorm, an invertible 1x1 convolution and a coupling, and, but for the last, sends half of
-    the channels to the latents.
+    Each of the `num_levels` scales squeezes 2x2 pixels into channels, runs ActNorm, an
+    invertible 1x1 convolution and a coupling `num_steps` times, and, except the last, sends half
+    of the channels to the latents.
 
     With ``memory="constant"`` backward holds one step at a time, whatever the depth, and runs
     each network once more; the peak of "linear" grows with ``num_levels * num_steps``.
@@ -43,15 +43,15 @@ class Glow(Flow):
         levels: Number of grey levels of the data, 17 or 256 for instance; None for continuous
             data, which are then taken as they are.
         num_levels: Number of scales.
-        num_steps: Number of steps a scale.
+        num_steps: Number of steps in each scale.
         width: Channels inside the networks of the couplings.
         coupling: "affine" or "additive".
         conv1x1: "plain" or "lu", the form in which the 1x1 convolutions are learned.
         alpha: With `levels`, the margin of the `Logit` that comes first; None to only shift the
             data to the middle, ``[-0.5, 0.5]``.
         dropout: Probability of dropout inside the networks.
-        num_classes: Number of classes of a flow that is given a label; None for none.
-        memory: What backward remembers, see `recoup.invertible.Chain`.
+        num_classes: Number of classes of a conditional flow; None for no labels.
+        memory: Memory mode of the chain, see `recoup.invertible.Chain`.
         base: Distribution of the latents, standard normal by default.
 
     Raises:

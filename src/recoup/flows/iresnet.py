@@ -27,20 +27,20 @@ from recoup.schedules.memory import Memory
 
 __all__ = ["IResNet"]
 
-_MOST_EXACT = 16  # numbers a sample, up to which "exact" costs no more than a series
+_MOST_EXACT = 16  # values a sample, up to which "exact" costs no more than a series
 
 
 class IResNet(Flow):
     """The flow of invertible residual networks, for images and for vectors.
 
-    Each of the `num_levels` scales squeezes 2x2 pixels into channels and runs `num_steps` times
-    ActNorm and ``x + g(x)``; no channel is sent ahead to the latents. `g` is, for images, a 3x3, a
-    1x1 and a 3x3 convolution, for vectors `depth` hidden layers, with `LipSwish` between; a last
-    ActNorm ends the flow. With ``log_det="unbiased"`` this is a Residual Flow.
+    Each of the `num_levels` scales squeezes 2x2 pixels into channels and runs ActNorm and
+    ``x + g(x)`` `num_steps` times; no channel is split off early. `g` consists, for images, of a
+    3x3, a 1x1 and a 3x3 convolution, for vectors of `depth` hidden layers, with `LipSwish` between;
+    an ActNorm ends the flow. With ``log_det="unbiased"`` this is a Residual Flow.
 
-    There is nothing to gain from the inverse in backward, so ``memory="constant"`` recomputes the
-    blocks; "sqrt" is the mode to choose. `sample` and `inverse` repeat each block's network until
-    they converge, some dozens of times.
+    Inverting the blocks in backward would save nothing, so ``memory="constant"`` recomputes them;
+    "sqrt" is the mode to choose. `sample` and `inverse` iterate each block's network until they
+    converge, some dozens of times.
 
     Args:
         shape: Shape of one sample: ``(C, H, W)``, H and W multiples of ``2**num_levels``, or
@@ -48,19 +48,20 @@ class IResNet(Flow):
         levels: Number of grey levels of the data, 17 or 256 for instance; None for continuous
             data, which are then taken as they are.
         num_levels: Number of scales; 1 for vectors.
-        num_steps: Number of blocks a scale.
+        num_steps: Number of blocks in each scale.
         width: Channels, or features, inside the networks of the blocks.
         depth: Number of hidden layers of those networks.
-        coefficient: The most that the Lipschitz constant of each layer is. That of a block is at
-            most its power of ``depth + 1``.
+        coefficient: Bound on the Lipschitz constant of each layer. That of a block is at most
+            ``coefficient ** (depth + 1)``.
         log_det: "exact", "series" or "unbiased", see `recoup.invertible.InvertibleResidual`; None
-            for "exact" up to 16 numbers a sample, and "unbiased" above.
-        num_terms: How many terms of the series there are at least; for "series", which ends with
-            them, 8 or more are usual.
+            for "exact" up to 16 values a sample, and "unbiased" above.
+        num_terms: Number of terms of the series, the least for "unbiased"; for "series" 8 or more
+            are usual.
         alpha: With `levels`, the margin of the `Logit` that comes first; None to only shift the
             data to the middle, ``[-0.5, 0.5]``.
-        tolerance: At which residual a block's inverse ends; None for that of its type.
-        memory: What backward remembers, see `recoup.invertible.Chain`.
+        tolerance: The error at which the inverse of a block ends, see `InvertibleResidual`; None
+            for that of its type.
+        memory: Memory mode of the chain, see `recoup.invertible.Chain`.
         base: Distribution of the latents, standard normal by default.
 
     Raises:
@@ -103,7 +104,7 @@ class IResNet(Flow):
         stages: list[InvertibleModule] = []
         if levels is not None:
             stages += [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
-        # Above its square, so that the variance of an estimate is bounded whatever is learned.
+        # Above the square of the constant, so that the variance is bounded for any weights.
         lipschitz = coefficient ** (depth + 1)
         size = shape[0]
         for _ in range(num_levels):

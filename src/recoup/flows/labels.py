@@ -1,4 +1,4 @@
-"""Class labels as what a conditional flow is given: one-hot rows."""
+"""Class labels as the context of a conditional flow: one-hot rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def one_hot(
 
     Args:
         labels: Whole numbers ``(N,)``, 0 to ``num_classes - 1``.
-        num_classes: Number of classes of the flow; None for a flow without.
+        num_classes: Number of classes of the flow; None for a flow without classes.
         num_samples: N.
         like: A tensor of the type and on the device of the flow.
 
     Raises:
-        ValueError: When labels are missing, not wanted, of another shape or type, or out of range.
+        ValueError: When labels are missing, unexpected, of another shape or type, or out of range.
     """
     if num_classes is None:
         if labels is not None:
@@ -45,7 +45,7 @@ def one_hot(
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"`labels` is of type {labels.dtype}, but must be of whole numbers.")
     labels = labels.to(like.device, torch.long)
-    # On CUDA this waits for the device; without it a wrong label would end the process there.
+    # On CUDA this synchronises; without it a wrong label would be a fatal device error.
     if num_samples and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise ValueError(
             f"`labels` holds {int(labels.min())} to {int(labels.max())}, but this flow has "

@@ -13,22 +13,22 @@ Latents = Any  # a tensor, or a tuple of them where the chain splits: pyright ca
 
 
 def as_tuple(latents: Latents) -> tuple[Tensor, ...]:
-    """Return latents as a tuple, also where they are one tensor."""
+    """Return latents as a tuple, even if they are one tensor."""
     return (latents,) if isinstance(latents, Tensor) else tuple(latents)
 
 
 def as_latents(parts: Sequence[Tensor]) -> Latents:
-    """Return what `as_tuple` took apart in the form that a chain's inverse takes."""
+    """Undo `as_tuple`: return the parts in the form that a chain's inverse takes."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def temperature_of_each(
     temperature: float | Sequence[float] | Tensor, num_latents: int
 ) -> tuple[float, ...]:
-    """Return one temperature a latent.
+    """Return one temperature per latent.
 
     Raises:
-        ValueError: When there is another number of them than of latents.
+        ValueError: When the number of temperatures is not that of the latents.
     """
     if isinstance(temperature, Tensor):
         temperature = [float(value) for value in temperature.flatten()]
@@ -44,10 +44,10 @@ def temperature_of_each(
 
 
 def chosen(indices: int | Sequence[int], num_latents: int) -> frozenset[int]:
-    """Return which latents are meant, counted from the front.
+    """Return the indices of the chosen latents, counted from the front.
 
     Raises:
-        ValueError: When a flow with `num_latents` latents has no such one.
+        ValueError: When an index is out of range for `num_latents` latents.
     """
     given = (indices,) if isinstance(indices, int) else tuple(indices)
     for index in given:

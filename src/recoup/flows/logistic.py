@@ -13,21 +13,22 @@ from torch.nn import functional
 
 __all__ = ["Logistic"]
 
-_constraints: Any = constraints  # torch leaves the types of its constraints unknown
+_constraints: Any = constraints  # torch does not type its constraints
 
 
 class Logistic(Distribution):
-    """A bell with heavier tails than the normal's: ``exp(-u) / (scale * (1 + exp(-u))**2)``.
+    """The logistic distribution, with density ``exp(-u) / (scale * (1 + exp(-u))**2)``.
 
-    ``u = (value - loc) / scale``. Its log-density falls off along straight lines, so no value is
-    so far out that its gradient explodes; it is computed without overflow for every finite value.
+    ``u = (value - loc) / scale``. Its tails are heavier than those of the normal distribution: the
+    log-density falls linearly, so the gradient of no outlier explodes; it is computed without
+    overflow for every finite value.
 
-    `log_prob` keeps the standardised value and two more of its size.
+    Autograd keeps for `log_prob` the standardised value and two more tensors of its size.
 
     Args:
-        loc: Where the middle is.
-        scale: How wide, above 0; the standard deviation is ``scale * pi / sqrt(3)``.
-        validate_args: Whether parameters and values are checked, as torch's distributions do.
+        loc: The mean.
+        scale: The scale, above 0; the standard deviation is ``scale * pi / sqrt(3)``.
+        validate_args: Whether to check parameters and values, as in torch's distributions.
 
     Raises:
         ValueError: When `scale` is not above 0.
@@ -74,7 +75,7 @@ class Logistic(Distribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Logistic:
         """Return the same distribution with its parameters expanded to `batch_shape`."""
-        own: Any = self  # torch leaves the type of the next call unknown
+        own: Any = self  # torch does not type the next call
         new = own._get_checked_instance(Logistic, _instance)
         new.loc, new.scale = self.loc.expand(batch_shape), self.scale.expand(batch_shape)
         Distribution.__init__(new, torch.Size(batch_shape), validate_args=False)
@@ -82,10 +83,10 @@ class Logistic(Distribution):
         return new
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw values of shape ``(*sample_shape, *batch_shape)``, differentiable in both."""
+        """Draw values ``(*sample_shape, *batch_shape)``, differentiable in `loc` and `scale`."""
         shape = self._extended_shape(torch.Size(sample_shape))
         u = torch.rand(shape, dtype=self.loc.dtype, device=self.loc.device)
-        # 0, which stands for all up to the next number, would be minus infinity; 1 never comes.
+        # A draw of 0 would give minus infinity; 1 is never drawn.
         return self.icdf(u.clamp(min=torch.finfo(u.dtype).eps / 4))
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ class Logistic(Distribution):
         return functional.logsigmoid(u) + functional.logsigmoid(-u) - self.scale.log()
 
     def cdf(self, value: Tensor) -> Tensor:
-        """Return the probability of what is below `value`."""
+        """Return the probability that a draw is below `value`."""
         self._check(value)
         return torch.sigmoid((value - self.loc) / self.scale)
 

@@ -14,14 +14,14 @@ class ConvNetwork(nn.Sequential):
     """Three convolutions, 3x3, 1x1, 3x3, with ReLU between: the network of Glow's couplings.
 
     The last convolution starts at zero, so that a coupling over it starts as the identity. A
-    larger `depth` puts residual blocks before it, as the networks of RealNVP have them.
+    larger `depth` puts residual blocks before it, as in the networks of RealNVP.
 
-    Autograd keeps the input of each convolution: `width` channels at each position, three times
-    and twice more a residual block.
+    Autograd keeps the input of each convolution: `width` channels at each position, three times,
+    and twice more for each residual block.
 
     Args:
         in_channels: Channels of the input ``(N, in_channels, H, W)``.
-        out_channels: Channels of the output; height and width stay.
+        out_channels: Channels of the output; height and width do not change.
         width: Channels in between.
         depth: 1, or 1 and the number of residual blocks, of a 3x3 and a 1x1 convolution each.
         dropout: Probability with which a value in between is dropped, 0 for none.
@@ -45,7 +45,7 @@ class ConvNetwork(nn.Sequential):
     section 4.1, without batch normalisation.
     """
 
-    draws_only_in_modules: ClassVar[bool] = True  # nothing here draws but the dropout within
+    draws_only_in_modules: ClassVar[bool] = True  # only the dropout modules inside draw
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class DenseNetwork(nn.Sequential):
 
 
 class _ResidualBlock(nn.Sequential):
-    """Add to the input what two convolutions make of it."""
+    """Add to the input what two convolutions compute from it."""
 
     draws_only_in_modules: ClassVar[bool] = True
 
@@ -166,7 +166,7 @@ def _end(last: nn.Conv2d | nn.Linear, dropout: float) -> list[nn.Module]:
 
 
 def _with_context(x: Tensor, context: Tensor | None, num_context: int) -> Tensor:
-    """Put the context behind the channels of `x`, at every position."""
+    """Append the context to the channels of `x`, at every position."""
     if num_context == 0:
         return x
     size = (x.shape[0], num_context)

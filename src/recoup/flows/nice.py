@@ -1,4 +1,4 @@
-"""NICE: additive couplings between the values with odd and with even numbers."""
+"""NICE: additive couplings between the values of even and of odd index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recoup.schedules.memory import Memory
 
 __all__ = ["NICE"]
 
-# Of the grid of exact couplings: 256 places or more between two levels, and exact sums to 1024.
+# Of the grid of exact couplings: 256 points or more between two levels, exact sums to 1024.
 _FRACTION_BITS = 14
 _MOST_LEVELS = 2**14
 
@@ -33,13 +33,13 @@ _MOST_LEVELS = 2**14
 class NICE(Flow):
     """The flow of NICE, for samples of any shape: additive couplings of vectors, and one scaling.
 
-    A sample is one vector; its even and odd entries take turns in `num_couplings` additive
-    couplings, which keep volume, and an ActNorm at the end scales each entry: all that changes
-    volume. Every network sees half of the whole sample, so its size grows with the data's.
+    A sample is one vector; `num_couplings` additive couplings, which preserve volume, change its
+    even and odd entries in turn, and an ActNorm at the end scales each entry: the only layer that
+    changes volume. Every network sees half of the whole sample, so its size grows with the data's.
 
     With ``memory="constant"`` backward holds one coupling at a time, whatever the depth, and runs
     each network once more; the peak of "linear" grows with `num_couplings`. With ``exact=True``
-    the couplings work on a grid, and their inverse returns the very bits.
+    the couplings work on a grid, and their inverse is bitwise exact.
 
     The paper's size for MNIST is ``NICE((1, 28, 28), levels=256, width=1000, depth=5)``.
 
@@ -52,9 +52,9 @@ class NICE(Flow):
         depth: Number of hidden layers of their networks.
         exact: Whether the couplings work on a grid, see `recoup.invertible.AdditiveCoupling`.
         dropout: Probability of dropout inside the networks.
-        num_classes: Number of classes of a flow that is given a label; None for none.
-        memory: What backward remembers, see `recoup.invertible.Chain`.
-        base: Distribution of the latents, `Logistic` by default, as the paper has it.
+        num_classes: Number of classes of a conditional flow; None for no labels.
+        memory: Memory mode of the chain, see `recoup.invertible.Chain`.
+        base: Distribution of the latents, `Logistic` by default, as in the paper.
 
     Raises:
         ValueError: When an argument is out of its range.
@@ -124,10 +124,10 @@ class NICE(Flow):
 
 
 def _scaling(levels: int) -> Normalize:
-    """Bring the unit interval to the middle, about 4 wide, and every level between grid points.
+    """Centre the unit interval, about 4 wide, with the level boundaries between grid points.
 
-    The distance of two levels becomes a power of two, and their border the middle of two points of
-    the grid: so a coupling that rounds to the grid moves no value to another level.
+    The distance of two levels becomes a power of two, and their boundary the middle of two points
+    of the grid: so a coupling that rounds to the grid moves no value to another level.
     """
     width = levels * 2.0 ** round(math.log2(4 / levels))
     return Normalize(0.5 - 2.0 ** -(_FRACTION_BITS + 1) / width, 1 / width)

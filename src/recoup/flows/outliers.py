@@ -1,10 +1,11 @@
-"""Scores that tell data of another kind from those that a flow was trained on.
+"""Scores that tell outliers from data like those that a flow was trained on.
 
 The likelihood alone does not: a flow trained on photographs of things gives house numbers a higher
-one than the things themselves (Nalisnick et al., https://arxiv.org/abs/1810.09136), since it counts
-how smooth a picture is before what it shows. The two scores here correct for that, each in its own
-way; the larger, the less the data are like those of training. Take a threshold from the scores of
-held-out data of training's kind: their 99th percentile raises one false alarm in a hundred.
+one than the things themselves (Nalisnick et al., https://arxiv.org/abs/1810.09136), since it
+depends more on how smooth a picture is than on its content. The two scores here correct for that,
+each in its own way; the larger, the less the data are like the training data. Take a threshold from
+the scores of held-out data like those of training: their 99th percentile gives one false alarm in a
+hundred.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ __all__ = ["coded_bits_per_dim", "complexity_ratio", "typicality"]
 def typicality(
     flow: Flow, x: Tensor, reference_bits: Tensor, labels: Tensor | None = None
 ) -> Tensor:
-    """Return how far from typical data ``(N, ...)`` are: ``(N,)``, in bits a value.
+    """Return how far data ``(N, ...)`` are from typical: ``(N,)``, in bits a value.
 
     Samples of a density in many dimensions have about the mean code length of that density. So
-    data that cost much less are suspect too, though likelier than all that was trained on. One
-    sample says little: what cannot be told by one is told by the mean over a group of the same
-    origin, ``abs(flow.bits_per_dim(group).mean() - reference_bits.mean())``.
+    data of much smaller code length are suspect too, though likelier than all training data. One
+    sample may not be decisive where the mean over a group of the same origin is:
+    ``abs(flow.bits_per_dim(group).mean() - reference_bits.mean())``.
 
     Args:
         flow: A trained flow, in evaluation mode.
         x: The data to judge, ``(N, *flow.shape)``.
-        reference_bits: `Flow.bits_per_dim` of data of training's kind ``(M,)``, best held-out.
+        reference_bits: `Flow.bits_per_dim` ``(M,)`` of data like those of training, best held out.
         labels: Classes ``(N,)``, for a conditional flow.
 
     Returns:
@@ -66,10 +67,11 @@ def typicality(
 
 @torch.no_grad()
 def complexity_ratio(flow: Flow, x: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Return how much more pictures cost the flow than a coder that knows none: ``(N,)``.
+    """Return how many bits a flow spends on pictures beyond a general coder: ``(N,)``.
 
     That is `Flow.bits_per_dim` less `coded_bits_per_dim`, a log-likelihood ratio in bits a value.
-    Simple pictures are cheap to every coder; a flow is at home where it beats one made for all.
+    Simple pictures are cheap for every coder; data are familiar to a flow where it beats a general
+    coder.
 
     Args:
         flow: A trained flow of grey levels, in evaluation mode.
@@ -100,10 +102,10 @@ def complexity_ratio(flow: Flow, x: Tensor, labels: Tensor | None = None) -> Ten
 
 
 def coded_bits_per_dim(x: Tensor) -> Tensor:
-    """Return what lossless compression makes of pictures, ``(N,)``, in bits a value, float64.
+    """Return the losslessly compressed size of pictures, ``(N,)``, in bits a value, float64.
 
-    The coder is that of PNG: each pixel less what its neighbours foretell, then DEFLATE. Each of
-    PNG's five forecasts is tried on the whole picture, and the shortest counts.
+    The coder is that of PNG: each pixel less its prediction from its neighbours, then DEFLATE. Each
+    of PNG's five filters is tried on the whole picture, and the shortest result counts.
 
     Args:
         x: Pictures ``(N, C, H, W)`` of whole numbers, 0 to 255, of any type.
@@ -134,18 +136,18 @@ def coded_bits_per_dim(x: Tensor) -> Tensor:
 
 
 def _residuals(x: Tensor) -> Tensor:
-    """Return pixels ``(N, C, H, W)`` less each of PNG's five forecasts: ``(5, N, C, H, W)``."""
+    """Return pixels ``(N, C, H, W)`` after each of PNG's five filters: ``(5, N, C, H, W)``."""
     padded = torch.nn.functional.pad(x, (1, 0, 1, 0))
     left, up, corner = padded[..., 1:, :-1], padded[..., :-1, 1:], padded[..., :-1, :-1]
     plane = left + up - corner
-    near = torch.stack([left, up, corner])  # of equally near ones the first counts
+    near = torch.stack([left, up, corner])  # the first of equally near ones counts
     paeth = near.gather(0, (near - plane).abs().argmin(0, keepdim=True))[0]
     forecasts = torch.stack([torch.zeros_like(x), left, up, (left + up) // 2, paeth])
     return (x - forecasts) % 256
 
 
 def _deflated(values: Tensor) -> int:
-    """Number of bytes that are left of values below 256."""
+    """Return the number of bytes to which values below 256 are compressed."""
     numbers = cast("list[int]", values.flatten().tolist())
     coder = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)  # without zlib's own header
     return len(coder.compress(bytes(numbers)) + coder.flush())

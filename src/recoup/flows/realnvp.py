@@ -21,14 +21,16 @@ class RealNVP(Flow):
     Each of the `num_levels` scales but the last runs `num_steps` affine couplings on
     checkerboards, squeezes 2x2 pixels into channels, runs `num_steps` more on halves of the
     channels, and sends half of the channels to the latents; the last runs `num_steps` couplings on
-    checkerboards alone. Parts take turns, and an ActNorm stands before each coupling where the
-    paper has batch normalisation. A vector has one scale of `num_steps` couplings on its halves.
+    checkerboards alone. Couplings change the two parts in turn, and an ActNorm precedes each
+    coupling where the paper has batch normalisation. A vector has one scale of `num_steps`
+    couplings on its halves.
 
     With ``memory="constant"`` backward holds one step at a time, whatever the depth, and runs
     each network once more; the peak of "linear" grows with ``num_levels * num_steps``.
 
     The paper's size for CIFAR-10 is ``RealNVP((3, 32, 32), levels=256, num_levels=2, num_steps=4,
-    width=64, depth=8)``, but for one coupling a kind that it has less at the first scale.
+    width=64, depth=8)``, except that the paper has one coupling of each kind less at the first
+    scale.
 
     Args:
         shape: Shape ``(C, H, W)`` of one image, H and W multiples of ``2**num_levels``; or
@@ -41,8 +43,8 @@ class RealNVP(Flow):
         depth: Depth of these networks, see `ConvNetwork` and `DenseNetwork`.
         alpha: With `levels`, the margin of the `Logit` that comes first.
         dropout: Probability of dropout inside the networks.
-        num_classes: Number of classes of a flow that is given a label; None for none.
-        memory: What backward remembers, see `recoup.invertible.Chain`.
+        num_classes: Number of classes of a conditional flow; None for no labels.
+        memory: Memory mode of the chain, see `recoup.invertible.Chain`.
         base: Distribution of the latents, standard normal by default.
 
     Raises:

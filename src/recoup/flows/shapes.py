@@ -1,4 +1,4 @@
-"""What the builders of flows ask of their arguments."""
+"""Checks of the arguments of the flow builders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_images(shape: Sequence[int], num_levels: int) -> None:
 
 
 def check_shape(shape: Sequence[int], num_levels: int) -> None:
-    """Raise ValueError unless `shape` is that of a vector (D,), or as `check_images` has it."""
+    """Raise ValueError unless `shape` is (D,), a vector, or passes `check_images`."""
     if len(shape) != 1:
         check_images(shape, num_levels)
     elif shape[0] < 2:

@@ -1,4 +1,4 @@
-"""Couplings that take turns: the steps that RealNVP and Flow++ are made of."""
+"""Alternating couplings: the steps of RealNVP and Flow++."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Steps"]
 
 @dataclass(frozen=True)
 class Steps:
-    """Make steps: an ActNorm, a mixing of the channels if wished, and a coupling.
+    """A builder of steps: an ActNorm, optionally a mixing of the channels, and a coupling.
 
     Args:
         couple: Makes a coupling from its network, `condition` and `split`.
-        copies: How many values the coupling wants for each that it changes.
-        width: Of the networks.
-        depth: Of the networks.
-        dropout: Of the networks.
-        num_context: Of the networks.
-        mixes: Whether an `InvertibleConv1x1` mixes the channels, where there is more than one.
+        copies: Number of values that the coupling needs for each value that it changes.
+        width: Width of the networks.
+        depth: Depth of the networks.
+        dropout: Probability of dropout inside the networks.
+        num_context: Channels of the context of the networks.
+        mixes: Whether an `InvertibleConv1x1` mixes the channels, if there is more than one.
 
     Example:
         >>> from recoup.flows.steps import Steps

@@ -1,4 +1,4 @@
-"""ActNorm: a scale and a shift a channel that start from the first batch."""
+"""ActNorm: a scale and a shift per channel, initialised from the first batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LEAST_SPREAD = 1e-6
 class ActNorm(InvertibleModule):
     """Scale and shift each channel; the first training batch comes out with mean 0, variance 1.
 
-    ``y = (x + bias) * exp(log_scale)``. The start happens once, at the first forward in training
-    mode, over the batches of all ranks when `torch.distributed` is initialised. Whether it has
-    happened is part of the state dict, so a resumed run does not start again. Before the start,
-    and so in evaluation of an untrained module, the layer is the identity.
+    ``y = (x + bias) * exp(log_scale)``. The layer sets both once (its start), at the first forward
+    in training mode, over the batches of all ranks when `torch.distributed` is initialised. The
+    state dict records whether this has happened, so a resumed run does not start again. Before the
+    start, and so in evaluation of an untrained module, the layer is the identity.
 
     Autograd keeps the input; backward is one multiply.
 
@@ -31,8 +31,8 @@ class ActNorm(InvertibleModule):
         dtype: Floating-point type of the parameters.
 
     Raises:
-        ValueError: In forward, when the input has other channels, or when the batch of the start
-            is not finite.
+        ValueError: In forward, when the input has another number of channels, or when the
+            first training batch is not finite.
 
     Example:
         >>> import torch
@@ -56,8 +56,8 @@ class ActNorm(InvertibleModule):
         self.num_channels = num_channels
         self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
         self.log_scale = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype))
-        # A Python bool: a tensor would need a device sync in each forward, and a copy of it would
-        # be one more thing that a replay must not change.
+        # A Python bool: a tensor would need a device sync in each forward, and a replay would have
+        # to leave its value unchanged.
         self.started = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class ActNorm(InvertibleModule):
     @torch.no_grad()
     def _start(self, x: Tensor) -> None:
         mean = _channel_mean(x)
-        if mean is None:  # an empty batch says nothing: wait for the next one
+        if mean is None:  # an empty batch has no statistics: wait for the next one
             return
         variance = _channel_mean((x - per_channel(mean, x)).square_())
         if variance is None or not bool((mean + variance).isfinite().all()):
@@ -95,11 +95,11 @@ class ActNorm(InvertibleModule):
         self.started = True
 
     def get_extra_state(self) -> Tensor:
-        """Say for the state dict whether the start has happened; a tensor, safe to unpickle."""
+        """Return whether the start has happened, as a tensor, which is safe to unpickle."""
         return torch.tensor(self.started)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over from a state dict whether the start has happened."""
+        """Read from a state dict whether the start has happened."""
         self.started = bool(state)
 
     def extra_repr(self) -> str:
@@ -108,7 +108,7 @@ class ActNorm(InvertibleModule):
 
 
 def _channel_mean(x: Tensor) -> Tensor | None:
-    """Average `x` over all but dimension 1 and over all ranks; None where there is no value."""
+    """Average `x` over all but dimension 1 and over all ranks; None if there are no values."""
     sums = x.sum([dim for dim in range(x.dim()) if dim != 1])
     count = torch.full_like(sums[:1], x.shape[0] * num_positions(x))
     sums = torch.cat([sums, count])

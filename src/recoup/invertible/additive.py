@@ -1,4 +1,4 @@
-"""AdditiveCoupling: add to one part what a network makes of the other."""
+"""AdditiveCoupling: add to one part what a network computes from the other."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ class AdditiveCoupling(Coupling):
     """Add to one half of the channels what a network computes from the other half.
 
     With one network ``y1 = x1, y2 = x2 + network(x1)``. With a second one, ``g``, the given half is
-    changed too, ``y1 = x1 + g(y2)``: a reversible residual block. Volume is kept, so `log_det` is
-    zero. The networks need not be invertible; each runs once in forward and once in inverse.
+    changed too, ``y1 = x1 + g(y2)``: a reversible residual block. It preserves volume, so `log_det`
+    is zero. The networks need not be invertible; each runs once in forward and once in inverse.
 
     With ``exact=True`` values lie on a grid of multiples of ``2**-fraction_bits``: the input and
     what the networks return are rounded to it (their gradients go straight through), and the sum of
     two such numbers is exact while it is below ``2**(24 - fraction_bits)`` in float32. So `inverse`
-    returns the very bits if the networks do: given the same batch on the same device, by
-    deterministic kernels (for a batch of another size they round otherwise). This holds through any
-    number of such couplings and of layers that only move values (`Permute`, `Flip`, `Squeeze`,
-    `Split`, `Flatten`), and constant memory gives the very gradients of the other modes. Each call
-    looks once for the largest value it made. Layers that multiply (`ActNorm`, 1x1 convolutions)
-    leave the grid: put them behind the last coupling.
+    is bitwise exact if the networks are bitwise reproducible: for the same batch on the same
+    device, with deterministic kernels (which may round differently for another batch size). This
+    holds through any number of such couplings and of layers that only move values (`Permute`,
+    `Flip`, `Squeeze`, `Split`, `Flatten`), and constant memory then gives bitwise the gradients of
+    the other modes. Each call computes the largest magnitude of its output once, to check the
+    bound. Layers that multiply (`ActNorm`, 1x1 convolutions) leave the grid: put them after the
+    last coupling.
 
-    Autograd keeps what the networks keep, and of its own nothing.
+    Autograd keeps what the networks keep, and nothing else.
 
     Args:
         network: Maps the conditioning half to a shift of the shape of the other half. The first
@@ -38,12 +39,12 @@ class AdditiveCoupling(Coupling):
             the block of RevNets: ``y1 = x1 + network(x2), y2 = x2 + g(y1)``.
         split: "channels", or "checkerboard" for images: see `Coupling`.
         exact: Whether values lie on a grid, so that the inverse is exact to the bit.
-        fraction_bits: Of the grid.
+        fraction_bits: Number of binary digits after the point on the grid.
 
     Raises:
         ValueError: When an argument is out of range, when the input has fewer than 2 channels or,
             with `exact`, is of half precision, or when a network returns another shape than needed.
-        GridError: A value is so large that sums on the grid are not exact.
+        GridError: When a value is so large that sums on the grid are not exact.
 
     Example:
         >>> import torch
@@ -119,6 +120,6 @@ class AdditiveCoupling(Coupling):
         return to_grid(shift, self.fraction_bits) if self.exact else shift
 
     def extra_repr(self) -> str:
-        """Show which part conditions, and the grid."""
+        """Show which part is the condition, and the grid."""
         grid = f", exact=True, fraction_bits={self.fraction_bits}" if self.exact else ""
         return super().extra_repr() + grid

@@ -1,4 +1,4 @@
-"""AffineCoupling: scale and shift one part by what a network makes of the other."""
+"""AffineCoupling: scale and shift one part by what a network computes from the other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class AffineCoupling(Coupling):
 
     ``y1 = x1, y2 = x2 * exp(log_scale) + shift`` with ``shift, raw = network(x1).chunk(2, dim=1)``
     and ``log_scale = bound * tanh(raw / bound)``. The scale stays between ``exp(-bound)`` and
-    ``exp(bound)`` whatever the network says, so one layer of the inverse never magnifies an error
-    by more than ``exp(bound)``; a network of zeros makes the identity. The network need not be
-    invertible; it runs once in forward and once in inverse. With a second one, ``g``, the given
-    half is then changed in the same way by what ``g`` computes from ``y2``.
+    ``exp(bound)`` whatever the network returns, so the inverse of one layer never magnifies an
+    error by more than ``exp(bound)``; a network that returns zeros gives the identity. The network
+    need not be invertible; it runs once in forward and once in inverse. With a second one, ``g``,
+    the given half is then changed in the same way by what ``g`` computes from ``y2``.
 
     Autograd keeps what the networks keep, the input, and two tensors of the size of each half that
     is changed.
@@ -102,5 +102,5 @@ class AffineCoupling(Coupling):
         return shift, self.bound * torch.tanh(raw / self.bound)
 
     def extra_repr(self) -> str:
-        """Show which half conditions, and the bound."""
+        """Show which half is the condition, and the bound."""
         return f"{super().extra_repr()}, bound={self.bound:g}"

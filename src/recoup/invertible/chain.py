@@ -1,4 +1,4 @@
-"""A chain of invertible modules, and the choice of what its backward remembers."""
+"""A chain of invertible modules, and its memory modes."""
 
 from __future__ import annotations
 
@@ -26,41 +26,44 @@ __all__ = ["Chain"]
 
 
 class Chain(HasMemoryMode, InvertibleModule):
-    """Invertible modules one after the other, with a choice of what backward remembers.
+    """Invertible modules in sequence, with a choice of what autograd keeps for backward.
 
     With ``memory="constant"`` the chain keeps its output, and its input for the guard: backward
     inverts the modules one by one, and every network runs once in forward and once in backward. A
-    `DriftGuard` watches what inverses deliver. Modules whose inverse is an iteration
-    (`InvertibleResidual`) are recomputed from their kept inputs instead, and a warning says so. The
-    other modes keep and recompute as `recoup.Sequential` does. The gradients are the same, to
-    rounding.
+    `DriftGuard` checks the inputs that the inverses compute. Modules whose inverse is an iteration
+    (`InvertibleResidual`) are recomputed from their kept inputs instead, and the chain warns about
+    them. The other modes keep and recompute as `recoup.Sequential` does. The gradients are the
+    same, up to rounding.
 
-    A chain among the modules counts as the modules in it, and this chain's `memory` and `drift`
-    decide; under "linear" its own do.
+    A chain among the modules is treated as the modules in it, under this chain's `memory` and
+    `drift`; under "linear" its own apply.
 
-    A `context` (labels as numbers, features of another network) is handed to the modules that take
-    one, and gets its gradient from them.
+    A `context` (labels as numbers, features of another network) is passed to the modules that take
+    one, and receives its gradient from them.
 
-    A `Split` sends part of its input straight to the output. Then the output is a tuple: the
-    early latents in the order they were split off, and last what went through the whole chain.
+    A `Split` sends part of its input straight to the output. The output is then a tuple: the early
+    latents in the order in which they were split off, and last the value that passed through the
+    whole chain.
 
     Args:
         modules: the invertible modules, data to latent.
         memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, bytes with a unit,
             or a `recoup.schedules.Schedule`; may be changed at any time by assignment. Bytes
             (``"2 GiB"``) are for a step of this chain alone: in the first forward `recoup.plan`
-            chooses what is kept of each module so that backward pays the least that this allows,
-            and does so again for a larger input. Nothing is inverted then.
-        drift: Under "constant", what to do where inverses do not find their way back: "recompute"
-            (then the first state is kept too), "raise", "warn", "ignore", or a `DriftGuard`.
+            chooses what each module keeps so that backward recomputes as little as the bytes
+            allow, and does so again for a larger input. No module is inverted then.
+        drift: Under "constant", what to do when an inverse does not reproduce its input:
+            "recompute" (then the first state is kept too), "raise", "warn", "ignore", or a
+            `DriftGuard`.
 
     Raises:
-        ValueError: A module is not invertible, `memory` or `drift` is unknown, or, in a call, a
-            module returns something else than a value and its log-determinant.
-        NotInvertibleError: A module defines no `inverse`, and does not say that it is to be
-            recomputed (``inverts_in_backward = False``, for densities that are not sampled).
-        BudgetError: In forward, no plan keeps to the bytes.
-        DriftError: In backward, an inverse drifted, and `drift` is "raise".
+        ValueError: When a module is not invertible, `memory` or `drift` is unknown, or, in a call,
+            a module returns something other than a value and its log-determinant.
+        NotInvertibleError: When a module defines no `inverse`, and does not set
+            ``inverts_in_backward = False`` (for densities that are not sampled), with which it is
+            recomputed.
+        BudgetError: In forward, when no plan keeps to the bytes.
+        DriftError: In backward, when an inverse drifted and `drift` is "raise".
 
     Example:
         >>> import torch
@@ -127,17 +130,17 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     @property
     def takes_context(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether a module in it takes a context."""
+        """Whether a module of the chain takes a context."""
         return any(module.takes_context for module in self)
 
     @property
     def num_early(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many latents are split off in it."""
+        """Number of latents that the chain splits off early."""
         return sum(module.num_early for module in self)
 
     @property
     def inverts_in_backward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether every module in it does, as a stage of another chain."""
+        """Whether every module of the chain inverts in backward; as an outer chain asks."""
         return all(module.inverts_in_backward for module in self)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Any, Tensor]:
@@ -172,7 +175,7 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     @torch.no_grad()
     def _start(self, x: Tensor, context: Tensor | None) -> None:
-        """Let each `ActNorm` start in a forward that changes nothing else: no rehearsal may."""
+        """Start each `ActNorm` in a forward that changes nothing else, before any rehearsal."""
         if all(not m.training or m.started for m in self.modules() if isinstance(m, ActNorm)):
             return
         before = [(buffer, buffer.clone()) for buffer in self.buffers()]
@@ -220,7 +223,7 @@ class Chain(HasMemoryMode, InvertibleModule):
         ]
 
     def _named(self, *, flat: bool) -> Iterator[tuple[str, InvertibleModule]]:
-        """Name the modules in order, with those of chains within in their place if `flat`."""
+        """Yield the modules in order with their names; if `flat`, inner chains as their modules."""
         for index, module in enumerate(self):
             if flat and _is_flat(module):
                 for name, inner in module._named(flat=True):
@@ -229,7 +232,7 @@ class Chain(HasMemoryMode, InvertibleModule):
                 yield str(index), module
 
     def _sum(self, log_dets: Iterator[Tensor | None], like: Tensor, *, flat: bool) -> Tensor:
-        """Sum what the stages returned, each chain within on its own: addition rounds."""
+        """Sum the log-determinants of the stages, each inner chain first: addition rounds."""
         total: Tensor | None = None
         for module in self:
             if flat and _is_flat(module):
@@ -244,7 +247,7 @@ class Chain(HasMemoryMode, InvertibleModule):
 
 
 class _Stage:
-    """A module on the first tensor of the state; a context and early latents pass by."""
+    """A module that maps the first tensor of the state; a context and early latents pass by."""
 
     __slots__ = ("_hands_context", "module", "name")
 
@@ -285,11 +288,11 @@ class _Stage:
         return state[1:2] if self._hands_context else ()
 
     def _after(self, y: Any, passed: State) -> State:
-        """Return the state after the module, of its value and of what passes by."""
+        """Return the state after the module, from its value and the tensors that pass by."""
         return (y, *passed)
 
     def _before(self, state: State) -> tuple[Any, State]:
-        """Return the value that a state was made of, and what passed by."""
+        """Return the value of the module that a state holds, and the tensors that passed by."""
         return state[0], state[1:]
 
     def inverse(self, state: State) -> State:
@@ -297,7 +300,7 @@ class _Stage:
 
 
 class _SplitStage(_Stage):
-    """A split: one tensor more in the state after it."""
+    """A split: the state after it has one more tensor."""
 
     __slots__ = ()
 
@@ -329,7 +332,7 @@ def _kind_of(module: InvertibleModule) -> type[_Stage]:
 
 
 def _check_defined(index: int, module: InvertibleModule) -> None:
-    """Raise unless a module defines both directions, or says that it has but one."""
+    """Raise unless a module defines both directions, or declares that it has forward only."""
     name = f"`modules[{index}]` is a {type(module).__name__}, which"
     if getattr(module.forward, "is_missing", False):
         raise ValueError(f"{name} does not define `forward`.")
@@ -342,7 +345,7 @@ def _check_defined(index: int, module: InvertibleModule) -> None:
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:
-    """Whether a module is a chain whose modules may be called in its place."""
+    """Return whether a module is a chain whose modules may be called in its place."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return type(module) is Chain and not any(vars(module)[name] for name in hooks)
 

@@ -1,4 +1,4 @@
-"""One report on whether a module is what an InvertibleModule promises to be."""
+"""A report on whether a module keeps the contract of `InvertibleModule`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from recoup.invertible.jacobian import Gradients, Point, flat
 
 __all__ = ["Finding", "InvertibleReport", "check_invertible"]
 
-_MODES = ("sqrt", "constant")  # each against "linear"
-_MOST_SAMPLES = 2  # for the Jacobian: one backward pass a dimension and sample
+_MODES = ("sqrt", "constant")  # each compared with "linear"
+_MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension and sample
 _SEED = 0
 
-Given = tuple[Tensor, ...]  # nothing, or a context
+Given = tuple[Tensor, ...]  # empty, or a context
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Finding:
     """One comparison of a report.
 
     Args:
-        name: What was compared.
-        error: The largest difference, relative to values above 1.
+        name: Name of the comparison.
+        error: The largest difference, relative for values above 1.
         tolerance: The largest error that passes.
-        note: What else there is to say.
+        note: Further details for the reader.
 
     Example:
         >>> from recoup.invertible import Finding
@@ -61,10 +61,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class InvertibleReport:
-    """What `check_invertible` found: true when every comparison passed; print it to read it.
+    """The result of `check_invertible`: true when every comparison passed; print it to read it.
 
     Args:
-        module: The class that was checked.
+        module: Name of the class that was checked.
         findings: The comparisons, in order.
 
     Example:
@@ -94,27 +94,27 @@ def check_invertible(
 ) -> InvertibleReport:
     """Check inverse, log-determinants and their gradients, and every memory mode of `module`.
 
-    Works on double-precision copies: `module`, its gradients, its training mode, a start that it
-    has not made yet, and the random stream stay as they are. Inverse and log-determinant are
-    checked in evaluation mode, gradients of memory modes in the mode the module is in. The Jacobian
-    is that of autograd, of the first two samples, and costs one backward pass a dimension. A right
-    value alone trains nothing: the gradient of each log-determinant, to the input, the context and
-    every parameter, is compared with that of ``slogdet`` of the Jacobian, which takes second
-    derivatives of the module.
+    The check works on double-precision copies: `module`, its gradients, its training mode, a
+    data-dependent start still to come, and the random stream do not change. Inverse and
+    log-determinant are checked in evaluation mode, gradients of memory modes in the mode the module
+    is in. The Jacobian comes from autograd, for the first two samples, at one backward pass a
+    dimension. A correct value is not enough for training: the gradient of each log-determinant with
+    respect to the input, the context and every parameter is compared with that of ``slogdet`` of
+    the Jacobian, which takes second derivatives of the module.
 
     Args:
-        module: What to check; a `Chain` is also run in the other memory modes.
-        x: A batch of inputs ``(N, ...)`` such as the module is made for, N at least 1.
+        module: The module to check; a `Chain` is also run in the other memory modes.
+        x: A batch of typical inputs ``(N, ...)`` of the module, N at least 1.
         context: For a module that takes one, the context ``(N, ...)`` of these inputs.
-        tolerance: The largest error that passes, relative to values above 1. An iterative inverse
+        tolerance: The largest error that passes, relative for values above 1. An iterative inverse
             needs a larger one than the default.
-        max_dims: The most numbers a sample may have, since the Jacobian has their square.
+        max_dims: The largest number D of values in a sample, since the Jacobian has ``D**2``.
 
     Returns:
-        A report that is true if all is well, and prints as one line a comparison.
+        A report that is true if every comparison passed, and prints one line for each.
 
     Raises:
-        ValueError: When `x` holds no sample, or samples of more than `max_dims` numbers.
+        ValueError: When `x` holds no sample, or samples of more than `max_dims` values.
 
     Example:
         >>> import torch
@@ -139,7 +139,7 @@ def check_invertible(
     name = type(module).__name__
     try:
         check_pair(returned, len(x), "forward", name, num_early=module.num_early)
-    except ValueError as error:  # there is nothing to compare
+    except ValueError as error:  # without an output nothing can be compared
         return InvertibleReport(
             name, (Finding("what forward returns", math.inf, tolerance, str(error)),)
         )
@@ -158,7 +158,7 @@ def check_invertible(
 def _attempt(name: str, tolerance: float, compare: Callable[[], tuple[float, str]]) -> Finding:
     try:
         return Finding(name, *_reordered(tolerance, *compare()))
-    except Exception as error:  # noqa: BLE001 - of a module that is to be checked, whatever it is
+    except Exception as error:  # noqa: BLE001 - the module under test may raise anything
         return Finding(name, math.inf, tolerance, f"{type(error).__name__}: {error}")
 
 
@@ -230,7 +230,7 @@ def _log_dets(
 
 
 def _worst(samples: Sequence[Gradients], tolerance: float) -> tuple[float, str]:
-    """Return the largest error of gradients by name, and which are wrong."""
+    """Return the largest error of gradients by name, and a note on which are wrong."""
     errors: dict[str, float] = {}
     missing: set[str] = set()
     for name, (stated, true) in (pair for gradients in samples for pair in gradients.items()):
@@ -271,12 +271,12 @@ def _gradients_by_name(
 ) -> dict[str, Tensor | None]:
     module = copy.deepcopy(module)
     stages = [*module] if isinstance(module, Chain) else [module]
-    # A stage in front, so that the input of `module` too must be had by inversion.
+    # A stage in front, so that the input of `module` too must be computed by inversion.
     entrance = ActNorm(x.shape[1], device=x.device, dtype=x.dtype)
     entrance.started = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that some are recomputed under "constant" is no finding
-        # Nothing mends what an inverse gets wrong: that is to show in the gradients.
+        warnings.simplefilter("ignore")  # a warning that some are recomputed is no finding
+        # The guard must not repair a wrong inverse, so that the gradients show it.
         chain = Chain(entrance, *stages, memory=mode, drift="ignore")
     x = x.clone().requires_grad_()
     given = tuple(context.clone().requires_grad_() for context in given)
@@ -302,7 +302,7 @@ def _noted(*said: tuple[str, Sequence[str]]) -> str:
 
 
 def _largest(errors: Iterable[float]) -> float:
-    # Any NaN must come out as one: max() alone would keep whatever it saw first.
+    # NaN if any error is NaN: max() alone would depend on the order.
     values = list(errors)
     return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 

@@ -1,4 +1,4 @@
-"""What every invertible module promises."""
+"""The contract of invertible modules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["InvertibleModule"]
 class InvertibleModule(nn.Module):
     """A module whose input can be computed from its output.
 
-    Data to latent is `forward`, latent to data is `inverse`; direction is never a flag. Both
+    `forward` maps data to latent and `inverse` latent to data; direction is never a flag. Both
     return the log-determinant of their own Jacobian, one number a sample, so that for
-    ``y, log_det = f(x)`` and ``x, back = f.inverse(y)`` it holds that ``log_det + back = 0``.
+    ``y, log_det = f(x)`` and ``x, back = f.inverse(y)`` the sum ``log_det + back`` is 0.
 
     In a `Chain` with ``memory="constant"`` nothing of the module is kept: backward computes the
-    input back with `inverse`, and runs `forward` once more for what its own operations saved.
+    input from the output with `inverse`, and runs `forward` once more for its residuals.
     `recoup.invertible.check_invertible` tests a module of your own.
 
     Example:
@@ -36,9 +36,9 @@ class InvertibleModule(nn.Module):
     """
 
     returns_log_det: ClassVar[bool] = True
-    # Whether `inverse` is defined, cheap and exact enough for backward; else it is recomputed.
+    # Whether `inverse` is defined, cheap and exact enough for backward; else backward recomputes.
     inverts_in_backward: ClassVar[bool] = True
-    # How many latents `forward` splits off; its value is a tuple of them, and last what goes on.
+    # Number of latents that `forward` splits off; it returns them in a tuple, the rest last.
     num_early: int = 0
     # Whether both directions take a second argument, the context (a tensor or None).
     takes_context: bool = False
@@ -51,15 +51,15 @@ class InvertibleModule(nn.Module):
         """Map latent to data: ``y`` to ``(x, log_det)``, ``log_det`` of shape ``(N,)``."""
         raise NotImplementedError(f"{type(self).__name__} does not define `inverse`.")
 
-    cast("Any", inverse).is_missing = True  # in a subclass that defines none
+    cast("Any", inverse).is_missing = True  # inherited by a subclass that does not define one
     cast("Any", forward).is_missing = True
 
     def evaluate(self, network: nn.Module, *inputs: Tensor) -> Any:
         """Call `network` so that forward, inverse and backward share one evaluation.
 
-        In constant memory the inverse that backward runs makes the residuals of `network` too,
-        so it runs once in forward and once in backward. Its random layers draw from a seed of
-        their own, in every memory mode. Called directly, a network is right too, and runs twice
-        in backward.
+        In constant memory the inverse that backward runs also produces the residuals of `network`,
+        which so runs once in forward and once in backward. Its random layers draw from a seed of
+        their own, in every memory mode. A network that is called directly gives the same results,
+        but runs twice in backward.
         """
         return evaluate(network, inputs)

@@ -13,14 +13,14 @@ from recoup.invertible.shapes import check_channels, num_positions
 
 __all__ = ["InvertibleConv1x1", "InvertibleConv1x1LU"]
 
-_linalg: Any = torch.linalg  # torch leaves the types of its functions unknown
+_linalg: Any = torch.linalg  # torch does not type its functions
 
 
 class InvertibleConv1x1(InvertibleModule):
     """Mix the channels with one learned matrix, the same at every position.
 
     The matrix starts as a random rotation from torch's default generator. Its log-determinant,
-    and in `inverse` its inverse, is computed at each call, O(C^3).
+    and in `inverse` its inverse, is computed in each call, O(C^3).
 
     Autograd keeps the input and a factorisation of the matrix; backward is two 1x1 convolutions.
     Under autocast the layer stays in the type of its input: mixing in half precision could not
@@ -64,7 +64,7 @@ class InvertibleConv1x1(InvertibleModule):
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        # One factorisation for both, where `inv` and `slogdet` would make one each.
+        # One factorisation for both; `inv` and `slogdet` would each compute their own.
         weight = _wide(self.weight)
         factors, pivots = _linalg.lu_factor(weight)
         undone: Tensor = _linalg.lu_solve(
@@ -82,7 +82,7 @@ class InvertibleConv1x1(InvertibleModule):
 
 
 class InvertibleConv1x1LU(InvertibleModule):
-    """Mix the channels with one learned matrix that is held in its LU factors.
+    """Mix the channels with one learned matrix, stored as its LU factors.
 
     ``W = P L (U + diag(sign * exp(log_s)))``: P (a permutation) and sign are fixed, L has a unit
     diagonal, U is strictly upper triangular. The log-determinant is ``sum(log_s)``, O(C), and no
@@ -138,7 +138,7 @@ class InvertibleConv1x1LU(InvertibleModule):
         return layer
 
     def weight(self) -> Tensor:
-        """Multiply the factors out: the matrix of shape ``(C, C)``."""
+        """Return the product of the factors: the matrix of shape ``(C, C)``."""
         lower, upper = self._triangles()
         return self.permutation @ (lower @ upper)
 
@@ -190,11 +190,11 @@ def _rotation(num_channels: int) -> Tensor:
     rotation = factors[0] * factors[1].diagonal().sign()
     if float(_linalg.det(rotation)) < 0:
         rotation[:, 0] *= -1
-    return rotation.contiguous()  # QR's is transposed, and some optimizers flatten with a view
+    return rotation.contiguous()  # QR transposes it, and some optimizers flatten with a view
 
 
 def _wide(matrix: Tensor) -> Tensor:
-    """Return a matrix of half precision, which is not factorised, in single precision."""
+    """Cast a half-precision matrix to single precision: half precision has no factorisations."""
     return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
 
 
@@ -209,7 +209,7 @@ def _mix(x: Tensor, weight: Tensor) -> Tensor:
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     if x.dim() == 2:
         return functional.linear(x, weight)
-    # One product of matrices: of so few channels a convolution takes two to three times as long
-    # on a CPU, and on CUDA it would round to TF32, from which there is no way back.
+    # One product of matrices: for so few channels a convolution takes two to three times as long
+    # on a CPU, and on CUDA it would round to TF32, which cannot be inverted.
     columns = x.transpose(0, 1)
     return (weight @ columns.flatten(1)).view(columns.shape).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What all couplings share: one part of the values decides how the other part is changed."""
+"""The base of all couplings: one part of the values decides how the other part is changed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Partition = Literal["channels", "checkerboard"]
 
 
 class Coupling(InvertibleModule):
-    """Cut a value into the part that conditions and the part that is changed.
+    """The base of couplings: cuts a value into the conditioning part and the part it changes.
 
     Args:
         condition: Which part the network sees, "first" or "second".
-        split: "channels" cuts dimension 1 in half, of an odd number of channels the larger half
-            first. "checkerboard" takes the squares of one colour of an image; the first part is
-            that of the upper left corner. The network then sees the whole image, with zeros where
-            it is changed, and of its output the changed places count.
+        split: "channels" cuts dimension 1 in half, and puts the larger half first if the number
+            of channels is odd. "checkerboard" takes the squares of one colour of an image; the
+            first part contains the upper left corner. The network then sees the whole image, with
+            zeros at the changed places, and its output counts at those places only.
 
     Raises:
-        ValueError: When `condition` or `split` is neither.
+        ValueError: When `condition` or `split` is none of its choices.
     """
 
     def __init__(self, condition: Condition, split: Partition) -> None:
@@ -56,7 +56,7 @@ class Coupling(InvertibleModule):
         copies: int,
         context: Tensor | None,
     ) -> Tensor:
-        """Run `network` on `given` for `copies` values an entry of `changed`."""
+        """Run `network` on `given`; it must return `copies` values for each entry of `changed`."""
         is_board = self.split == "checkerboard"
         if is_board:
             given = self._join(given, torch.zeros_like(changed))
@@ -74,17 +74,17 @@ class Coupling(InvertibleModule):
         if is_board:
             values = self._halves(values)[1]
         # Networks may run in half precision under autocast; the coupling stays in x's own type,
-        # or the inverse would not find its way back.
+        # or the inverse would not reproduce the input.
         return values if values.dtype is changed.dtype else values.to(changed.dtype)
 
     def extra_repr(self) -> str:
-        """Show which part conditions."""
+        """Show which part is the condition."""
         board = ", split='checkerboard'" if self.split == "checkerboard" else ""
         return f"condition={self.condition!r}{board}"
 
 
 def takes_a_context(network: nn.Module | None) -> bool:
-    """Whether the network of a coupling is called with a context beside its input."""
+    """Return whether the network of a coupling is called with a context beside its input."""
     return bool(getattr(network, "takes_context", False))
 
 
@@ -95,8 +95,8 @@ def _channels(x: Tensor) -> tuple[Tensor, Tensor]:
             f"least 2. For images of one channel, put `Squeeze()` before the coupling, or use "
             f'split="checkerboard".'
         )
-    # Views, and of one split: backward then joins two gradients, where two slices would pad
-    # each with zeros and add. An odd channel goes to the first half.
+    # Views of one split: backward then concatenates two gradients; with two slices it would pad
+    # each with zeros and add them. An odd channel goes to the first half.
     return cast("tuple[Tensor, Tensor]", x.chunk(2, dim=1))
 
 

@@ -1,4 +1,4 @@
-"""Dequantize: whole grey levels become real numbers."""
+"""Dequantize: turn whole grey levels into real numbers."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["Dequantize", "check_levels"]
 class Dequantize(InvertibleModule):
     """Add uniform noise to whole numbers and scale to the unit interval: ``(x + u) / levels``.
 
-    With it a density over real numbers bounds the probability of discrete data:
-    ``E[log p(y) + log_det] <= log P(x)``. `inverse` rounds down and finds the data again exactly.
+    A density over real numbers then bounds the probability of discrete data:
+    ``E[log p(y) + log_det] <= log P(x)``. `inverse` rounds down, which recovers the data exactly.
 
     The noise follows from one seed a call, an int64 from torch's default CPU generator, so that a
-    replay of the layer needs 8 bytes. Its values lie in the middle of a fine grid of equal cells:
-    noise of full resolution would now and then be rounded up to the next level. Autograd keeps
+    replay of the layer needs 8 bytes. Its values are the middles of equal cells of a fine grid:
+    noise of full resolution would sometimes be rounded up to the next level. Autograd keeps
     nothing.
 
-    The first batch in training and the first in evaluation are looked at, once for each type of
-    data: images in [0, 1] would be levels 0 and 1 to it, and train to a density of nothing.
+    The first batch in training and the first in evaluation are checked, once for each type of
+    data: images in [0, 1] would be taken for the levels 0 and 1, and train a meaningless density.
 
     Args:
         levels: The number of grey levels, at least 2; the data are 0 to ``levels - 1``.
 
     Raises:
-        ValueError: When `levels` is no whole number above 1; in forward, when the data are complex,
-            or when a batch that is looked at holds other numbers than levels (NaN aside, which the
-            loss shows).
+        ValueError: When `levels` is not a whole number above 1; in forward, when the data are
+            complex, or when a batch that is checked holds numbers that are not levels (except NaN,
+            which shows in the loss).
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ class Dequantize(InvertibleModule):
         return x, -self._log_det(y)
 
     def _look_at(self, x: Tensor) -> None:
-        """Raise unless `x` holds levels, if it is of a kind that was not looked at yet."""
+        """Raise unless `x` holds levels, if none of its mode and dtype was checked before."""
         kind = (self.training, x.dtype)
         if kind in self._looked_at or x.numel() == 0 or x.is_meta:
             return
@@ -79,7 +79,7 @@ class Dequantize(InvertibleModule):
 
     def _noise(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         # Half a cell is four times the rounding error at the highest level, which is more than
-        # the addition, the division and the way back can lose together.
+        # the addition, the division and the inverse can lose together.
         cells = max(1, int(0.125 / (torch.finfo(dtype).eps * self.levels)))
         generator = own_generator(x.device, draw_seed())
         cell = torch.randint(cells, x.shape, generator=generator, device=x.device)
@@ -94,7 +94,7 @@ class Dequantize(InvertibleModule):
 
 
 def check_levels(levels: object) -> int:
-    """Return a number of grey levels, or raise ValueError if it is none."""
+    """Return `levels` as an int, or raise ValueError if it is not a whole number above 1."""
     if isinstance(levels, SupportsIndex) and not isinstance(levels, bool):
         number = operator.index(levels)
         if number > 1:

@@ -1,4 +1,4 @@
-"""Flatten: one sample becomes one vector."""
+"""Flatten: turn each sample into a vector."""
 
 from __future__ import annotations
 

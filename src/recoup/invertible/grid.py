@@ -1,4 +1,4 @@
-"""Values on a fixed-point grid, on which addition loses nothing."""
+"""Values on a fixed-point grid, on which addition is exact."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def to_grid(x: Tensor, fraction_bits: int) -> Tensor:
     """
     scale = 2.0**fraction_bits
     with grad_mode(False):
-        change = (x * scale).round_().div_(scale).sub_(x)  # exact: the two are that close
+        change = (x * scale).round_().div_(scale).sub_(x)  # exact, as the two are close
     return x + change
 
 
 def grid_bound(dtype: torch.dtype, fraction_bits: int) -> float:
-    """Return below which magnitude every multiple of ``2**-fraction_bits`` is a `dtype`."""
+    """Return the magnitude below which `dtype` holds every multiple of ``2**-fraction_bits``."""
     significant_bits = 1 - int(math.log2(torch.finfo(dtype).eps))
     return 2.0 ** (significant_bits - fraction_bits)
 

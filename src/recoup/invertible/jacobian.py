@@ -2,8 +2,8 @@
 
 NOTE [ Gradients of the log-determinant of an inverse ]
 
-An inverse may round (`Dequantize`) or search, so that its own Jacobian says nothing. What its
-log-determinant must be follows from forward: ``L(y) = -log|det J(x(y))|``, with J that of forward.
+An inverse may round (`Dequantize`) or iterate, so that its own Jacobian is of no use. Its
+log-determinant follows from forward: ``L(y) = -log|det J(x(y))|``, J the Jacobian of forward.
 By the implicit function theorem, with ``v = J^-T dlog|det J|/dx``, its gradients are ``-v`` for y,
 and ``v dF/dw - dlog|det J|/dw`` for anything else (w) that forward F reads.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 
 __all__ = ["Gradients", "Point", "flat"]
 
-Gradients = dict[str, tuple[Tensor | None, Tensor]]  # as stated (None: no gradient), and the true
+Gradients = dict[str, tuple[Tensor | None, Tensor]]  # stated (None: no gradient), true
 
-_linalg: Any = torch.linalg  # torch leaves the types of its functions unknown
+_linalg: Any = torch.linalg  # torch does not type its functions
 
 
 class _Linearized(NamedTuple):
@@ -31,13 +31,13 @@ class _Linearized(NamedTuple):
 
 
 class Point:
-    """A module at one sample.
+    """A module at one sample, with the log-determinants and gradients to compare.
 
     Args:
-        forward: from the sample to the value and its log-determinant.
-        inverse: from the value to the sample and its log-determinant.
+        forward: maps the sample to the value and its log-determinant.
+        inverse: maps the value to the sample and its log-determinant.
         x: the sample, of shape ``(1, ...)``, a leaf that requires grad.
-        others: what else the module reads and differentiates, by name.
+        others: other tensors that the module reads and differentiates, by name.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Point:
 
 
 def flat(y: Any) -> Tensor:
-    """Put an output, or a tuple of them, in one tensor of shape ``(N, D)``."""
+    """Join an output, or a tuple of them, into one tensor of shape ``(N, D)``."""
     return torch.cat([part.flatten(1) for part in _parts(y)], dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Layers of a stated Lipschitz constant: what the networks in invertible residual blocks are of."""
+"""Layers with a bounded Lipschitz constant, for the networks of invertible residual blocks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from recoup._core.saved_tensors import grad_mode
 
 __all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
 
-_linalg: Any = torch.linalg  # torch leaves the types of its functions unknown
+_linalg: Any = torch.linalg  # torch does not type its functions
 _fft: Any = torch.fft
 
-# Frequencies a side of a kernel of 3, 5, ... that are looked at, for each entry beyond the first.
-# Between two of them the norm may be higher, by 1 / cos(pi / 16), so 2 % a side of the kernel.
+# Number of frequencies that are evaluated along a side of a kernel (3, 5, ...), for each entry
+# beyond the first. Between two of them the norm may rise by 1 / cos(pi / 16), so 2 % a side.
 _FREQUENCIES = 8
 
 
@@ -34,7 +34,7 @@ _shared = _Shared()
 
 @restoring
 def one_weight_a_call() -> Generator[None]:
-    """Within it each layer computes its normalised weight once, however often it is called."""
+    """Compute the normalised weight of each layer once in the context, however often it runs."""
     with Undoing() as undo:
         undo.later(setattr, _shared, "weights", _shared.weights)
         _shared.weights = {}
@@ -44,14 +44,14 @@ def one_weight_a_call() -> Generator[None]:
 class LipschitzLinear(nn.Linear):
     """A linear layer whose Lipschitz constant is at most `coefficient`, after every step.
 
-    What is multiplied with is ``weight * min(1, coefficient / norm)``, ``norm`` the largest
-    singular value of `weight`, computed exactly at each call: nothing is estimated, so nothing is
-    behind after a large step, and there is no state beside the parameters, whose names are those
-    of `nn.Linear`. The gradient goes through the norm.
+    The layer multiplies by ``weight * min(1, coefficient / norm)``, where ``norm`` is the largest
+    singular value of `weight`, computed exactly in each call: no running estimate lags behind after
+    a large step, and there is no state besides the parameters, which are named as in `nn.Linear`.
+    The gradient includes that of the norm.
 
-    Autograd keeps what `nn.Linear` keeps, the product and the singular vectors. A call pays
-    O(min(in, out)^2 max(in, out)): half a millisecond at 64 x 64, 30 at 512 x 512. Within one call
-    of an `InvertibleResidual` that is paid once. Not rounded by autocast.
+    Autograd keeps what `nn.Linear` keeps, the product and the singular vectors. A call costs
+    O(min(in, out)^2 max(in, out)): half a millisecond at 64 x 64, 30 at 512 x 512. One call of an
+    `InvertibleResidual` pays this once. Autocast does not round the weight.
 
     Args:
         in_features: Size of the last dimension of the input ``(..., in_features)``.
@@ -92,7 +92,7 @@ class LipschitzLinear(nn.Linear):
         self.coefficient = _checked(coefficient)
 
     def normalized_weight(self) -> Tensor:
-        """Return the weight that is multiplied with, ``(out_features, in_features)``."""
+        """Return the normalised weight ``(out_features, in_features)``."""
         return _normalized(self, self.weight, self.coefficient, _matrix_norm)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -107,28 +107,28 @@ class LipschitzLinear(nn.Linear):
 class LipschitzConv2d(nn.Conv2d):
     """A convolution whose Lipschitz constant is at most `coefficient`, after every step.
 
-    What is convolved with is ``weight * min(1, coefficient / norm)``. The convolution with zero
-    padding, of whatever image size, is a part of that of an unbounded image, whose norm is the
-    largest singular value of the kernel's Fourier transform at any frequency. It is found on a grid
-    of frequencies, computed exactly at each of them, and raised by what a transform of this degree
-    can rise between two: so `norm` is an upper bound, up to 4 % high for a 3x3 kernel. (The
-    reshaped kernel's largest singular value is no bound: it may be low by a factor of 3.) There is
-    no state beside the parameters, whose names are those of `nn.Conv2d`. The gradient goes through
-    the norm.
+    The layer convolves with ``weight * min(1, coefficient / norm)``. The convolution with zero
+    padding, for any image size, is a part of the convolution of an unbounded image, whose norm is
+    the largest singular value of the kernel's Fourier transform at any frequency. That value is
+    computed exactly on a grid of frequencies, and raised by the most that a transform of this
+    degree can rise between two of them: so `norm` is an upper bound, up to 4 % too high for a 3x3
+    kernel. (The largest singular value of the reshaped kernel is no bound: it may be too low by a
+    factor of 3.) There is no state besides the parameters, which are named as in `nn.Conv2d`. The
+    gradient includes that of the norm.
 
-    Autograd keeps what `nn.Conv2d` keeps, the product and one transform of the kernel. A call pays
-    the singular values of 144 matrices for a 3x3 kernel: 2 ms at 12 channels in or out, 30 at 64;
-    of one for a 1x1 kernel. Within one call of an `InvertibleResidual` that is paid once. Not
-    rounded by autocast.
+    Autograd keeps what `nn.Conv2d` keeps, the product and one transform of the kernel. A call
+    computes the singular values of 144 matrices for a 3x3 kernel: 2 ms at 12 channels in or out, 30
+    at 64; of one matrix for a 1x1 kernel. One call of an `InvertibleResidual` pays this once.
+    Autocast does not round the kernel.
 
     Args:
         in_channels: Channels of the input ``(N, in_channels, H, W)``.
         out_channels: Channels of the output.
         kernel_size: Side of the kernel.
-        stride: As of `nn.Conv2d`.
-        padding: As of `nn.Conv2d`; zeros.
-        dilation: As of `nn.Conv2d`.
-        groups: As of `nn.Conv2d`.
+        stride: As in `nn.Conv2d`.
+        padding: As in `nn.Conv2d`, with zeros.
+        dilation: As in `nn.Conv2d`.
+        groups: As in `nn.Conv2d`.
         bias: Whether to add a learned bias.
         coefficient: The bound, above 0 and below 1.
         device: Device of the parameters.
@@ -172,20 +172,20 @@ class LipschitzConv2d(nn.Conv2d):
         self.coefficient = _checked(coefficient)
 
     def normalized_weight(self) -> Tensor:
-        """Return the kernel that is convolved with, of the shape of `weight`."""
+        """Return the normalised kernel, of the shape of `weight`."""
         return _normalized(self, self.weight, self.coefficient, self._norm)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map ``(N, in_channels, H, W)`` to ``(N, out_channels, H, W)``, H and W as padded."""
+        """Map ``(N, in_channels, H, W)`` to ``(N, out_channels, H', W')`` as `nn.Conv2d` does."""
         return self._conv_forward(input, self.normalized_weight(), self.bias)
 
     def _norm(self, weight: Tensor) -> Tensor:
-        """Bound the norm of the convolution with `weight`, of any stride and on any image."""
+        """Bound the norm of the convolution with `weight`, for any stride and any image."""
         kernel = (self.kernel_size[0], self.kernel_size[1])
         grid = [max(1, _FREQUENCIES * (size - 1)) for size in kernel]
         # A real kernel has the same norm at opposite frequencies, so half of them are enough.
         transform: Tensor = _fft.rfftn(weight, s=grid, dim=(2, 3))
-        # Groups do not mix: the norm of all is the largest norm of one.
+        # Groups do not mix: the norm of the whole is the largest norm of a group.
         num_out, num_in = weight.shape[0] // self.groups, weight.shape[1]
         blocks = transform.reshape(self.groups, num_out, num_in, -1)
         blocks = blocks.permute(3, 0, 1, 2).flatten(0, 1)
@@ -204,11 +204,11 @@ class LipschitzConv2d(nn.Conv2d):
 
 
 class LipSwish(nn.Module):
-    """The activation ``x * sigmoid(beta * x) / 1.1``, smooth and of a Lipschitz constant below 1.
+    """The activation ``x * sigmoid(beta * x) / 1.1``, smooth with a Lipschitz constant below 1.
 
-    ``beta = softplus(raw_beta)`` is one learned number; no value of it raises the constant. In
-    contrast to ELU the second derivative does not vanish over a half of the line, so that the
-    gradient of a log-determinant does not either. Autograd keeps three tensors of the input's size.
+    ``beta = softplus(raw_beta)`` is one learned number; no value of it raises the constant. Unlike
+    that of ELU, the second derivative does not vanish on half of the line, so that the gradient of
+    a log-determinant does not either. Autograd keeps three tensors of the input's size.
 
     Args:
         device: Device of the parameter.
@@ -228,7 +228,7 @@ class LipSwish(nn.Module):
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        # softplus of it is 1: the usual Swish
+        # its softplus is 1: the usual Swish
         start = math.log(math.expm1(1.0))
         self.raw_beta = nn.Parameter(torch.full((1,), start, device=device, dtype=dtype))
 
@@ -245,7 +245,7 @@ def _normalized(layer: nn.Module, weight: Tensor, coefficient: float, norm_of: A
     with torch.autocast(weight.device.type, enabled=False):
         precise = weight if weight.dtype is torch.float64 else weight.float()
         norm = cast("Tensor", norm_of(precise))
-        # Divided by the larger of the two, so that a weight of zeros needs no case of its own.
+        # Dividing by the larger of the two also covers a weight of zeros.
         normalized = weight * (coefficient / norm.clamp(min=coefficient)).to(weight.dtype)
     if shared is not None:
         shared[key] = normalized

@@ -2,11 +2,11 @@
 
 NOTE [ Derivatives within forward ]
 
-Rule 1. The log-determinant is made of derivatives of the network, which are taken while forward
-        runs and are differentiated themselves. So a graph is recorded in any case, on an alias
-        of `x` that nobody else has hooks on; where no gradient is wanted it ends with the call.
-Rule 2. What is drawn follows from one seed a call. The length of a series is drawn first, from a
-        generator of its own: were the probes drawn from the same numbers, they would depend on it.
+Rule 1. The log-determinant consists of derivatives of the network, which are taken while forward
+        runs and are differentiated themselves. So a graph is always recorded, on an alias of `x`
+        that carries no hooks of the caller; if no gradient is needed it is freed after the call.
+Rule 2. All draws follow from one seed a call. The length of a series is drawn first, from a
+        generator of its own: probes drawn from the same numbers would depend on it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["exact_log_det", "power_series", "probes_for", "roulette_weights", "s
 
 Network = Callable[[Tensor], Tensor]
 
-_linalg: Any = torch.linalg  # torch leaves the types of its functions unknown
+_linalg: Any = torch.linalg  # torch does not type its functions
 
 
 def exact_log_det(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``g(x)`` and the exact log-determinant ``(N,)``, from a derivative a dimension."""
+    """Return ``g(x)`` and the exact log-determinant ``(N,)``, from one derivative per dimension."""
     wants_grad = torch.is_grad_enabled()
     with _differentiable(x) as alias:
         value = network(alias)
@@ -47,7 +47,7 @@ def exact_log_det(network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
 def power_series(
     network: Network, x: Tensor, probes: Tensor, weights: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Return ``g(x)`` and ``sum_k weights[k - 1] * trace(J^k)``, of shape ``(N,)``, by probes.
+    """Return ``g(x)`` and ``sum_k weights[k - 1] * trace(J^k)``, of shape ``(N,)``, from probes.
 
     `probes` have the shape ``(P, *x.shape)``; each trace is the mean of P values ``v J^k v``.
     """
@@ -72,9 +72,9 @@ def series_weights(num_terms: int) -> list[float]:
 
 
 def roulette_weights(num_terms: int, continuation: float, num_more: int) -> list[float]:
-    """Return the coefficients of a series that went on for `num_more` terms after `num_terms`.
+    """Return the coefficients of a series that continued for `num_more` terms after `num_terms`.
 
-    Each term that is there by chance is divided by its chance, ``continuation ** j``.
+    Each of the further terms is divided by its probability, ``continuation ** j``.
     """
     weights = series_weights(num_terms + num_more)
     for j in range(1, num_more + 1):
@@ -83,7 +83,7 @@ def roulette_weights(num_terms: int, continuation: float, num_more: int) -> list
 
 
 def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[Tensor, int]:
-    """Draw signs ``(num_probes, *x.shape)``, and how many terms a roulette goes on for (Rule 2)."""
+    """Draw signs ``(num_probes, *x.shape)``, and the number of further terms (Rule 2)."""
     own = own_generator(torch.device("cpu"), draw_seed())
     num_more = 0
     if continuation is not None:
@@ -98,7 +98,7 @@ def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[
 
 @restoring
 def _differentiable(x: Tensor) -> Generator[Tensor]:
-    """Around derivatives with respect to `x`, of which an alias is given (See Rule 1)."""
+    """Yield an alias of `x` to take derivatives with respect to (See Rule 1)."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False), torch.enable_grad():
             yield x.clone().requires_grad_()

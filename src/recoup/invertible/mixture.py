@@ -1,4 +1,4 @@
-"""MixtureCoupling: bend one part by the distribution function of a mixture of logistics."""
+"""MixtureCoupling: transform one part by the distribution function of a mixture of logistics."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from recoup.invertible.coupling import Condition, Coupling, Partition, takes_a_c
 
 __all__ = ["MixtureCoupling"]
 
-_MOST_STEPS = 200  # of the search; a dozen is usual, and halving alone is done after 60
+_MOST_STEPS = 200  # of the search; a dozen is usual, and bisection alone needs 60
 
 
 class MixtureCoupling(Coupling):
-    """Bend, scale and shift one part of the values by what a network computes from the other part.
+    """Bend, scale and shift one part of the values by what a network computes from the other.
 
     ``y1 = x1, y2 = h(x2) * exp(log_scale) + shift`` with
     ``h(x) = (1 - least_slope) * logit(F(x)) + least_slope * x`` and F the distribution function of
     a mixture of `num_components` logistics, whose weights, means and scales the network sets for
     each value. Unlike an affine map, one such layer can pull several modes apart. All log-scales
-    are ``bound * tanh(raw / bound)``, and the means are those of the network plus the numbers from
-    -1 to 1 in equal steps, so that components which start alike do not stay alike.
+    are ``bound * tanh(raw / bound)``, and the means are those of the network plus equally
+    spaced numbers from -1 to 1, so that components which start alike do not stay alike.
 
-    `h` has no closed inverse: `inverse` searches for it from both sides, by Newton's steps and
-    halving, to the precision of the type. In a wide gap of the mixture logit(F) is flat, and its
+    `h` has no inverse in closed form: `inverse` brackets it and searches by Newton's steps and
+    bisection, to the precision of the type. In a wide gap of the mixture logit(F) is flat, and its
     inverse would be lost in rounding; `least_slope` keeps the slope of `h` above it. The paper has
     no such term, and 0.01 of it changes densities little.
 
     Autograd keeps what the network keeps, the input, and up to sixteen tensors of
-    `num_components` times the size of the changed part. In constant memory backward searches too;
-    a search costs as much as ten to twenty forwards of the mixture, without the network.
+    `num_components` times the size of the changed part. In constant memory backward searches too,
+    at the cost of ten to twenty forwards of the mixture, without the network.
 
     Args:
         network: Maps the conditioning part to ``3 * num_components + 2`` times the channels of the
             other part. The first half of C channels has ``(C + 1) // 2``, the second ``C // 2``.
         num_components: Number of logistics in each mixture.
         condition: Which part the network sees, "first" or "second".
-        split: "channels" or "checkerboard", see `AffineCoupling`.
+        split: "channels", or "checkerboard" for images: see `Coupling`.
         bound: The largest absolute log-scale of a component, and of the affine map; above 0.
         least_slope: Share of the identity in `h`, above 0 and below 1.
 
@@ -108,7 +108,7 @@ class MixtureCoupling(Coupling):
         k, size = self.num_components, changed.shape
         values = self._ask(self.network, given, changed, 3 * k + 2, context)
         blocks = values.reshape(size[0], 3 * k + 2, *size[1:])
-        # One split: backward then joins the gradients, where slices would pad each with zeros.
+        # One split: backward then concatenates the gradients; slices would pad each with zeros.
         parts = cast("tuple[Tensor, ...]", blocks.split((k, k, k, 1, 1), dim=1))
         logits, means, raw_scales, shift, raw_scale = parts
         apart = torch.linspace(-1, 1, k, dtype=means.dtype, device=means.device)
@@ -121,7 +121,7 @@ class MixtureCoupling(Coupling):
         return self.bound * torch.tanh(raw / self.bound)
 
     def extra_repr(self) -> str:
-        """Show which part conditions, and the mixture."""
+        """Show which part is the condition, and the mixture."""
         return (
             f"{super().extra_repr()}, num_components={self.num_components}, bound={self.bound:g}, "
             f"least_slope={self.least_slope:g}"
@@ -129,7 +129,7 @@ class MixtureCoupling(Coupling):
 
 
 class _Bend(NamedTuple):
-    """``h(x) = (1 - e) * logit(F(x)) + e * x``, one mixture F an entry of x.
+    """The function ``h(x) = (1 - e) * logit(F(x)) + e * x``, with a mixture F for each entry of x.
 
     Args:
         log_weights: Logarithms of the weights, ``(N, K, C, ...)`` for an x of ``(N, C, ...)``.
@@ -144,7 +144,7 @@ class _Bend(NamedTuple):
     least_slope: float
 
     def value_and_slope(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``h(x)`` and ``h'(x)``, without a difference of large numbers in either."""
+        """Return ``h(x)`` and ``h'(x)``, neither from a difference of large numbers."""
         u = (x.unsqueeze(1) - self.means) * self.rates
         below = self.log_weights + functional.logsigmoid(u)
         above = self.log_weights + functional.logsigmoid(-u)
@@ -158,8 +158,8 @@ class _Bend(NamedTuple):
         """Find the x with ``h(x) = target``."""
         with grad_mode(False):
             root = self._search(target)
-        # Newton's step from the root makes it a function of `target` and the mixture, with the
-        # right first derivatives, and after a second step the right second and third.
+        # A Newton step from the root makes it a function of `target` and the mixture, with the
+        # correct first derivatives, and after a second step the correct second and third.
         differentiable = torch.is_grad_enabled() and any(
             value.requires_grad for value in (target, *self[:3])
         )
@@ -172,14 +172,14 @@ class _Bend(NamedTuple):
         return (1 - self.least_slope) * slope + self.least_slope
 
     def _search(self, target: Tensor) -> Tensor:
-        """Find the root between two sides: Newton's steps, and halving where they do not help."""
+        """Find the root in a bracket: Newton's steps, and bisection where they do not help."""
         eps = 4 * torch.finfo(target.dtype).eps
         # logit(F) lies between the least and the largest u of the components, so the root lies
         # between the least and the largest root of the components alone.
         share = 1 - self.least_slope
         alone = target.unsqueeze(1) + share * self.means * self.rates
         alone = alone / (share * self.rates + self.least_slope)
-        # What is not finite comes back as NaN, as from any layer; a zero takes its part here.
+        # Targets that are not finite give NaN, as in any layer; zeros replace them in the search.
         is_finite = alone.isfinite().all(1)
         alone = alone.where(is_finite.unsqueeze(1), 0.0)
         low, high = alone.amin(1), alone.amax(1)
@@ -196,7 +196,7 @@ class _Bend(NamedTuple):
             low = torch.where(residual < 0, x, low)
             high = torch.where(residual < 0, high, x)
             newton = x - step
-            # A step that leaves the two sides, or is not half the one before, is halving instead.
+            # Bisect instead of a step that leaves the bracket or is not half the one before.
             helps = (newton > low) & (newton < high) & (2 * step.abs() <= step_before.abs())
             following = torch.where(helps, newton, (low + high) / 2)
             following = torch.where(done, x, following)

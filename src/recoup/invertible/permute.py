@@ -1,4 +1,4 @@
-"""Permute and Flip: another order of the channels."""
+"""Permute and Flip: change the order of the channels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Flip", "Permute"]
 
 
 class Permute(InvertibleModule):
-    """Put the channels in another, fixed order: channel i of the output is ``permutation[i]``.
+    """Reorder the channels: channel i of the output is channel ``permutation[i]`` of the input.
 
-    The order is a buffer, saved with the state dict. Autograd keeps only the order.
+    The order is fixed, a buffer in the state dict. Autograd keeps only the order.
 
     Args:
         permutation: The order as numbers from 0 to C - 1, or C itself for a random order from
             torch's default generator.
 
     Raises:
-        ValueError: When `permutation` misses or repeats a number, or when the input has other
-            channels.
+        ValueError: When `permutation` misses or repeats a number, or when the input has another
+            number of channels.
 
     Example:
         >>> import torch
@@ -95,7 +95,7 @@ class Flip(InvertibleModule):
         return x.flip(self.dim), zero_log_det(x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `forward`, which is to reverse once more; returns ``(x, log_det)``."""
+        """Undo `forward` by reversing once more; returns ``(x, log_det)``."""
         check_not_batch(y, self.dim)
         return y.flip(self.dim), zero_log_det(y)
 

@@ -1,4 +1,4 @@
-"""Fixed maps that bring data where a flow starts well: Normalize and Logit."""
+"""Fixed maps that bring data into the range in which a flow starts: Normalize and Logit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Logit", "Normalize"]
 
 
 class Normalize(InvertibleModule):
-    """Subtract a fixed mean and divide by a fixed standard deviation, a channel or for all.
+    """Subtract a fixed mean and divide by a fixed standard deviation, per channel or for all.
 
-    Both are buffers, saved with the state dict. Autograd keeps the two and nothing else.
+    Both are buffers in the state dict. Autograd keeps these two and nothing else.
 
     Args:
         mean: One number, or C numbers for an input of shape ``(N, C, ...)``.
@@ -26,7 +26,7 @@ class Normalize(InvertibleModule):
 
     Raises:
         ValueError: When `std` holds a 0 or either is not finite, when the two are of different
-            lengths above 1, or when the input has other channels.
+            lengths above 1, or when the input has another number of channels.
 
     Example:
         >>> import torch
@@ -80,9 +80,9 @@ class Normalize(InvertibleModule):
 
 
 class Logit(InvertibleModule):
-    """Stretch the unit interval over all real numbers: ``logit(alpha + (1 - 2 * alpha) * x)``.
+    """Map the unit interval to all real numbers: ``logit(alpha + (1 - 2 * alpha) * x)``.
 
-    `alpha` keeps 0 and 1 away from infinity. Autograd keeps the stretched input and the output.
+    `alpha` keeps the images of 0 and 1 finite. Autograd keeps the shrunk input and the output.
 
     Args:
         alpha: How far the ends are moved in, at least 0 and below 0.5. With 0 the data must not
@@ -109,7 +109,7 @@ class Logit(InvertibleModule):
         self.alpha = alpha
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Stretch `x` of shape ``(N, ...)`` in the unit interval; returns ``(y, log_det)``."""
+        """Map `x` of shape ``(N, ...)``, in the unit interval; returns ``(y, log_det)``."""
         y = torch.logit(self.alpha + (1 - 2 * self.alpha) * x)
         return y, self._log_det(y)
 

@@ -1,4 +1,4 @@
-"""Invertible residual blocks: a network that contracts, added to its input."""
+"""Invertible residual blocks: a contractive network added to its input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["InvertibleResidual", "LogDet"]
 
 LogDet = Literal["exact", "series", "unbiased"]
 
-_MOST_EXACT = 256  # numbers a sample: its Jacobian has their square
+_MOST_EXACT = 256  # values in a sample: the Jacobian has their square
 _ROUNDING = 128  # the default tolerance, in units of the type's rounding
 _NOT_FOR_BLOCKS = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
@@ -35,53 +35,52 @@ _NOT_FOR_BLOCKS = (
 
 
 class InvertibleResidual(InvertibleModule):
-    """Add to the input what a network makes of it: ``y = x + network(x)``.
+    """Add to the input what a network computes from it: ``y = x + network(x)``.
 
-    If the network has a Lipschitz constant below 1, the block is invertible whatever the network
-    is. So it is to be built of `LipschitzLinear` and `LipschitzConv2d`, with activations of a
-    constant of at most 1 between them (`LipSwish`, `torch.nn.ELU`, `torch.nn.Tanh`); its constant
-    is then at most the product of their coefficients, L below. It must treat samples independently
-    and draw nothing.
+    The block is invertible if the network has a Lipschitz constant below 1. So build it from
+    `LipschitzLinear` and `LipschitzConv2d`, with activations between them whose constant is at most
+    1 (`LipSwish`, `torch.nn.ELU`, `torch.nn.Tanh`); its constant is then at most the product of
+    their coefficients, L below. It must treat samples independently and draw no random numbers.
 
-    `inverse` repeats ``x = y - network(x)``, which gains a factor of L a time. `log_det` is one of
+    `inverse` iterates ``x = y - network(x)``, which shrinks the error by L each time. `log_det` is
 
-    * "exact": the Jacobian and its determinant; D evaluations of the network, of D numbers a
-      sample, for D up to 256.
-    * "series": ``trace(J) - trace(J^2) / 2 + ...``, the first `num_terms` of them, each trace
-      estimated without bias by `num_probes` random signs. What is cut off is at most
+    * "exact": the Jacobian and its determinant; D evaluations of the network for samples of D
+      values, D at most 256.
+    * "series": the first `num_terms` terms of ``trace(J) - trace(J^2) / 2 + ...``, each trace
+      estimated without bias from `num_probes` random signs. The truncated rest is at most
       ``D * L**(num_terms + 1) / ((num_terms + 1) * (1 - L))`` a sample.
-    * "unbiased": the same `num_terms`, then one more with the chance `continuation`, and so on,
-      each divided by the chance that it is there. The mean is the exact log-determinant and the
-      mean of the gradient is its gradient; the variance is bounded if ``L**2 < continuation``.
-      One length for the batch; 1 / (1 - continuation) - 1 more terms on average.
+    * "unbiased": the same `num_terms`, then one more with probability `continuation`, and so on,
+      each divided by the probability that it is computed. The mean is the exact log-determinant
+      and the mean of the gradient its gradient; the variance is bounded if ``L**2 < continuation``.
+      The whole batch has one length, on average 1 / (1 - continuation) - 1 further terms.
 
     Signs and length follow from one seed a call, from torch's default CPU generator, in training
     and in evaluation alike.
 
-    Autograd keeps what the network keeps, and about as much again for each derivative, D or a
-    term's; backward pays two evaluations for each. So a memory that recomputes pays off in a
-    `Chain`. With ``memory="constant"`` a chain recomputes these blocks too: an inverse by
-    repetition would cost more. In `inverse` autograd keeps every repetition: run it under
-    `torch.no_grad` unless the gradient is needed. Autocast is off inside, since what is rounded
-    contracts no longer, and `torch.compile` leaves blocks alone. The `log_det` of `inverse` is the
+    Autograd keeps what the network keeps, and about as much again for each derivative (D of them,
+    or one a term); backward pays two evaluations for each. So a memory mode that recomputes pays
+    off in a `Chain`. With ``memory="constant"`` a chain recomputes these blocks too, since the
+    iterated inverse would cost more. In `inverse` autograd keeps every iteration: run it under
+    `torch.no_grad` unless the gradient is needed. The block turns autocast off, since a rounded
+    network need not contract, and `torch.compile` skips it. The `log_det` of `inverse` is the
     negative of that of `forward` for "exact"; otherwise it is another estimate, with other draws.
 
     Args:
         network: Maps ``(N, ...)`` to the same shape.
         log_det: "exact", "series" or "unbiased".
-        num_terms: How many terms of the series there are at least.
-        num_probes: How many signs estimate a trace; their cost is that of a batch as many times
-            larger.
-        continuation: The chance of one more term, above 0 and below 1.
+        num_terms: Number of terms of the series, the least for "unbiased".
+        num_probes: Number of probes that estimate a trace; they cost as much as a batch that many
+            times larger.
+        continuation: The probability of one more term, above 0 and below 1.
         tolerance: The inverse ends when no entry of ``x + network(x) - y`` is larger than this,
-            relative to entries of the sample's `y` above 1; None for 128 times the rounding of the
-            type. The error of `x` is at most 1 / (1 - L) times that.
-        max_iterations: How many repetitions to try.
+            relative to the largest entry of the sample's `y` if above 1; None for 128 times the
+            machine epsilon of the type. The error of `x` is at most 1 / (1 - L) times that.
+        max_iterations: The largest number of iterations.
 
     Raises:
         ValueError: When an argument is out of range, when the network has dropout or batch norm,
             when it returns another shape, or when a sample is too large for "exact".
-        ConvergenceError: In inverse, when `tolerance` is not reached.
+        ConvergenceError: In inverse, when the iteration does not reach `tolerance`.
 
     Example:
         >>> import torch
@@ -141,12 +140,11 @@ class InvertibleResidual(InvertibleModule):
         return (uncompiled(forward) if is_loaded() else forward)(self, x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `forward` on `y` of shape ``(N, ...)``, by repetition; returns ``(x, log_det)``."""
+        """Undo `forward` on `y` of shape ``(N, ...)`` by iteration; returns ``(x, log_det)``."""
         inverse = InvertibleResidual._inverse
         return (uncompiled(inverse) if is_loaded() else inverse)(self, y)
 
-    # The compiler is kept out of these: derivatives of a graph that is still being traced are not
-    # there to be asked for.
+    # These are not compiled: a graph that is still being traced cannot be differentiated.
 
     def _forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False), one_weight_a_call():
@@ -159,7 +157,7 @@ class InvertibleResidual(InvertibleModule):
             return x, -self._value_and_log_det(x)[1]
 
     def _value_and_log_det(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Derivatives need a graph in any case, so whether the caller wants one is asked before.
+        # Derivatives record a graph in any case, so first find out whether the caller needs one.
         with grad_mode(self._is_differentiated(x)):
             return self._with_derivatives(x)
 
@@ -201,12 +199,12 @@ class InvertibleResidual(InvertibleModule):
         if y.numel() == 0:
             return y
         tolerance = self.tolerance or _ROUNDING * torch.finfo(y.dtype).eps
-        # Of each sample: a large one beside it must not make it less exact.
+        # For each sample: a large sample must not make the others less exact.
         allowed = tolerance * y.detach().abs().flatten(1).amax(1).clamp(min=1)
         x, worst, num_done = y, math.inf, 0
         for num_done in range(1, self.max_iterations + 1):  # noqa: B007 - the error says it
             before, x = x, y - self._shift(x)
-            # What is left of `before + network(before) - y`: one repetition later x is nearer.
+            # The residual of the equation at `before`; the new x is one iteration closer.
             residual = (x - before).detach().abs().flatten(1).amax(1)
             worst = float((residual / allowed).max())
             if worst <= 1:

@@ -1,4 +1,4 @@
-"""The shape facts that invertible layers share: channels are dimension 1, positions the rest."""
+"""Shape helpers of invertible layers: channels are dimension 1, positions the rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def per_sample(values: Tensor) -> Tensor:
 
 
 def zero_log_det(x: Tensor) -> Tensor:
-    """Make the log-determinant of a map that keeps volume: zeros of shape ``(N,)``."""
+    """Return the log-determinant of a map that preserves volume: zeros of shape ``(N,)``."""
     return x.new_zeros(x.shape[0])
 
 

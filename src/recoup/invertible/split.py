@@ -1,4 +1,4 @@
-"""Split: half of the values become latents early."""
+"""Split: turn half of the values into latents early."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Split(InvertibleModule):
     the end. Autograd keeps nothing.
 
     Args:
-        dim: The dimension to cut; not 0, the batch. An odd value goes to the part that goes on.
+        dim: The dimension to cut; not 0, the batch. If its size is odd, the part that goes on
+            gets the extra value.
 
     Raises:
-        ValueError: When `dim` is the batch, or the input has fewer than 2 values along it.
+        ValueError: When `dim` is the batch, or the input has fewer than 2 values along `dim`.
 
     Example:
         >>> import torch
@@ -52,11 +53,11 @@ class Split(InvertibleModule):
                 f"`dim` {self.dim}. Squeeze first, or use fewer levels."
             )
         h, z = x.tensor_split(2, dim=self.dim)
-        # A latent lives as long as the loss. As a view it would hold all of x that long.
+        # A latent lives as long as the loss. A view would keep the storage of x that long.
         return (h, z.clone()), zero_log_det(x)
 
     def inverse(self, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Join ``(h, z)`` again; returns ``(x, log_det)``."""
+        """Concatenate ``(h, z)``; returns ``(x, log_det)``."""
         x = torch.cat(y, dim=self.dim)
         return x, zero_log_det(x)
 

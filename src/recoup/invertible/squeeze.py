@@ -50,7 +50,7 @@ class Squeeze(InvertibleModule):
             )
         n, c, h, w = x.shape
         f = self.factor
-        # Spelled out, as `pixel_unshuffle` returns an empty batch in its old shape.
+        # Written out, as `pixel_unshuffle` does not reshape an empty batch.
         patches = x.reshape(n, c, h // f, f, w // f, f).permute(0, 1, 3, 5, 2, 4)
         return patches.reshape(n, c * f * f, h // f, w // f), zero_log_det(x)
 

@@ -1,4 +1,4 @@
-"""VariationalDequantize: whole grey levels become real numbers by noise that is learned."""
+"""VariationalDequantize: turn whole grey levels into real numbers by learned noise."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ class VariationalDequantize(Dequantize):
 
     The noise is ``u = sigmoid(chain(eps, image))`` with standard normal eps, where the image is
     scaled to ``[-0.5, 0.5]``. Its log-density is subtracted, so that ``E[log p(y) + log_det]``
-    bounds ``log P(x)`` from below whatever the noise, and a noise that suits the density comes
-    closer than a uniform one. The chain is trained with the flow, by the same loss.
+    bounds ``log P(x)`` from below for any noise, and noise that suits the density gives a tighter
+    bound than uniform noise. The chain is trained with the flow, by the same loss.
 
-    The sigmoid ends a few rounding errors inside of 0 and 1, so that no noise is rounded to the
-    next level. That narrows what is covered, which the bound counts, by 2e-4 bits a value at 256
-    levels in float32; a noise that was cut off there would break it. `inverse` rounds down and
-    finds the data exactly, and has the chain inverted for its log-determinant.
+    The noise is squeezed into an interval that ends a few rounding errors inside of 0 and 1, so
+    that none is rounded to the next level. The bound accounts for the narrower interval, at 2e-4
+    bits a value for 256 levels in float32; clamping the noise would break it. `inverse` rounds
+    down, which recovers the data exactly, and inverts the chain for its log-determinant.
 
-    What backward pays is the `memory` of the chain. In a `Chain` in constant memory the layer is
-    recomputed from the levels: its noise cannot be had back from the sum to enough digits.
+    The `memory` of the chain decides what autograd keeps and what backward pays. In a `Chain` in
+    constant memory the layer is recomputed from the levels: the sum has too few digits to recover
+    the noise from it.
 
     Args:
         levels: The number of grey levels, at least 2; the data are 0 to ``levels - 1``.
-        chain: From noise to noise of the data's shape; it keeps the shape, so no Squeeze or Split
-            may be left open. Networks that take a context get the image ``(N, C, ...)``.
+        chain: Maps noise of the data's shape to noise of the same shape, so a Squeeze must be
+            undone in it and a Split is not allowed. Networks that take a context get the image
+            ``(N, C, ...)``.
 
     Raises:
-        ValueError: When `levels` is no whole number above 1, when the chain changes the shape, or
-            when the data are no levels, as in `Dequantize`.
+        ValueError: When `levels` is not a whole number above 1, when the chain changes the shape,
+            or when the data are not levels, as in `Dequantize`.
 
     Example:
         >>> import torch
@@ -64,7 +66,7 @@ class VariationalDequantize(Dequantize):
 
     @property
     def memory(self) -> Memory:
-        """What backward through the chain remembers; may be set at any time."""
+        """The memory mode of the chain; may be set at any time."""
         return self.chain.memory
 
     @memory.setter
@@ -91,7 +93,7 @@ class VariationalDequantize(Dequantize):
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Round `y` of shape ``(N, ...)`` down to a level; returns ``(x, log_det)``, x floating.
 
-        The log-determinant is minus infinity where `forward` makes no such noise.
+        The log-determinant is minus infinity where `forward` cannot produce such noise.
         """
         x, _ = super().inverse(y)
         margin = self._margin(y.dtype)
@@ -107,11 +109,11 @@ class VariationalDequantize(Dequantize):
         return ((x + 0.5) / self.levels - 0.5,) if self.chain.takes_context else ()
 
     def _margin(self, dtype: torch.dtype) -> float:
-        # The addition, the division and the way back each lose half a rounding error of `levels`.
+        # The addition, the division and the inverse each lose half a rounding error of `levels`.
         return min(0.25, 2 * self.levels * torch.finfo(dtype).eps)
 
     def _entropy(self, eps: Tensor, z: Tensor, margin: float) -> Tensor:
-        """Minus the log-density ``(N,)`` of the noise, but for the log-determinant of the chain."""
+        """Return minus the noise's log-density ``(N,)``, without the chain's log-determinant."""
         normal = 0.5 * eps.square() + 0.5 * math.log(2 * math.pi)
         slopes = z - 2 * functional.softplus(z)  # log of the sigmoid's derivative
         return (normal + slopes + math.log1p(-2 * margin)).flatten(1).sum(1)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, and telling whether it fits."""
+"""Reading a checkpoint, and checking whether it fits a model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def read_checkpoint(path: str | Path, option: str) -> dict[str, Any]:
         option: The option that named it, for the message.
 
     Raises:
-        ValueError: When there is no such file, or it is something else.
+        ValueError: When there is no such file, or it is not a checkpoint.
     """
     check_checkpoint(path, option)
     try:
         checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # Unpickling raises whatever it likes.
+    except Exception as error:  # Unpickling may raise anything.
         raise ValueError(
             f"`{option}` is {path}, which cannot be read as a checkpoint. It may be another kind "
             "of file, or have been cut short."
@@ -67,11 +67,11 @@ def _is_plain_setting(setting: tuple[object, object]) -> bool:
 
 
 def settings_in(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return settings that a checkpoint was written with.
+    """Return the settings that a checkpoint was written with.
 
     Args:
         checkpoint: The checkpoint.
-        key: "hyper_parameters" for those of the model, "datamodule_hyper_parameters" of the data.
+        key: "hyper_parameters" for those of the model, "datamodule_hyper_parameters" for the data.
     """
     # Lightning's command line adds names of its own, which begin with an underscore.
     found: dict[str, Any] = checkpoint.get(key, {})
@@ -80,11 +80,11 @@ def settings_in(checkpoint: dict[str, Any], key: str) -> dict[str, Any]:
 
 @contextmanager
 def damage_reported(path: str | Path, what: str) -> Generator[None]:
-    """Say in a ValueError that the parts of a checkpoint do not make a model or its data.
+    """Turn errors of building a model or its data from a checkpoint into a ValueError.
 
     Args:
         path: The checkpoint.
-        what: What such checkpoints are of: "a flow" or "a language model".
+        what: The kind of the model: "a flow" or "a language model".
     """
     try:
         yield
@@ -96,13 +96,13 @@ def damage_reported(path: str | Path, what: str) -> Generator[None]:
 
 
 def data_path_in(checkpoint: dict[str, Any], key: str) -> str | None:
-    """Return where the data are that a checkpoint was trained on; None for built-in ones.
+    """Return the path of the data that a checkpoint was trained on; None for built-in ones.
 
-    A path that was given from another folder is noted in full.
+    The full path, which the checkpoint holds too, replaces one that leads elsewhere from here.
 
     Args:
         checkpoint: The checkpoint.
-        key: Under which the data module keeps its state.
+        key: The key of the data module's state.
     """
     given: Any = settings_in(checkpoint, "datamodule_hyper_parameters").get("path")
     noted: Any = checkpoint.get(key, {}).get("path")
@@ -114,7 +114,7 @@ def data_path_in(checkpoint: dict[str, Any], key: str) -> str | None:
 
 
 def noted_path(path: str | None) -> str | None:
-    """Return a path as a data module notes it in a checkpoint: in full."""
+    """Return a path as a data module stores it in a checkpoint: in full."""
     return None if path is None else str(Path(path).resolve())
 
 

@@ -1,4 +1,4 @@
-"""The command ``recoup`` as a module; what it is made of is in `recoup_cli`."""
+"""The command ``recoup`` as a module; `recoup_cli` implements it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def curve_command(
 
 
 def _check_outputs(csv: Path | None, figure: Path | None) -> None:
-    """Find out before the measurements, not after them, that a file cannot be written."""
+    """Raise before the measurements, not after them, if a file cannot be written."""
     if figure is not None:
         from recoup.memory.figures import check_format, require_matplotlib
 

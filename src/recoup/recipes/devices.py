@@ -1,4 +1,4 @@
-"""Moving a model to where a command was told to run."""
+"""Moving a model to the device on which a command runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["moved"]
 
 
 def moved(module: nn.Module, device: str) -> None:
-    """Move a module to what was given as ``--device``.
+    """Move a module to the device given as ``--device``.
 
     Raises:
-        ValueError: torch cannot use it here.
+        ValueError: When torch cannot use the device here.
     """
     try:
         module.to(device)
-        next(module.parameters()).cpu()  # From some devices nothing comes back.
-    except (RuntimeError, AssertionError) as error:  # torch says so in either way
+        next(module.parameters()).cpu()  # Some devices, such as meta, hold no values.
+    except (RuntimeError, AssertionError) as error:  # torch raises either
         raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error

@@ -1,4 +1,4 @@
-"""The command ``recoup explain``: what a plan does with a model, for a number of bytes."""
+"""The command ``recoup explain``: show what a plan does with a model, for a number of bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def explain_command(
     except (ValueError, RecoupError, OSError, ImportError) as error:
         print(f"recoup explain: {one_line(error)}", file=sys.stderr)
         return 2
-    except Exception as error:  # noqa: BLE001  # of the model or the loss: the user's
+    except Exception as error:  # noqa: BLE001  # from the user's model or loss
         print(f"recoup explain: the step raised {_located(error)}", file=sys.stderr)
         return 1
     return 0
@@ -74,7 +74,7 @@ def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any
     builder = load_builder(build)
     try:
         made: Any = builder()
-    except Exception as error:  # it is the user's, and raises whatever it likes
+    except Exception as error:  # the user's code may raise anything
         raise MistakeError(f"`build` ({build}) raised {_located(error)}", exit_code=1) from error
     given = list(cast("Any", made)) if isinstance(made, (tuple, list)) else [made]
     if not given or not isinstance(given[0], nn.Module):
@@ -87,7 +87,7 @@ def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any
     try:
         model.to(device)
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-    except (RuntimeError, AssertionError) as error:  # torch says so in either way
+    except (RuntimeError, AssertionError) as error:  # torch raises either
         raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
     return model, args, kwargs
 

@@ -1,4 +1,4 @@
-"""Errors of preparing a run, told in one line without a traceback."""
+"""Reporting errors of preparing a run in one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["MistakeError", "mistakes_reported", "one_line"]
 def mistakes_reported() -> Generator[None]:
     """Turn the errors of preparing a run into a `MistakeError`.
 
-    Only preparing: an error in the middle of training is a fault of the program, and keeps its
-    traceback.
+    This covers preparation only: an error in the middle of training is a fault of the program, and
+    keeps its traceback.
     """
     try:
         yield
@@ -40,7 +40,7 @@ _GIVEN = re.compile(r"(?:Given|Got) value: (.*)$")
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, in one line and in the words of the command line."""
+    """Return the message of an error in one line, with the option names of the command line."""
     if isinstance(error, ModuleNotFoundError):
         return missing_module(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -56,7 +56,7 @@ def one_line(error: Exception) -> str:
     setting = _SETTING.match(text)
     if setting is None:
         return text
-    # What the parser of settings says about types, said in words.
+    # Messages of the parser about types, in plain words.
     expected = list(dict.fromkeys(kind or names for kind, names in _EXPECTED.findall(text)))
     given = _GIVEN.search(text)
     if not expected or given is None:

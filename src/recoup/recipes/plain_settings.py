@@ -1,10 +1,10 @@
-"""Settings out of a checkpoint: plain values of options that are known, and never code.
+"""Settings from a checkpoint: plain values of known options, and never code.
 
-Rule 1: a checkpoint is a file from anywhere. What it says goes to a parser that imports classes by
-name, so only listed options pass, with plain values; all others are refused by name.
+Rule 1: a checkpoint is a file of unknown origin. Its settings go to a parser that imports classes
+by name, so only listed options pass, with plain values; all others are refused by name.
 
-Rule 2: a checkpoint does not say where files are written. Folders come from the command line, or
-from where the checkpoint itself lies.
+Rule 2: a checkpoint does not decide where files are written. Folders come from the command line, or
+from the place of the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 __all__ = ["folders_noted", "is_plain", "own_settings", "plain_settings"]
 
-# Options that take an object have none in a file: its class would be imported, made, and called.
+# Options that take an object may hold none in a file: its class would be imported and called.
 _OBJECTS = {"callbacks", "logger", "model_registry", "plugins", "profiler"}
 # These name a part of Lightning, or the class of such a part.
 _CHOICES = {
@@ -47,7 +47,7 @@ _STOPPING = {
 }
 _OF_THE_RUN = {"num_threads", "seed_everything"}
 _FOLDERS = {("trainer", "default_root_dir"), ("checkpoint", "dirpath")}
-_FILE_NAME = re.compile(r"[\w{}:.=+ -]*\w[\w{}:.=+ -]*")  # which no folder fits into
+_FILE_NAME = re.compile(r"[\w{}:.=+ -]*\w[\w{}:.=+ -]*")  # matches no path with folders
 
 
 def plain_settings(
@@ -60,14 +60,14 @@ def plain_settings(
     """Return the settings of a run that its checkpoint may decide. See Rules 1 and 2.
 
     Args:
-        settings: What the checkpoint has: values by name, by section.
+        settings: The settings in the checkpoint: values by name, by section.
         owners: Classes whose arguments are the options of a section, such as "model".
-        source: What the file is called in messages.
-        is_given: Whether the command line gives an option, such as ``trainer.devices``: then what
-            the checkpoint says does not count, and is left out.
+        source: Name of the file in messages.
+        is_given: Returns whether the command line gives an option, such as ``trainer.devices``;
+            the setting of the checkpoint is then left out.
 
     Raises:
-        ValueError: A setting is none of the listed ones, or not plain; the message names it.
+        ValueError: When a setting is not listed or not plain; the message names it.
     """
     sections = {
         **{section: set(own_settings(owner)) for section, owner in owners.items()},
@@ -94,12 +94,12 @@ def plain_settings(
 
 
 def own_settings(kind: type) -> list[str]:
-    """Return the names of the arguments that a class is made with."""
+    """Return the names of the arguments of a class."""
     return list(inspect.signature(kind).parameters)
 
 
 def is_plain(value: object) -> bool:
-    """Say whether a value is a number, a string, a bool, None, or a list or tuple of those."""
+    """Return whether a value is a number, string, bool or None, or a list or tuple of those."""
     if isinstance(value, (list, tuple)):
         return all(_is_scalar(entry) for entry in cast("list[object]", value))
     return _is_scalar(value)
@@ -110,7 +110,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def _is_harmless(section: str, name: str, value: object) -> bool:
-    """Say whether a setting that could name a class or a file has a value that does not."""
+    """Return whether a setting that could name a class or a file has a value that does not."""
     if section == "trainer" and name in _OBJECTS:
         return value is None or value is False or value == []
     if section == "trainer" and name in _CHOICES:
@@ -121,7 +121,7 @@ def _is_harmless(section: str, name: str, value: object) -> bool:
 
 
 def _named(values: object, source: str, section: str = "") -> Mapping[str, object]:
-    """Return values by name, or refuse what is something else."""
+    """Return `values` if it is a dict with names as keys; else raise."""
     if not isinstance(values, dict):
         raise _refusal(section or "settings", source)
     for name in cast("dict[object, object]", values):
@@ -148,9 +148,9 @@ def _refusal(setting: str, source: str) -> ValueError:
 
 
 def folders_noted(settings: Mapping[str, Any]) -> tuple[Path, Path] | None:
-    """Return where a run was and where it saved, as it noted; None if it noted no such paths.
+    """Return the folders of a run and of its checkpoints, as stored; None if there are none.
 
-    They are there to be compared, not to be written to. See Rule 2.
+    They serve for comparison only, not for writing. See Rule 2.
     """
     trainer, saving = settings.get("trainer"), settings.get("checkpoint")
     if not isinstance(trainer, dict) or not isinstance(saving, dict):

@@ -1,4 +1,4 @@
-"""What a run says while it goes on: a bar and a line an epoch on the screen, a row in a file."""
+"""Progress of a run: a bar and a line for each epoch on the screen, and a row in a file."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["LossRecord", "MetricsFile", "Progress", "progress_bar"]
 
 
 class _EpochMetrics(Callback):
-    """Knows the metrics of an epoch: those of an earlier validation are not its own."""
+    """The metrics of an epoch, without those of an earlier validation."""
 
     def __init__(self) -> None:
         self._is_validated = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the validations before."""
+        """Forget earlier validations."""
         self._is_validated = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that there was one."""
+        """Note that the epoch was validated."""
         self._is_validated = True
 
     def metrics(self, trainer: Trainer) -> dict[str, float]:
@@ -42,7 +42,7 @@ class _EpochMetrics(Callback):
 
 
 class MetricsFile(_EpochMetrics):
-    """Keeps ``metrics.csv`` in the folder of the run: a row for each epoch, with all its metrics.
+    """The writer of ``metrics.csv`` in the folder of the run: one row for each epoch.
 
     A resumed run keeps the rows of the epochs that it does not repeat.
     """
@@ -53,7 +53,7 @@ class MetricsFile(_EpochMetrics):
         self._start = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the rows of the epochs before this run."""
+        """Read the rows of the epochs before this run."""
         self._start = time.perf_counter()
         path = self._path(trainer)
         if trainer.ckpt_path is not None and path.exists():
@@ -82,7 +82,7 @@ class MetricsFile(_EpochMetrics):
 
 
 class LossRecord(Callback):
-    """Keeps the loss of each step in `losses`."""
+    """A record of the loss of each step, in `losses`."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -95,7 +95,7 @@ class LossRecord(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Take the loss down."""
+        """Record the loss."""
         self.losses.append(float(outputs["loss"]))
 
 
@@ -103,8 +103,8 @@ class Progress(_EpochMetrics):
     """A bar over all steps of the run, and a line for each epoch that has been validated.
 
     Args:
-        monitor: The metric of the validation that comes first, ``val_`` and its name.
-        title: What stands before the bar.
+        monitor: The metric of the validation that is shown first, ``val_`` and its name.
+        title: The text before the bar.
         lines: Whether there is a line for each epoch.
     """
 
@@ -127,7 +127,7 @@ class Progress(_EpochMetrics):
         self._bar.start()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say how many steps there will be, if epochs have as many as this one."""
+        """Set the total number of steps, assuming that all epochs have as many as this one."""
         super().on_train_epoch_start(trainer, pl_module)
         estimated, num_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
         if self._bar is None or num_epochs is None or estimated == float("inf"):
@@ -148,7 +148,7 @@ class Progress(_EpochMetrics):
             self._bar.update(self._task, completed=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what the epoch brought."""
+        """Print the metrics of the epoch."""
         metrics = self.metrics(trainer)
         if self._bar is None or self._monitor not in metrics:
             return
@@ -172,13 +172,13 @@ class Progress(_EpochMetrics):
             self._bar.console.print(line, highlight=False, soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._stop()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Take the bar away, so that the error can be read."""
+        """Remove the bar, so that the error can be read."""
         self._stop()
 
     def _stop(self) -> None:
@@ -188,7 +188,7 @@ class Progress(_EpochMetrics):
 
 
 def _words(name: str) -> str:
-    """A metric as one reads it: bits_per_dim is written bits/dim."""
+    """Return the readable name of a metric: bits/dim for bits_per_dim."""
     return name.replace("_per_", "/").replace("_", "-")
 
 

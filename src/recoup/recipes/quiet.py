@@ -1,4 +1,4 @@
-"""Leaving out what Lightning says about itself."""
+"""Silencing Lightning's messages about itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["quiet_lightning"]
 
 @contextmanager
 def quiet_lightning() -> Generator[None]:
-    """Leave out what Lightning says about itself; warnings about the run still come through."""
+    """Silence Lightning's messages about itself; warnings about the run are still shown."""
     loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -22,9 +22,9 @@ def quiet_lightning() -> Generator[None]:
             # Batches come from memory: workers would make them slower.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
-            # cuDNN copies weights that are made in each forward; there is nothing to do about it.
+            # cuDNN copies weights that each forward computes, which cannot be avoided.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-            # lightning 2.6 asks torch's tree specifications in a way that torch 2.13 deprecates.
+            # lightning 2.6 uses torch's tree specifications in a way that torch 2.13 deprecates.
             warnings.filterwarnings("ignore", message=".isinstance.treespec, LeafSpec")
             yield
     finally:

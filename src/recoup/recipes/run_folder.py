@@ -1,9 +1,9 @@
-"""The folder of a run while the run goes on: one process writes there, and files whole.
+"""The folder of a run: while the run lasts, one process writes there, and only whole files.
 
-Rule 1: the lock is one of the operating system, which releases it when the process ends, however
-that ends. The file that it is on may stay behind, and means nothing then.
+Rule 1: the operating system holds the lock, and releases it when the process ends in any way. The
+lock file may stay behind, and has no effect then.
 
-Rule 2: a process that is forked shares the lock, and might outlive this one: it closes its copy.
+Rule 2: a forked process shares the lock and might outlive this one, so it closes its copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recoup.memory.whole_files import write_whole
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks; there nothing is locked
+except ImportError:  # Windows has no such locks, so folders are not locked there
     fcntl = None
 
 __all__ = ["WholeCheckpoints", "folder_locked"]
@@ -34,16 +34,16 @@ _held: set[int] = set()
 
 @contextmanager
 def folder_locked(folder: Path, option: str) -> Generator[None]:
-    """Let no other run write into a folder. See Rules 1 and 2.
+    """Keep other runs from writing into a folder. See Rules 1 and 2.
 
-    A folder that is made for this, and is empty afterwards, is removed.
+    A folder that was created for this, and is empty afterwards, is removed.
 
     Args:
-        folder: The folder; it is made if it is not there.
+        folder: The folder; it is created if it does not exist.
         option: The option that names it, for the message.
 
     Raises:
-        ValueError: Another process is writing there.
+        ValueError: When another process is writing there.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def _locked(path: Path, given: str) -> int:
             ) from None
         except OSError:  # a file system without locks
             return descriptor
-        # The one before may have removed the file after it was opened here.
+        # The previous owner may have removed the file after it was opened here.
         with suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 return descriptor
@@ -96,10 +96,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Writes a checkpoint beside the one before, and puts it in its place when it is whole.
+    """Checkpoint files that are whole: each replaces the one before when it is complete.
 
-    Lightning writes it to the folder for temporary files first: from another disk it is copied, and
-    where that fails the one before is lost as well.
+    Lightning writes to the folder for temporary files first: if that is on another disk it copies
+    the file, and when the copy fails the previous checkpoint is lost as well.
     """
 
     def save_checkpoint(

@@ -12,18 +12,18 @@ from lightning.pytorch.cli import SaveConfigCallback
 __all__ = ["COMMAND", "CONFIG_FILE", "SETTINGS", "RunRecord"]
 
 CONFIG_FILE = "config.yaml"
-SETTINGS = "recoup_settings"  # under which they are in a checkpoint
-COMMAND = "recoup_command"  # and the command that wrote it
+SETTINGS = "recoup_settings"  # key of the settings in a checkpoint
+COMMAND = "recoup_command"  # key of the command that wrote it
 
 
 def _there(noted: str, folder: Path) -> str | None:
-    """Return the path of a checkpoint in a folder, if it is there by the name that was noted."""
+    """Return the path of a checkpoint in a folder, if the folder has a file of that name."""
     path = folder / Path(noted).name
     return str(path) if path.suffix == ".ckpt" and path.is_file() else None
 
 
 class RunRecord(SaveConfigCallback):
-    """Writes the settings of a run into its folder, and into its checkpoints."""
+    """The record of a run's settings, in its folder and in its checkpoints."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file."""
@@ -34,17 +34,17 @@ class RunRecord(SaveConfigCallback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write the settings into the checkpoint, so that it can be gone on with wherever it is."""
+        """Write the settings into the checkpoint, so that a run can resume from it anywhere."""
         checkpoint[SETTINGS] = yaml.safe_load(self._text())
         checkpoint[COMMAND] = self.parser.prog
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Know the checkpoints of the run by their names, where they are now.
+        """Find the checkpoints of the run by their names, in the folder where they are now.
 
-        Lightning removes files by the paths that a checkpoint has: only those count that are files
-        in the folder that this run saves in.
+        Lightning removes files by the paths in a checkpoint, so only those are kept that are files
+        in the folder to which this run saves.
         """
         callbacks: Any = trainer.checkpoint_callbacks
         for callback in callbacks:
@@ -54,7 +54,7 @@ class RunRecord(SaveConfigCallback):
             if _there(state["best_model_path"], folder) is None:
                 del checkpoint["callbacks"][
                     callback.state_key
-                ]  # the best of this folder is to come
+                ]  # this folder has no best checkpoint yet
                 continue
             state["dirpath"] = str(folder)
             for name in ("best_model_path", "kth_best_model_path", "last_model_path"):

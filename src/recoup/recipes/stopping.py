@@ -1,10 +1,10 @@
-"""Ending a run by a signal: after the step, with the last whole epoch on the disk.
+"""Ending a run by a signal: after a step, with the last whole epoch on the disk.
 
-Rule 1: the first signal is noted, and the run ends after the step that it came in. So no step is
-half done, and with several processes all end after the same one.
+Rule 1: the first signal is noted, and the run ends after the current step. So no step is half
+done, and several processes all end after the same step.
 
-Rule 2: the second signal ends the run where it is. Checkpoints are written whole or not at all, so
-the one before stays where another is being written.
+Rule 2: the second signal ends the run at once. Checkpoints are written whole or not at all, so the
+previous one survives if another is being written.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["StopRun", "Stopping"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopRun(Exception):  # noqa: N818  # it is no error
-    """Raised after the step in which a signal came."""
+class StopRun(Exception):  # noqa: N818  # not an error
+    """Raised after the step in which a signal arrived."""
 
 
 class Stopping(Callback):
-    """Ends a run after the step in which SIGINT or SIGTERM came. See Rules 1 and 2.
+    """A callback that ends a run after the step in which SIGINT or SIGTERM arrived. See Rules 1, 2.
 
     Attributes:
-        signum: The signal that came; None before one did.
+        signum: The signal that arrived; None before the first.
         has_begun: Whether training has begun.
     """
 
@@ -42,7 +42,7 @@ class Stopping(Callback):
 
     @contextmanager
     def listening(self) -> Generator[None]:
-        """Note signals; those of other threads than the main one are not ours to handle."""
+        """Note signals within the context; outside the main thread, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -64,7 +64,7 @@ class Stopping(Callback):
         self.signum = signum
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen again: Lightning has its own handler of SIGTERM, which ends each process alone."""
+        """Listen again, since Lightning's own handler of SIGTERM ends each process alone."""
         self.has_begun = True
         is_ours = signal.getsignal(signal.SIGINT) == self._note
         if is_ours and not _is_requeued(trainer):
@@ -78,7 +78,7 @@ class Stopping(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """End the run, if it is to end."""
+        """End the run, if a signal arrived."""
         self._end(trainer)
 
     def on_validation_batch_end(
@@ -90,7 +90,7 @@ class Stopping(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """End the run, if it is to end; processes may validate different numbers of batches."""
+        """End a run of one process; several may validate different numbers of batches."""
         if trainer.world_size == 1:
             self._end(trainer)
 
@@ -99,11 +99,11 @@ class Stopping(Callback):
         if trainer.world_size > 1:
             is_asked = trainer.strategy.reduce_boolean_decision(is_asked, all=False)
         if is_asked:
-            self.signum = self.signum or signal.SIGTERM  # it came to another process
+            self.signum = self.signum or signal.SIGTERM  # another process received it
             raise StopRun
 
 
 def _is_requeued(trainer: Trainer) -> bool:
-    """Say whether SLURM is to begin the run anew, which Lightning's handler sees to."""
+    """Return whether SLURM restarts the run, by means of Lightning's handler."""
     connector: Any = trainer._accelerator_connector  # pyright: ignore[reportPrivateUsage]
     return bool(getattr(connector.cluster_environment, "auto_requeue", False))

@@ -8,7 +8,7 @@ __all__ = ["table"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows beneath a header, the first column to the left and the others to the right.
+    """Return rows beneath a header, the first column aligned left and the others right.
 
     Example:
         >>> print(table(["memory", "MiB"], [["linear", "12.0"], ["sqrt", "3.4"]]))

@@ -1,4 +1,4 @@
-"""What the command ``evaluate`` of every recipe does: run Lightning's test loop, and no more."""
+"""The parts shared by the commands ``evaluate`` of all recipes: Lightning's test loop alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["is_same_path", "quiet_trainer", "tested"]
 
 
 def quiet_trainer(accelerator: str) -> Trainer:
-    """Return a Trainer that tests on one device and leaves nothing behind.
+    """Return a Trainer that tests on one device and writes no files.
 
     Args:
         accelerator: Where to run: auto, cpu or gpu.
@@ -31,11 +31,11 @@ def quiet_trainer(accelerator: str) -> Trainer:
 
 
 def tested(trainer: Trainer, model: LightningModule, data: Any) -> Mapping[str, float]:
-    """Return what a model logs over a data module's test part, or over batches."""
+    """Return the metrics that a model logs over a data module's test part, or over batches."""
     with quiet_lightning(), torch.no_grad():
         return trainer.test(model, data, verbose=False)[0]
 
 
 def is_same_path(data: str, trained_on: str | None) -> bool:
-    """Say whether data are those that a model was trained on."""
+    """Return whether `data` is the path of the data that a model was trained on."""
     return trained_on is not None and Path(data).resolve() == Path(trained_on).resolve()

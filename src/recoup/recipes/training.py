@@ -29,12 +29,12 @@ from recoup_cli.mistakes import StoppedError
 
 __all__ = ["SHORT_NAMES", "TrainingCLI", "fit_command", "free_folder"]
 
-# What the state of the optimizer, of its schedule or of the averages in a checkpoint decides.
+# Settings fixed by the state of optimizer, schedule or averages in a checkpoint.
 _KEPT = {"averaging", "learning_rate", "num_warmup_steps", "optimizer", "weight_decay"}
 
 
 class TrainingCLI(LightningCLI):
-    """Prepares a training run from its command line; `fit` runs it.
+    """A training run, prepared from its command line; `fit` runs it.
 
     Nothing is written before `fit`: arguments, data, network and checkpoint are checked first.
 
@@ -43,14 +43,14 @@ class TrainingCLI(LightningCLI):
         data_class: Its data module.
         recipe: Name of the recipe, for messages and for where runs go: ``runs/<recipe>/fit-1``.
         fit: Its short names and configurations.
-        links: Pairs of names: a property of the data, and the setting of the model that it gives.
+        links: Pairs of names: a property of the data, and the setting of the model that it sets.
         monitor: The metric whose lowest value marks the best checkpoint.
         args: The arguments, without the name of the command.
         trainer_defaults: Settings of the Trainer that are not Lightning's.
         finetuning: Settings of the model that ``--finetune`` changes.
 
     Raises:
-        MistakeError: When something is wrong that the user can mend.
+        MistakeError: When the user has to correct something.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TrainingCLI(LightningCLI):
 
     @property
     def begun_from(self) -> tuple[str, str] | None:
-        """The option that named a checkpoint to begin with, and its path; None without one."""
+        """The option that names a checkpoint to begin with, and its path; None without one."""
         if self.resume is not None:
             return "--resume", self.resume
         return None if self.finetune is None else ("--finetune", self.finetune)
@@ -135,19 +135,19 @@ class TrainingCLI(LightningCLI):
     def fit(
         self, *callbacks: Callback, progress: Progress | None = None, opening: str | None = None
     ) -> None:
-        """Train; what the run leaves behind is in `out`.
+        """Train, and write the results of the run to `out`.
 
         Args:
             callbacks: Callbacks for this run beside those of the configuration.
-            progress: What shows how far it is; a bar and a line an epoch if None.
-            opening: What is printed once nothing stands in the way.
+            progress: The display of progress; a bar and a line for each epoch if None.
+            opening: Text to print once all checks have passed.
 
         Raises:
-            MistakeError: Another run writes to the folder, or the disk is full.
-            StoppedError: A signal ended the run.
+            MistakeError: When another run writes to the folder, or the disk is full.
+            StoppedError: When a signal ended the run.
         """
         trainer: Any = self.trainer
-        # Its own, since `save_last` of the other writes only when there is a new best.
+        # A callback of its own: `save_last` of the other writes only when there is a new best.
         last = WholeEpochs(
             self.config.checkpoint.dirpath,
             filename="last",
@@ -156,7 +156,7 @@ class TrainingCLI(LightningCLI):
         )
         shown = progress or Progress(self._monitor)
         stopping = Stopping()
-        # Those that stop come after those that save.
+        # Callbacks that stop come after those that save.
         trainer.callbacks += [MetricsFile(), shown, *callbacks, last, stopping]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpoints()
@@ -177,7 +177,7 @@ class TrainingCLI(LightningCLI):
 
     @contextmanager
     def _own_folder(self) -> Generator[None]:
-        """Let no other run write where this one does."""
+        """Keep other runs from writing to the folders of this one."""
         saved_to = Path(self.config.checkpoint.dirpath)
         folders = {self.out: "--out", saved_to: "--checkpoint.dirpath"}
         with ExitStack() as locks:
@@ -186,11 +186,11 @@ class TrainingCLI(LightningCLI):
                     for folder, option in folders.items():
                         locks.enter_context(folder_locked(folder, option))
                     if self.resume is None:
-                        self._check_out()  # It may have been written to in between.
+                        self._check_out()  # Another run may have written to it in between.
             yield
 
     def _report(self, error: Exception, stopping: Stopping, last: WholeEpochs) -> None:
-        """Raise a line for an error that is not one of the program; else return."""
+        """Raise a one-line MistakeError if the error is no fault of the program."""
         if isinstance(error, OSError):  # such as a full disk
             raise MistakeError(f"{one_line(error)} {self._go_on(last)}", 1) from error
         if stopping.has_begun:
@@ -218,13 +218,13 @@ class TrainingCLI(LightningCLI):
         return f"go on with `recoup {self.recipe} fit --resume {path}`"
 
     def _last(self, last: WholeEpochs) -> Path:
-        """The checkpoint to go on with."""
+        """Return the checkpoint from which to resume."""
         if last.num_epochs or self.resume is None:
             return Path(self.config.checkpoint.dirpath, "last.ckpt")
         return Path(self.resume)
 
     def _forget_an_empty_run(self, last: WholeEpochs) -> None:
-        """Leave nothing of a run without an epoch, so that the same command begins it again."""
+        """Remove the record of a run without an epoch, so that the same command can run again."""
         saved_to = Path(self.config.checkpoint.dirpath)
         is_begun = last.num_epochs or self.resume is not None or list(saved_to.glob("*.ckpt"))
         if self.trainer.is_global_zero and not is_begun:
@@ -232,7 +232,7 @@ class TrainingCLI(LightningCLI):
 
     @contextmanager
     def threads(self) -> Generator[None]:
-        """Have as many threads as the run asks for."""
+        """Set the number of threads of the run within the context."""
         num_threads = torch.get_num_threads()
         try:
             torch.set_num_threads(self.config.num_threads or num_threads)
@@ -241,7 +241,7 @@ class TrainingCLI(LightningCLI):
             torch.set_num_threads(num_threads)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what Lightning's command line does not have."""
+        """Add the options that Lightning's command line does not have."""
         parser.add_argument(
             "--resume",
             type=str | None,
@@ -275,7 +275,7 @@ class TrainingCLI(LightningCLI):
             {
                 "early_stopping.monitor": self._monitor,
                 "early_stopping.patience": 20,
-                "early_stopping.strict": False,  # A run may be too short for a validation.
+                "early_stopping.strict": False,  # A run may be too short to validate.
             }
         )
         parser.link_arguments("seed_everything", "data.seed")
@@ -284,7 +284,7 @@ class TrainingCLI(LightningCLI):
             parser.link_arguments(source, target, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; beginning with the settings of the checkpoint that the run begins with."""
+        """Parse the arguments, with the settings of the run's first checkpoint as defaults."""
         self._take(parser.parse_args(args))
         if self.resume is not None and self.finetune is not None:
             raise ValueError("`--resume` and `--finetune` are both given. Give one of them.")
@@ -312,7 +312,7 @@ class TrainingCLI(LightningCLI):
             self._take(parser.parse_args(["--config", yaml.safe_dump(settings), *args]))
 
     def _stay_in_place(self, settings: Any, noted: Any, args: Sequence[str]) -> None:
-        """Go on in the folder of the checkpoint, wherever it lies now."""
+        """Resume in the folder in which the checkpoint lies now."""
         checkpoint = Path(self.resume or "")
         saved_apart = folders_noted(noted)
         if saved_apart is None or saved_apart[1] == _saved_to(str(saved_apart[0])):
@@ -331,7 +331,7 @@ class TrainingCLI(LightningCLI):
         self.finetune = config.pop("finetune")
 
     def before_instantiate_classes(self) -> None:
-        """Decide where the run goes."""
+        """Choose the folders of the run, and check its length and threads."""
         trainer = self.config.trainer
         if trainer.default_root_dir is None:
             trainer.default_root_dir = str(free_folder(Path("runs", self.recipe), "fit"))
@@ -343,7 +343,7 @@ class TrainingCLI(LightningCLI):
             raise ValueError(f"`--threads` is {self.config.num_threads}, but must be at least 1.")
 
     def _check_length(self) -> None:
-        """Refuse to train nothing, or without an end."""
+        """Raise if the run would train nothing, or without an end."""
         trainer = self.config.trainer
         is_bounded = trainer.max_steps > 0 or trainer.max_time is not None
         check_epochs(trainer.max_epochs, is_bounded=is_bounded)
@@ -410,9 +410,9 @@ def fit_command(
 
     Args:
         args: The arguments, without the name of the command.
-        prepare: From the arguments to what is to be trained.
-        description: What is said of it before it begins.
-        score: How the best validation is said, a format of one number.
+        prepare: Prepares a run from the arguments.
+        description: Returns the text to print before the run begins.
+        score: Format string for the score of the best validation.
 
     Returns:
         The exit code.
@@ -428,27 +428,27 @@ def fit_command(
 
 
 class WholeEpochs(ModelCheckpoint):
-    """Saves at the end of each epoch, but not of one that was cut short.
+    """A callback that saves at the end of each epoch that was not cut short.
 
-    Such a one cannot be gone on with, and its checkpoint would replace one that can.
+    A run cannot resume from an epoch that was, and its checkpoint would replace one that can.
 
     Attributes:
-        num_epochs: Number of epochs behind the last checkpoint; 0 before the first.
+        num_epochs: Number of epochs before the last checkpoint; 0 before the first.
     """
 
     num_epochs = 0
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, if all of the epoch was trained on."""
+        """Save, if the run trained on the whole epoch."""
         is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if is_whole or not self.best_model_path:  # Of a run shorter than that there is one, too.
+        if is_whole or not self.best_model_path:  # A run shorter than an epoch gets one too.
             super().on_train_epoch_end(trainer, pl_module)
         if is_whole and Path(self.best_model_path).is_file():
             self.num_epochs = trainer.current_epoch + 1
 
 
 def free_folder(parent: Path, name: str) -> Path:
-    """Return the first of ``name-1``, ``name-2``, ... in `parent` that is not there."""
+    """Return the first of ``name-1``, ``name-2``, ... in `parent` that does not exist."""
     number = 1
     while (parent / f"{name}-{number}").exists():
         number += 1
@@ -456,16 +456,16 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def _shown(path: Path) -> Path:
-    """Return a path as one writes it from here."""
+    """Return a path relative to the working directory, if it lies there."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _saved_to(folder: str) -> Path:
-    """Where a run saves checkpoints, if it is not told."""
+    """Return the folder to which a run saves checkpoints by default."""
     return Path(folder, "checkpoints")
 
 
 def _folder_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint is part of."""
+    """Return the folder of the run that a checkpoint is part of."""
     folder = checkpoint.parent
     return folder.parent if folder.name == "checkpoints" else folder

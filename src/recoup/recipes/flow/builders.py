@@ -1,4 +1,4 @@
-"""From the settings of the command line to a flow: which settings belong to which."""
+"""Building a flow from the settings of the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FlowName = Literal["glow", "nice", "realnvp", "flowpp", "iresnet"]
 
 @dataclass(frozen=True)
 class _Kind:
-    """A flow: its settings, which of them are for pictures alone, and defaults of the recipe."""
+    """A kind of flow: its settings, those for pictures alone, and the defaults of the recipe."""
 
     build: Callable[..., Flow]
     settings: tuple[str, ...]
@@ -62,15 +62,15 @@ def build_flow(
     """Build the flow of this name.
 
     Args:
-        name: Which flow.
+        name: Name of the flow.
         shape: Shape ``(C, H, W)`` of a picture, or ``(2,)`` of points.
         levels: Number of grey levels; None for points.
         num_classes: Number of classes, for a conditional flow.
-        memory: What backward remembers.
-        settings: The settings that were given; a value of None counts as not given.
+        memory: Memory mode of the flow.
+        settings: Settings from the command line; a value of None counts as not given.
 
     Raises:
-        ValueError: When the flow is not for such data, or does not have a setting.
+        ValueError: When the flow is not for such data, or does not have one of the settings.
     """
     kind = _KINDS[name]
     is_points = len(shape) == 1

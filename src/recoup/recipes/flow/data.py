@@ -1,4 +1,4 @@
-"""Data to train on: pictures, or points in the plane; split into parts and put in order."""
+"""Training data: pictures, or points in the plane, split into parts and ordered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recoup.recipes.flow.reading import Samples, read_samples
 __all__ = ["Images"]
 
 # The split does not follow the seed of a run: runs with different seeds are compared on the same
-# pictures, and a checkpoint is evaluated on what its training has not seen.
+# pictures, and a checkpoint is evaluated on data unseen in its training.
 _SPLIT_SEED = 0
 
 
@@ -26,9 +26,9 @@ class Images(LightningDataModule):
     Of a toy density the batches are points ``(N, 2)``. With `conditional` a batch is a pair: the
     pictures or points, and their labels ``(N,)``.
 
-    All pictures are held in memory, a byte a value. Which picture belongs to which part depends
-    on the data alone; the order of epoch e depends on `seed` and e alone, so that a run that was
-    interrupted goes on as if it had not been.
+    All pictures are held in memory, a byte a value. The split into parts depends on the data
+    alone; the order of epoch e depends on `seed` and e alone, so that a resumed run continues as if
+    it had not been interrupted.
 
     Args:
         path: A folder of pictures (searched with its subfolders), or an .npz file with uint8
@@ -88,9 +88,9 @@ class Images(LightningDataModule):
         return 1 + max(int(labels.max()) for labels in self.labels.values() if len(labels))
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Batches of the training part, in an order that `seed` and the epoch decide."""
+        """Return batches of the training part, in an order set by `seed` and the epoch."""
         dataset = self._rows("train")
-        # Its order is a function of the seed and the epoch, which the Trainer tells it.
+        # Its order is a function of the seed and of the epoch, which the Trainer sets.
         sampler = DistributedSampler(
             dataset,
             num_replicas=1 if self.trainer is None else self.trainer.world_size,
@@ -100,19 +100,19 @@ class Images(LightningDataModule):
         return self._loader(dataset, sampler=sampler)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Batches of the validation part."""
+        """Return batches of the validation part."""
         return self._loader(self._rows("validation"))
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Batches of the test part."""
+        """Return batches of the test part."""
         return self._loader(self._rows("test"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must have of the pictures: where they were."""
+        """Return the state of the data for a checkpoint: the path."""
         return {"path": None if self.path in TOYS else noted_path(self.path)}
 
     def test_on_everything(self) -> None:
-        """Let the test part be all pictures, for data of which training has seen none."""
+        """Make all pictures the test part, for data unseen in training."""
         self.parts["test"] = torch.cat(list(self.parts.values()))
         if self.labels:
             self.labels["test"] = torch.cat(list(self.labels.values()))
@@ -184,9 +184,9 @@ Parts = dict[str, Tensor]
 def _split(
     samples: Samples, validation_fraction: float, test_fraction: float
 ) -> tuple[Parts, Parts]:
-    """Deal pictures, and labels with them, out to three parts; what the data name stays as it is.
+    """Split pictures and their labels into three parts; parts that the data name do not change.
 
-    Labels that are not as many as their pictures are left out.
+    Labels of a part are left out if their number is not that of its pictures.
     """
     num_samples = len(samples.train)
     named = {"train": samples.train, "validation": samples.validation, "test": samples.test}
@@ -222,7 +222,7 @@ def _split(
 
 
 def _checked(labels: Parts, images: Images) -> Parts:
-    """Return the labels, or raise a ValueError if a part has none, or they are no classes."""
+    """Return the labels, or raise a ValueError if a part has none, or one is negative."""
     for part, rows in images.parts.items():
         if part not in labels:
             raise ValueError(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MEMORIES", "build_step", "demo"]
 
-# Lightning and matplotlib are imported where they are needed: the processes that measure the curve
-# import this file for `build_step` alone, and wait for neither.
+# Lightning and matplotlib are imported where they are used: the processes that measure the curve
+# import this file for `build_step` alone, and need neither.
 
 MEMORIES = ("linear", "sqrt", "constant")
 _DEPTHS = (4, 8, 16, 24, 32)
@@ -31,7 +31,7 @@ _DEPTHS = (4, 8, 16, 24, 32)
 
 @dataclass(slots=True)
 class _Trained:
-    """What training in one memory mode came to."""
+    """The results of training in one memory mode."""
 
     run: TrainingCLI
     seconds: float
@@ -43,16 +43,16 @@ class _Trained:
 
 
 def build_step(depth: int, memory: str) -> tuple[torch.nn.Module, Tensor]:
-    """Build what `recoup.curve` measures: a Glow of `depth` steps a scale, and a batch.
+    """Build a model for `recoup.curve`: a Glow of `depth` steps in each scale, and a batch.
 
-    It is measured by hand with ``recoup curve recoup.recipes.flow.demo:build_step``.
+    To measure it from a shell, run ``recoup curve recoup.recipes.flow.demo:build_step``.
     """
     flow = Glow((1, 8, 8), levels=17, num_steps=depth, width=64, memory=memory)  # pyright: ignore[reportArgumentType]
     return _Loss(flow), torch.randint(17, (64, 1, 8, 8), dtype=torch.uint8)
 
 
 class _Loss(torch.nn.Module):
-    """The loss alone: the latents of `Flow.forward` are no part of it."""
+    """The loss of a flow alone, without the latents that `Flow.forward` returns."""
 
     def __init__(self, flow: Flow) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def demo(out: str | None = None, epochs: int | None = None) -> int:
     folder = free_folder(Path("runs", "flow"), "demo") if out is None else Path(out)
     start = time.perf_counter()
     num_threads = torch.get_num_threads()
-    # The tensors are small: a second thread would wait more than it works.
+    # The tensors are too small for a second thread to pay off.
     torch.set_num_threads(1)
     try:
         with mistakes_reported():
@@ -109,7 +109,7 @@ def demo(out: str | None = None, epochs: int | None = None) -> int:
 
 
 def _check_imports() -> None:
-    """Find out before training, not after it, that something is not installed."""
+    """Raise before training, not after it, if a package is not installed."""
     for module in ("flow.pictures", "flow.train", "progress"):
         importlib.import_module(f"recoup.recipes.{module}")
     importlib.import_module("matplotlib")
@@ -131,7 +131,7 @@ def _train(memory: str, out: Path, epochs: int | None) -> _Trained:
 
 
 def _compare(trained: dict[str, _Trained]) -> None:
-    """Measure a step of each mode, all with the weights of linear and on one batch."""
+    """Measure a step of each mode, with the weights of "linear" and one batch for all."""
     first = trained["linear"]
     weights = {name: value.clone() for name, value in first.run.model.flow.state_dict().items()}
     batch = first.run.datamodule.parts["train"][: first.run.datamodule.batch_size]
@@ -148,7 +148,7 @@ def _compare(trained: dict[str, _Trained]) -> None:
         }
         measured = recoup.measure(step, device="cpu", repeats=10)
         result.peak_bytes = measured.peak_bytes
-        # Of the processor, which other programs on the machine disturb less than the clock.
+        # CPU time, which other programs on the machine disturb less than wall time.
         result.step_seconds = measured.cpu_seconds or 0.0
         flow.eval()
 
@@ -167,7 +167,7 @@ def _loss_difference(result: _Trained, other: _Trained) -> float:
 
 
 def _gradient_difference(result: _Trained, other: _Trained) -> float:
-    """Largest difference in any parameter's gradient, against the largest entry of that one."""
+    """Return the largest error of a parameter's gradient, relative to its largest entry."""
     theirs, ours = other.gradients or {}, result.gradients or {}
     if set(theirs) != set(ours):
         return float("nan")
@@ -248,7 +248,7 @@ def _draw(flow: Flow, test: Tensor, folder: Path) -> dict[str, Path]:
 
 @torch.no_grad()
 def _rounding(flow: Flow, images: Tensor) -> float:
-    """Largest error of the way to the latents and back, in grey levels, before they are rounded."""
+    """Return the largest error of the round trip to the latents, in grey levels, unrounded."""
     if flow.dequantize is None:
         return 0.0
     y, _ = flow.dequantize(images)

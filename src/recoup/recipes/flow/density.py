@@ -1,4 +1,4 @@
-"""The picture of a density in the plane, beside the points that it was learned from."""
+"""The picture of a density in the plane, beside its training points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["density_picture", "log_density"]
 _MOST_CELLS = 400  # of the grid, along the longer side
 _MOST_POINTS = 8000
 _PANEL, _GAP, _HEAD, _FOOT = 4.5, 0.25, 0.85, 0.25  # inches
-_INK, _QUIET, _NIGHT = "#222222", "#666666", "#000004"  # the last is where the colour map begins
+_INK, _QUIET, _NIGHT = "#222222", "#666666", "#000004"  # the last begins the colour map
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _View:
         return left, left + columns * self.cell, bottom, bottom + rows * self.cell
 
     def cells(self) -> Tensor:
-        """Return the middles of the cells ``(rows * columns, 2)``, a row after the other."""
+        """Return the middles of the cells ``(rows * columns, 2)``, row by row."""
         x, y = (
             start + (torch.arange(count, dtype=torch.float64) + 0.5) * self.cell
             for start, count in zip(self.low, self.num_cells, strict=True)
@@ -59,7 +59,7 @@ def log_density(flow: Flow, points: Tensor, weights: Tensor | None) -> Tensor:
     Args:
         flow: The flow.
         points: Shape ``(N, 2)``.
-        weights: Of a conditional flow, the probability of each class ``(num_classes,)``.
+        weights: The probabilities of the classes ``(num_classes,)``, for a conditional flow.
     """
     like = flow.base.like
 
@@ -67,7 +67,7 @@ def log_density(flow: Flow, points: Tensor, weights: Tensor | None) -> Tensor:
         batch = batch.to(like)
         if weights is None:
             return flow.log_prob(batch)
-        # Classes of probability 0 add nothing, and are not asked for.
+        # Classes of probability 0 add nothing, and are not evaluated.
         each = [
             flow.log_prob(batch, torch.full((len(batch),), label, device=like.device))
             + float(weights[label].log())
@@ -85,12 +85,12 @@ def density_picture(
 
     Args:
         flow: A flow over the plane, in evaluation mode.
-        points: What it was trained on ``(N, 2)``.
-        title: What stands over the picture.
-        weights: Of a conditional flow, the probability of each class.
+        points: The points on which it was trained, ``(N, 2)``.
+        title: The title of the picture.
+        weights: The probabilities of the classes, for a conditional flow.
 
     Returns:
-        The picture, and how much of the density lies within it: 1, but for what is outside.
+        The picture, and the mass of the density within it: below 1 if some lies outside.
     """
     # Objects instead of pyplot: no window and no global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -112,7 +112,7 @@ def density_picture(
     )
     shown = points[:_MOST_POINTS].numpy()
     left.scatter(shown[:, 0], shown[:, 1], s=2.2, c="#fcb216", alpha=0.6, linewidths=0)
-    # A few sharp peaks would leave all else dark.
+    # Without this bound a few sharp peaks would leave the rest dark.
     top = float(np.quantile(density.numpy(), 0.998))
     right.imshow(
         density.numpy(),

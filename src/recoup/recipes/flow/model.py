@@ -1,4 +1,4 @@
-"""What is trained: a flow, its loss in bits per dimension, and how its weights move."""
+"""The training of a flow: its loss in bits per dimension, and its optimizer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class FlowTraining(LightningModule):
     the number of the batch: a resumed run draws what the uninterrupted one would have drawn, and
     each epoch is validated with the same noise.
 
-    A setting of the flow that is not given is that of its builder; one that the flow does not have
-    is an error.
+    A setting of the flow that is not given has the default of its builder; one that the flow does
+    not have is an error.
 
     Args:
         shape: Shape ``(C, H, W)`` of a picture, or ``(2,)`` of points.
@@ -123,11 +123,11 @@ class FlowTraining(LightningModule):
         return self._step("train", batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log what the batch costs to code."""
+        """Log the code length of the batch."""
         self._step("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log what the batch costs to code."""
+        """Log the code length of the batch."""
         self._step("test", batch)
 
     def _step(self, stage: str, batch: Batch) -> Tensor:
@@ -153,7 +153,7 @@ class FlowTraining(LightningModule):
     def on_validation_batch_start(
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Seed the draws of this batch, alike in each epoch."""
+        """Seed the draws of this batch, the same in each epoch."""
         self._seed("val", batch_idx)
 
     def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -164,7 +164,7 @@ class FlowTraining(LightningModule):
         torch.manual_seed(seed_at(self.seed, self.global_rank, *place))
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, with its learning rate set anew for each step."""
+        """Return the optimizer, and the schedule that sets its learning rate for each step."""
         kind = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.optimizer]
         optimizer = kind(self.flow.parameters(), lr=self.learning_rate)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
@@ -174,7 +174,7 @@ class FlowTraining(LightningModule):
         }
 
     def _rate(self, step: int) -> float:
-        """Part of the learning rate that the step with this number is taken with."""
+        """Return the factor on the learning rate at the step with this number."""
         rate = min(1.0, (step + 1) / max(1, self.num_warmup_steps))
         if self.num_decay_steps is not None:
             rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))

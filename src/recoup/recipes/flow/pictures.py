@@ -1,4 +1,4 @@
-"""Pictures of pictures: grids of samples, and reconstructions beneath their originals."""
+"""Composite pictures: grids of samples, and reconstructions beneath their originals."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def grid(images: Tensor, levels: int, num_columns: int | None = None) -> Image.I
     Args:
         images: Values 0 to ``levels - 1``.
         levels: Number of grey levels.
-        num_columns: Pictures in a row; as many as rows if None.
+        num_columns: Number of pictures in a row; None for a square.
 
     Returns:
-        The picture, with a small gap between its parts.
+        The grid, with a small gap between the pictures.
     """
     num_images, num_channels, height, width = images.shape
     num_columns = math.ceil(math.sqrt(num_images)) if num_columns is None else num_columns
@@ -71,7 +71,7 @@ def grid(images: Tensor, levels: int, num_columns: int | None = None) -> Image.I
 def rows_with_titles(
     rows: Sequence[tuple[str, Image.Image]], title: str, note: str = ""
 ) -> Image.Image:
-    """Put grids below each other, each with its title, beneath a title of the whole."""
+    """Stack grids, each with its title, beneath a title of the whole."""
     # Objects instead of pyplot: no window and no global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -11,14 +11,14 @@ from torch import Tensor
 __all__ = ["TOYS", "make_points"]
 
 _NUM_POINTS = 20_000
-_SEED = 0  # the points are data: they do not follow the seed of a run
+_SEED = 0  # the points are data, and do not depend on the seed of a run
 
 
 def make_points(name: str) -> tuple[Tensor, Tensor | None]:
     """Return the points ``(N, 2)`` of a toy density, float32 within about ``[-4, 4]``.
 
-    The second value has for each point the moon or the ring ``(N,)`` that it belongs to; None for
-    the checkerboard.
+    The second value is the number of the moon or ring of each point, ``(N,)``; None for the
+    checkerboard.
     """
     return TOYS[name](_NUM_POINTS, torch.Generator().manual_seed(_SEED))
 
@@ -32,7 +32,7 @@ def _moons(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _rings(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw points of three rings, each with a part of them that is as large as its radius."""
+    """Draw points of three rings, in numbers proportional to the radius."""
     labels = torch.multinomial(torch.tensor([1.0, 2.0, 3.0]), n, True, generator=generator)
     radius = labels + 1 + 0.1 * torch.randn(n, generator=generator)
     angle = 2 * math.pi * torch.rand(n, generator=generator)
@@ -40,7 +40,7 @@ def _rings(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _checkerboard(n: int, generator: torch.Generator) -> tuple[Tensor, None]:
-    """Draw points of the eight dark squares of a board of four by four, uniformly."""
+    """Draw points uniformly from the eight dark squares of a 4x4 board."""
     row, column = (
         torch.randint(4, (n,), generator=generator),
         torch.randint(2, (n,), generator=generator),

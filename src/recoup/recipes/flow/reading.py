@@ -1,4 +1,4 @@
-"""Reading data from the disk into one tensor, or saying which file is wrong and why."""
+"""Reading data from disk into one tensor, with errors that name the file and the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Samples", "read_samples"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# The names that archives in use give to their arrays, the first that is there counts.
+# Common names of arrays in archives; the first that is present counts.
 _TRAIN_KEYS = ("train_images", "x_train", "images")
 _VALIDATION_KEYS = ("val_images", "x_val")
 _TEST_KEYS = ("test_images", "x_test")
@@ -36,7 +36,7 @@ _DEEP_MODES = {"I", "F", "I;16", "I;16B", "I;16L"}
 class Samples:
     """Pictures of one shape ``(N, C, H, W)``, uint8 below `levels`, or points ``(N, 2)``.
 
-    `labels` has the classes ``(N,)`` of a part under its name, if the data have any.
+    `labels` maps the name of a part to its classes ``(N,)``, if the data have any.
     """
 
     name: str
@@ -52,11 +52,11 @@ def read_samples(source: str | None, size: int | None = None) -> Samples:
 
     Args:
         source: The folder, searched with its subfolders, or the file; or the name of a toy density
-            in the plane, of which the points are made.
-        size: Side of a square to which each is cropped and resized; None to leave them as they are.
+            in the plane, whose points are generated.
+        size: Side of a square to which each is cropped and resized; None to keep the sizes.
 
     Raises:
-        ValueError: A file cannot be read or does not fit; the message names it.
+        ValueError: When a file cannot be read or does not fit; the message names it.
     """
     if source is None:
         return _resized(_digits(), size)
@@ -110,13 +110,13 @@ def _folder(path: Path, size: int | None) -> Tensor:
                 f"Make them one size, or use `--data.size {min(*first, *array.shape[:2])}`, which "
                 "crops and resizes all."
             )
-    num_channels = max(array.shape[2] for array in arrays)  # one in colour makes all RGB
+    num_channels = max(array.shape[2] for array in arrays)  # a single colour picture makes all RGB
     stacked = np.stack([array.repeat(num_channels // array.shape[2], axis=2) for array in arrays])
     return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous()
 
 
 def _picture(file: Path, size: int | None) -> Array:
-    """Read one file as ``(H, W, C)``, with C 1 if it is grey and 3 if it is not."""
+    """Read one file as ``(H, W, C)``, with C = 1 if it is grey and 3 otherwise."""
     try:
         with Image.open(file) as opened:
             if opened.mode not in _DEEP_MODES:
@@ -124,7 +124,7 @@ def _picture(file: Path, size: int | None) -> Array:
                 image = image.convert("L" if image.mode in _GREY_MODES else "RGB")
                 image = image if size is None else _square(image, size)
                 return np.asarray(image).reshape(image.height, image.width, -1)
-    except Exception as error:  # Decoders raise whatever they like.
+    except Exception as error:  # Decoders may raise anything.
         raise ValueError(
             f"{file} cannot be read as a picture ({' '.join(str(error).split())}). "
             "Remove or replace it."
@@ -177,7 +177,7 @@ def _first(arrays: dict[str, Array], keys: tuple[str, ...]) -> str | None:
 
 
 def _pictures(path: Path, key: str, array: Array, levels: int) -> Tensor:
-    """Bring an array to ``(N, C, H, W)``."""
+    """Convert an array to a tensor ``(N, C, H, W)``."""
     if array.dtype != np.uint8:
         raise ValueError(
             f"`{key}` of {path} is of type {array.dtype}, but must be uint8: whole grey levels."

@@ -1,4 +1,4 @@
-"""What a run came to, for whoever compares runs: ``run.json`` in its folder."""
+"""The results of a run, for comparison with other runs: ``run.json`` in its folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ RESULTS_FILE = "run.json"
 
 
 def write_results(run: TrainingCLI) -> None:
-    """Test the best checkpoint of a finished run, measure a step, and write what came out.
+    """Test the best checkpoint of a finished run, measure a step, and write the results.
 
-    The file has the flow and its number of parameters, the memory mode, epochs, steps and seconds
-    of training, metrics of the test part of the data by the weights that were best in validation,
+    The file holds the flow and its number of parameters, the memory mode, epochs, steps and seconds
+    of training, metrics of the test part of the data with the weights that were best in validation,
     and bytes and seconds of one training step.
     """
     if not (run.out / "metrics.csv").is_file():

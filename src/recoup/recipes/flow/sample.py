@@ -90,7 +90,7 @@ def _pictures(
 
 
 def _density(checkpoint: str, flow: Flow, classes: list[int]) -> tuple[Image.Image, str]:
-    """Draw the density of some classes, or of all, each as often as it is in the data."""
+    """Draw the density of the chosen classes, weighted by their frequencies in the data."""
     data = load_data(checkpoint)
     points, weights = data.parts["train"], None
     title = f"What a flow learned of the {data.name}"
@@ -110,7 +110,7 @@ def _frequencies(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def _classes(labels: str | None, num_classes: int | None) -> list[int]:
-    """Return the classes that are asked for; all of them if none are named."""
+    """Return the classes that `labels` names; all classes if it is None."""
     if num_classes is None:
         if labels is not None:
             raise ValueError(

@@ -28,7 +28,7 @@ MONITOR = "val_bits_per_dim"
 
 
 class _FlowCLI(TrainingCLI):
-    """Hands labels out where the model is conditional."""
+    """The command line of flows: gives labels to the batches of a conditional model."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -36,13 +36,13 @@ class _FlowCLI(TrainingCLI):
 
 
 def prepare(args: Sequence[str]) -> TrainingCLI:
-    """Check the arguments of ``recoup flow fit``, and build what is trained; nothing is written.
+    """Check the arguments of ``recoup flow fit``, and build model and data, without writing.
 
     Args:
         args: The arguments, as on the command line.
 
     Raises:
-        MistakeError: When something is wrong that the user can mend.
+        MistakeError: When the user has to correct something.
     """
     return _FlowCLI(
         FlowTraining,
@@ -69,7 +69,7 @@ def train(args: Sequence[str]) -> int:
         return runs[-1]
 
     code = fit_command(args, prepare=prepared, description=_description, score="{:.3f} bits/dim")
-    for run in runs:  # none, if only help was asked for
+    for run in runs:  # none, if the command only prints help
         write_results(run)
     return code
 

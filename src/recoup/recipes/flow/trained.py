@@ -33,11 +33,11 @@ def load_flow(path: str | Path) -> FlowTraining:
 
 
 def load_data(path: str | Path, data: str | None = None, batch_size: int | None = None) -> Images:
-    """Return the data that the flow of a checkpoint was trained on, or others in the same form.
+    """Return the data that the flow of a checkpoint was trained on, or other data in the same form.
 
     Args:
         path: The checkpoint.
-        data: A folder, an .npz file or a toy density; None for what the flow was trained on.
+        data: A folder, an .npz file or a toy density; None for the training data.
         batch_size: Number of pictures in a batch; None for that of training.
 
     Raises:
@@ -70,6 +70,6 @@ def _form(shape: Sequence[int], levels: int | None) -> str:
 
 
 def load_path(path: str | Path) -> str | None:
-    """Return where the pictures were that the flow of a checkpoint was trained on."""
+    """Return the path of the data on which the flow of a checkpoint was trained."""
     with damage_reported(path, "a flow"):
         return data_path_in(read_checkpoint(path, "--checkpoint"), Images.__qualname__)

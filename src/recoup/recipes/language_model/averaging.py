@@ -1,11 +1,11 @@
-"""Averaging the parameters once validation no longer improves: NT-ASGD, outside of the optimizer.
+"""Averaging the parameters once validation no longer improves: NT-ASGD, outside the optimizer.
 
-Rule 1: the optimizer is ``torch.optim.SGD``, which takes the learning rate of its step. Those of
-``torch.optim.ASGD`` take the learning rate of the step before, so that a rate which is scaled by
-the length of each window is scaled by the length of another; its average leaves out the first step.
+Rule 1: the optimizer is ``torch.optim.SGD``, which uses the learning rate of the present step.
+``torch.optim.ASGD`` uses that of the step before, so that a rate scaled by the length of a window
+would apply to another window; its average leaves out the first step.
 
-Rule 2: what is averaged are the raw parameters. Weight dropout and noise are made in forward, and
-no parameter ever holds them.
+Rule 2: the average is over the raw parameters. Forward applies weight dropout and noise, and no
+parameter ever holds them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ AveragingKind = Literal["triggered", "always", "never"]
 
 
 def is_triggered(losses: Sequence[float], num_patient: int) -> bool:
-    """Say whether the last loss is worse than the best, not counting those just before it.
+    """Return whether the last loss is worse than the best, not counting those just before it.
 
     Args:
-        losses: validation losses, the last one included.
-        num_patient: how many before the last do not count.
+        losses: validation losses, including the last one.
+        num_patient: number of losses just before the last that do not count.
 
     Example:
         >>> is_triggered([4.0, 3.0, 2.9, 2.8, 3.1], num_patient=3)
@@ -35,7 +35,7 @@ def is_triggered(losses: Sequence[float], num_patient: int) -> bool:
         True
 
     Source: Merity, Keskar and Socher, https://arxiv.org/abs/1708.02182, algorithm 1. A popular
-    implementation compared with the best of the last ones, which gluon-nlp mended in
+    implementation compared with the best of the latest losses, which gluon-nlp fixed in
     https://github.com/dmlc/gluon-nlp/pull/1277.
     """
     *before, last = losses
@@ -44,16 +44,16 @@ def is_triggered(losses: Sequence[float], num_patient: int) -> bool:
 
 
 class TriggeredAveraging(WeightAveraging):
-    """Averages parameters over steps, from when validation no longer improves. See Rules 1 and 2.
+    """A callback that averages parameters once validation no longer improves. See Rules 1 and 2.
 
-    From then on validation, and the weights of a checkpoint, are those of the average; training
-    goes on from the last ones, which the checkpoint has too.
+    From then on validation uses the average, and the weights of a checkpoint are the average;
+    training continues from the last parameters, which the checkpoint holds too.
 
     Args:
         monitor: the metric to watch.
-        num_patient: how many validations before the last do not count.
-        from_start: whether to average from the first step; when the trigger is met, training stops
-            then (finetuning).
+        num_patient: number of validations just before the last that do not count.
+        from_start: whether to average from the first step; the trigger then stops training
+            (finetuning).
     """
 
     def __init__(self, monitor: str, num_patient: int, *, from_start: bool = False) -> None:
@@ -66,32 +66,32 @@ class TriggeredAveraging(WeightAveraging):
 
     @property
     def num_averaged(self) -> int:
-        """How many steps the average is over; 0 before there is one."""
+        """Number of steps in the average; 0 before there is one."""
         model = self._average_model
         return 0 if model is None or not self.is_averaging else int(model.n_averaged)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make room for the average: only once there is one, since it is as large as the model."""
+        """Allocate the average, which is as large as the model, only once it is needed."""
         if self.is_averaging:
             super().setup(trainer, pl_module, stage)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Say whether a step counts."""
+        """Return whether the average takes in this step."""
         return self.is_averaging and step_idx is not None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the average be validated, if there is one."""
+        """Validate the average, if there is one."""
         pl_module.log("averaged", float(self.num_averaged), sync_dist=True)
         if self.num_averaged:
             super().on_validation_epoch_start(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the last parameters back."""
+        """Restore the last parameters."""
         if self.num_averaged:
             super().on_validation_epoch_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to average, or stop finetuning, if the trigger is met."""
+        """Begin averaging, or stop finetuning, if the trigger is met."""
         if trainer.sanity_checking:
             return
         self.losses.append(float(trainer.callback_metrics[self.monitor]))
@@ -118,13 +118,13 @@ class TriggeredAveraging(WeightAveraging):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on from the last parameters, and with the average."""
+        """Resume from the last parameters, and with the average."""
         if "averaging_state" in checkpoint:
             super().setup(trainer, pl_module, "fit")
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to know."""
+        """Return the state that a resumed run needs."""
         return {
             **super().state_dict(),
             "losses": list(self.losses),
@@ -132,7 +132,7 @@ class TriggeredAveraging(WeightAveraging):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what a run had come to."""
+        """Load the state of a run."""
         super().load_state_dict(state_dict)
         self.losses = list(state_dict["losses"])
         self.is_averaging = state_dict["is_averaging"]

@@ -1,4 +1,4 @@
-"""The continuous cache: words that were seen lately, where the network was in a like state."""
+"""The continuous cache: recent words that followed outputs like the present one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ __all__ = ["NeuralCache"]
 
 
 class NeuralCache:
-    """Mixes the predictions of a network with the words that followed outputs like the present one.
+    """A mixture of a network's predictions with recent words that followed similar outputs.
 
-    The probability of a word is ``(1 - weight) p + weight p_cache``, where ``p_cache`` divides up
-    among the last words, each by the exponential of `theta` times the product of the output before
-    it with the present output. Before the first word is known it is that of the network.
+    The probability of a word is ``(1 - weight) p + weight p_cache``, where ``p_cache`` gives each
+    of the last words a share in proportion to the exponential of `theta` times the product of the
+    output before it with the present output. Until a first word is known it is that of the network.
 
     Kept: the last `window` outputs and words.
 
     Args:
-        window: number of words it remembers.
-        theta: how sharply it tells outputs apart.
-        weight: its part of the probability, in ``[0, 1)``.
+        window: number of words in the cache.
+        theta: how sharply the cache distinguishes outputs.
+        weight: weight of the cache in the probability, in ``[0, 1)``.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: when an argument is out of its range.
 
     Source: Grave, Joulin and Usunier, https://arxiv.org/abs/1612.04426.
     """
@@ -49,7 +49,7 @@ class NeuralCache:
         self._outputs = self._words = None
 
     def nll(self, logits: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what words cost that follow those before, and remember them.
+        """Return the losses of the next words, and add the words to the cache.
 
         Args:
             logits: logits of the network ``(T, N, V)``.
@@ -76,7 +76,7 @@ class NeuralCache:
             network + math.log1p(-self.weight),
             cached + (math.log(self.weight) if self.weight else -math.inf),
         )
-        # Copies: a view would keep all that it is a view of.
+        # Copies: a view would keep the whole storage.
         self._outputs, self._words = keys[-self.window :].clone(), words[-self.window :].clone()
         has_past = is_past.any(dim=1, keepdim=True)
         return -torch.where(has_past, mixed, network)

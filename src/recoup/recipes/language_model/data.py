@@ -1,4 +1,4 @@
-"""Text to train on: Python's documentation, a file, or a folder; split and numbered."""
+"""Training text: Python's documentation, a file, or a folder; split and numbered."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Texts(LightningDataModule):
     """Text in training, validation and test parts, as windows ``(length + 1, N)`` of tokens.
 
     All of it is held in memory, 8 bytes a token. The vocabulary is that of the training part. The
-    windows of an epoch depend on `seed` and its number alone, so that a run that was interrupted
-    goes on as if it had not been.
+    windows of an epoch depend on `seed` and the number of the epoch alone, so that a resumed run
+    continues as if it had not been interrupted.
 
     Args:
         path: A text file, or a folder with train.txt, valid.txt and test.txt; the documentation
@@ -113,11 +113,11 @@ class Texts(LightningDataModule):
 
     @property
     def num_train_steps(self) -> int:
-        """Number of steps of an epoch, if it were one window."""
+        """Number of time steps of an epoch."""
         return len(self._columns("train", self.batch_size)) - 1
 
     def train_dataloader(self) -> Windows:
-        """Windows of the training part, of lengths that `seed` and the epoch decide."""
+        """Return windows of the training part, with lengths set by `seed` and the epoch."""
         num_ranks, rank, epoch = 1, 0, 0
         if self.trainer is not None:
             num_ranks, rank = self.trainer.world_size, self.trainer.global_rank
@@ -129,22 +129,22 @@ class Texts(LightningDataModule):
         return Windows(columns, jittered_lengths(len(columns) - 1, self.bptt, self.seed, epoch))
 
     def val_dataloader(self) -> Windows:
-        """Windows of the validation part."""
+        """Return windows of the validation part."""
         return Windows.even(self._columns("validation", self.eval_batch_size), self.bptt)
 
     def test_dataloader(self) -> Windows:
-        """Windows of the test part."""
+        """Return windows of the test part."""
         return Windows.even(self._columns("test", self.eval_batch_size), self.bptt)
 
     def test_on_everything(self) -> None:
-        """Let the test part be all of the text, for one of which training has seen nothing."""
-        # As in the text: parts without a file were cut from the end of training.
+        """Make the whole text the test part, for a text unseen in training."""
+        # In the order of the text: parts without a file were cut from the end of training.
         order = sorted(("train", "validation", "test"), key=self._parts_with_files.__contains__)
         self.parts["test"] = torch.cat([self.parts[part] for part in order])
         self.num_unknown["test"] = sum(self.num_unknown.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must have of the text: the vocabulary, and where it was."""
+        """Return the state of the text for a checkpoint: the vocabulary and the path."""
         return {
             "vocabulary": list(self.vocabulary.tokens),
             "tokens": self.token_kind,
@@ -164,7 +164,7 @@ class Texts(LightningDataModule):
 def _split(
     text: Text, kind: TokenKind, validation_fraction: float, test_fraction: float
 ) -> dict[str, list[str]]:
-    """Cut the parts into tokens, and those that there are no files for from the end of training."""
+    """Tokenise the parts, and cut those that have no file from the end of training."""
     parts = {part: tokens_of(content, kind) for part, content in text.parts.items()}
     rest = parts["train"]
     num_tokens = len(rest)

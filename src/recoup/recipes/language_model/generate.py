@@ -52,7 +52,7 @@ def generate(
         moved(network, device)
     tokens = tokens_of(prompt, kind)
     if tokens[-1:] == [END_OF_LINE] and not prompt.endswith("\n"):
-        tokens.pop()  # The line goes on.
+        tokens.pop()  # The line continues.
     unknown = [token for token in tokens if token not in vocabulary]
     if unknown:
         print(f"read as <unk>: {', '.join(dict.fromkeys(unknown))}", file=sys.stderr)
@@ -74,6 +74,7 @@ def generate(
 def _chosen(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax()
-    # The likeliest is 0 before it is divided: a tiny temperature would make it infinite.
+    # The largest logit is shifted to 0 before the division, as a tiny temperature would make it
+    # infinite.
     probabilities = ((logits - logits.max()).double() / temperature).softmax(dim=0)
     return torch.multinomial(probabilities, 1, generator=generator)

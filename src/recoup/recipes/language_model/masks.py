@@ -1,4 +1,4 @@
-"""Dropout of activations whose masks are drawn once for a window, however it is cut."""
+"""Dropout of activations with masks drawn once for a window, whatever its segments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DropoutKind = Literal["locked", "independent"]
 class Masks:
     """The dropout masks of one window of text.
 
-    Kept: a byte for each entry of a mask. A locked mask is as large as one time step; an
-    independent one as the window.
+    Kept: a byte for each entry of a mask. A locked mask has the size of one time step, an
+    independent one that of the window.
 
     Args:
         probabilities: for each place in the network, the probability that an entry is dropped,
             in ``[0, 1)``.
-        masks: for each place, which entries stay: ``(1, N, C)`` or ``(T, N, C)``.
+        masks: for each place, the entries to keep: ``(1, N, C)`` or ``(T, N, C)``.
 
     Source: Gal and Ghahramani, https://arxiv.org/abs/1512.05287, for locked masks.
     """
@@ -45,12 +45,12 @@ class Masks:
 
         Args:
             kind: "locked" for one mask for all time steps (variational dropout), or "independent"
-                for another at each.
+                for a mask of its own at each.
             probabilities: as above.
             sizes: number of channels at each place.
             num_steps: number of time steps of the window.
             batch_size: number of rows of the window.
-            device: where the activations are.
+            device: device of the activations.
         """
         length = 1 if kind == "locked" else num_steps
         masks = {
@@ -76,6 +76,6 @@ class Masks:
         if mask is None:
             return x
         scale = 1 / (1 - self._probabilities[place])
-        if len(mask) == 1:  # Small: as numbers it costs one pass over the activations, not two.
+        if len(mask) == 1:  # It is small: as numbers it needs one pass over `x`, not two.
             return x * (mask.to(x.dtype) * scale)
         return x * mask * scale

@@ -1,4 +1,4 @@
-"""What is trained: a language model, its loss through time, and how its parameters move."""
+"""The training of a language model: its loss through time, and its optimizer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Perplexity(MeanMetric):
 
     def add(self, nll: Tensor, num_tokens: int) -> None:
         """Count tokens whose negative log-likelihoods, in nats, add up to `nll`."""
-        self.set_dtype(torch.float64)  # A model that is cast to 16 bits casts its metrics, too.
-        # The mean leaves out what is not a number, but it must be seen that training diverged.
+        self.set_dtype(torch.float64)  # A model that is cast to 16 bits also casts its metrics.
+        # The mean skips NaN, but a training that diverged must show.
         nll = nll.double().nan_to_num(nan=math.inf, posinf=math.inf)
         self.update(nll / num_tokens, weight=num_tokens)
 
@@ -49,8 +49,8 @@ class LanguageModelTraining(LightningModule):
     """Train an AWD-LSTM on text, through time in a memory of your choice.
 
     Logged for each epoch, for training (``train_``) and validation (``val_``), and for ``test_``:
-    `perplexity`, from sums over tokens and without the penalties; `averaged`, over how many steps
-    the parameters that were validated are averaged.
+    `perplexity`, from sums over tokens and without the penalties; `averaged`, the number of steps
+    over which the validated parameters are averaged.
 
     All randomness of a step (masks, weight dropout, noise) follows from `seed`, the epoch and the
     number of the window: a resumed run draws what the uninterrupted one would have drawn.
@@ -140,12 +140,12 @@ class LanguageModelTraining(LightningModule):
         self.num_patient = num_patient
         self.plan = TimePlan(memory)
         self.seed = seed
-        self.cache: NeuralCache | None = None  # for the test part alone
+        self.cache: NeuralCache | None = None  # for the test part only
         # Names end in an underscore, since modules have a method `train`.
         self.perplexities = torch.nn.ModuleDict(
             {f"{stage}_": Perplexity() for stage in ("train", "val", "test", "test_cache")}
         )
-        # Of training and of validation, which may come in the middle of an epoch.
+        # One for training, one for validation, which may run in the middle of an epoch.
         self._states: dict[str, State] = {}
         _check_not_negative(
             weight_noise_start=weight_noise_start,
@@ -162,7 +162,7 @@ class LanguageModelTraining(LightningModule):
         return self.network(ids, state)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Take a step on a window ``(T + 1, N)``, carry the state on, and return the loss."""
+        """Take a step on a window ``(T + 1, N)``, carry the state over, and return the loss."""
         torch.manual_seed(seed_at(self.seed, self.global_rank, self.current_epoch, batch_idx))
         network = self.network
         num_steps, batch_size = len(batch) - 1, batch.shape[1]
@@ -182,15 +182,15 @@ class LanguageModelTraining(LightningModule):
         return trained.loss
 
     def prepare_memory(self, batch_size: int, longest: int, device: torch.device) -> None:
-        """Find out how to keep the bound on bytes, if there is one, by measuring steps.
+        """Measure steps to find segments that keep the bound on bytes, if there is one.
 
         Args:
             batch_size: number of columns N.
-            longest: steps of the longest window.
-            device: where training will be; the network is moved there.
+            longest: number of steps of the longest window.
+            device: device of the training; the network is moved there.
 
         Raises:
-            ValueError: the bound cannot be kept.
+            ValueError: when the bound cannot be kept.
         """
         if self.plan.budget_bytes is None:
             return
@@ -219,7 +219,7 @@ class LanguageModelTraining(LightningModule):
         self.plan.measure(peak, longest)
 
     def _step(self, store: recoup.GradStore, scale: float) -> None:
-        """Step by the gradients, at a learning rate that is scaled for this step alone."""
+        """Take an optimizer step, with the learning rate scaled for this step only."""
         optimizer: Any = self.optimizers()
         if self.trainer.world_size > 1:
             store.all_reduce_()
@@ -235,11 +235,11 @@ class LanguageModelTraining(LightningModule):
                 group["lr"] = rate
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Count what a window ``(T + 1, N)`` of the validation part costs."""
+        """Add the loss of a window ``(T + 1, N)`` of the validation part."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Count what a window ``(T + 1, N)`` of the test part costs."""
+        """Add the loss of a window ``(T + 1, N)`` of the test part."""
         self._evaluate("test", batch)
 
     def on_train_epoch_start(self) -> None:
@@ -264,7 +264,7 @@ class LanguageModelTraining(LightningModule):
         )
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what averages the parameters."""
+        """Return the callback that averages the parameters."""
         if self.averaging == "never":
             return []
         return [

@@ -20,11 +20,11 @@ _RECURRENT = "weight_hh_l0"
 
 
 class Encoded(NamedTuple):
-    """What the layers make of tokens.
+    """The output of the layers for tokens.
 
     Attributes:
         raw: outputs of the last layer ``(T, N, C)``.
-        dropped: the same after dropout; what the decoder is given.
+        dropped: the same after dropout; the input of the decoder.
         state: the state after the last token.
     """
 
@@ -36,30 +36,30 @@ class Encoded(NamedTuple):
 class LanguageModel(nn.Module):
     """An LSTM language model with the regularisation of AWD-LSTM.
 
-    Kept: of weight dropout and weight noise a seed each, of dropout of activations a seed. Backward
-    draws again. The parameters and their names are those of plain layers. With
-    ``dropout_kind="independent"`` and neither dropout of weights nor of embedding rows it is the
-    ordinary LSTM language model.
+    Kept: a seed each for weight dropout, weight noise and dropout of activations, from which
+    backward draws again. The parameters and their names are those of plain layers. With
+    ``dropout_kind="independent"`` and no dropout of weights or embedding rows it is the ordinary
+    LSTM language model.
 
     Args:
         vocab_size: number of tokens.
         embed_size: size of an embedding.
         hidden_size: size of the layers; the last has `embed_size` if weights are tied.
         num_layers: number of LSTM layers.
-        tie_weights: whether the decoder has the weight of the embedding.
-        input_dropout: dropout of what the first layer is given.
-        hidden_dropout: dropout of what goes from one layer to the next.
-        output_dropout: dropout of what the decoder is given.
-        embedding_dropout: dropout of whole rows of the embedding: of a word wherever it occurs. A
-            tied decoder has the raw weight.
+        tie_weights: whether the decoder shares the weight of the embedding.
+        input_dropout: dropout of the input of the first layer.
+        hidden_dropout: dropout between layers.
+        output_dropout: dropout of the input of the decoder.
+        embedding_dropout: dropout of whole rows of the embedding, so of a word wherever it occurs.
+            A tied decoder uses the raw weight.
         weight_dropout: dropout of the hidden-to-hidden weights, one mask for a window.
         weight_noise: standard deviation of the noise on the weights of embedding and layers. It is
             0 until `set_weight_noise` turns it on.
         dropout_kind: whether input, hidden and output dropout are "locked", one mask for a window,
-            or "independent", another for each time step.
+            or "independent", one mask for each time step.
 
     Raises:
-        ValueError: a size is not positive, or a probability outside its range.
+        ValueError: when a size is not positive, or a probability outside its range.
 
     Source: Merity, Keskar and Socher, https://arxiv.org/abs/1708.02182.
     """
@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         else:
             nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
-        # A use of a parameter has its own policy: the decoder's of a tied weight has none.
+        # Each use of a parameter has its own policy: the decoder's use of a tied weight has none.
         if embedding_dropout:
             recoup.weight_dropout(self.embedding, p=embedding_dropout, axes=(1,))
         if weight_dropout:
@@ -179,11 +179,11 @@ class LanguageModel(nn.Module):
         return self.decoder(encoded.dropped), encoded.state
 
     def evaluation_twin(self) -> Self:
-        """Return a network over the same parameters, without any dropout or noise.
+        """Return a network that shares the parameters, without any dropout or noise.
 
-        Kept: nothing; it has no parameters of its own. Parameters that are tied here are tied
-        there. What trains this network is seen there at once; a parameter that is replaced by
-        another object, instead of changed, is not.
+        Kept: nothing; the twin has no parameters of its own, and the same ones are tied. It sees
+        every in-place update of a parameter at once, but not the replacement of a parameter by
+        another object.
 
         Source: https://github.com/dmlc/gluon-nlp/issues/1060.
         """

@@ -1,9 +1,9 @@
-"""How many time steps a segment has, from what a person writes as ``--memory``.
+"""The length of segments in time steps, from the option ``--memory``.
 
-Rule 1: the peak of a step is measured, not computed. It rises by the same amount with each segment
-more (a state), and with the length of a segment it rises ever faster, since what does not depend on
-it (the gradients) counts less and less. So between two lengths that were measured a line is at
-least the peak, and beyond the last two a line is the peak.
+Rule 1: the peak of a step is measured, not computed. It rises by a constant (a state) with each
+further segment, and ever faster with the length of a segment, since the share that does not depend
+on it (the gradients) matters less and less. So a line between two measured lengths is at least the
+peak, and beyond the last two the line through them is the peak.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recoup.memory import format_bytes, parse_bytes
 __all__ = ["TimePlan"]
 
 _MEASURED_STEPS = (1, 2, 4, 8, 16, 32, 64)
-_FEW = 4  # whose peak is measured with more segments, too
+_FEW = 4  # this length is also measured with more segments
 _MARGIN = 1.02  # for the rounding of allocators
 
 Peak = Callable[[int, int], int]
@@ -25,15 +25,15 @@ Peak = Callable[[int, int], int]
 
 
 class TimePlan:
-    """What backward remembers of a window of text.
+    """A memory mode for windows of text: the lengths of their segments.
 
     Args:
-        memory: "linear" for all of it; "sqrt" for as many states as a segment has time steps; or
-            the most bytes that forward, loss and backward of a step may take beyond what is there
-            before it, as "500 MiB".
+        memory: "linear" for a single segment; "sqrt" for as many states as a segment has time
+            steps; or the most bytes that forward, loss and backward of a step may allocate beyond
+            those allocated before it, such as "500 MiB".
 
     Raises:
-        ValueError: `memory` is none of these.
+        ValueError: when `memory` is none of these.
     """
 
     def __init__(self, memory: str) -> None:
@@ -50,14 +50,14 @@ class TimePlan:
                 ) from error
 
     def measure(self, peak: Peak, most_steps: int) -> None:
-        """Measure what a step costs, to keep the bound on it.
+        """Measure the peak of steps, to keep the bound on bytes.
 
         Args:
             peak: measures the peak of a step.
-            most_steps: steps of the longest window there will be.
+            most_steps: number of steps of the longest window.
 
         Raises:
-            ValueError: no cut of such a window keeps the bound.
+            ValueError: when no segments of such a window keep the bound.
         """
         self._costs = _Costs(peak, most_steps)
         if self._longest(most_steps) is None:
@@ -68,7 +68,7 @@ class TimePlan:
             )
 
     def segment_steps(self, num_steps: int) -> int | None:
-        """Return how many steps the segments of a window have; None for a single one."""
+        """Return the number of steps of a window's segments; None for a single segment."""
         if self.memory == "sqrt":
             return math.ceil(math.sqrt(num_steps))
         if self.memory == "linear":
@@ -78,7 +78,7 @@ class TimePlan:
         return self._longest(num_steps)
 
     def _longest(self, num_steps: int) -> int | None:
-        """The longest segments, which are the fastest, that keep the bound."""
+        """Return the longest segments, which are the fastest, that keep the bound."""
         costs, budget = self._costs, self.budget_bytes
         if costs is None or budget is None:
             return None

@@ -1,4 +1,4 @@
-"""Reading text from the disk and cutting it into tokens, or saying which file is wrong and why."""
+"""Reading text from disk and tokenising it, with errors that name the file and the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Text:
     """A text, in the parts that its files name.
 
     Attributes:
-        name: what messages call it.
+        name: name of the text in messages.
         parts: the text of "train", "validation" and "test"; without the latter two, or one of
             them, if the files do not name them.
     """
@@ -39,15 +39,15 @@ class Text:
 
 
 def read_text(path: Path | None) -> Text:
-    """Read a text: a file, a folder of training, validation and test files, or what Python has.
+    """Read a text: a file, a folder of files for the parts, or Python's documentation.
 
     Args:
-        path: A file; or a folder with one file that has ``train`` in its name, as
-            ``wiki.train.tokens``, and perhaps one with ``valid`` and one with ``test``. None for
+        path: A file; or a folder with one file that has ``train`` in its name, such
+            as ``wiki.train.tokens``, and perhaps one with ``valid`` and one with ``test``. None for
             the documentation that comes with CPython.
 
     Raises:
-        ValueError: A file is not there, is not text, or is empty; the message names it.
+        ValueError: When a file does not exist, is not text, or is empty; the message names it.
     """
     if path is None:
         return Text("the documentation of Python", {"train": _topics()})
@@ -80,7 +80,7 @@ def tokens_of(text: str, kind: TokenKind) -> list[str]:
 
     Args:
         text: The text.
-        kind: "whitespace" for what stands between white space, as in texts that were tokenized
+        kind: "whitespace" for the pieces between white space, as in texts that were tokenized
             before, with ``<eos>`` at the end of each line; "words" for words and marks of
             punctuation, with ``<eos>`` too; "characters" for characters, newlines among them.
 
@@ -90,7 +90,7 @@ def tokens_of(text: str, kind: TokenKind) -> list[str]:
     """
     if kind == "characters":
         return list(text)
-    # Not `splitlines`, to which form feeds and separators of Unicode end lines too.
+    # Not `splitlines`, which also splits at form feeds and Unicode separators.
     lines = text.removesuffix("\n").split("\n") if text else []
     if kind == "whitespace":
         found = (line.split() for line in lines)
@@ -100,7 +100,7 @@ def tokens_of(text: str, kind: TokenKind) -> list[str]:
 
 
 def text_of(tokens: Sequence[str], kind: TokenKind) -> str:
-    """Put tokens together to a text that reads well: nearly the inverse of `tokens_of`.
+    """Join tokens into readable text: nearly the inverse of `tokens_of`.
 
     Example:
         >>> text_of(["It", "is", "(", "not", ")", ".", "<eos>", "Yet"], "words")
@@ -121,7 +121,7 @@ def text_of(tokens: Sequence[str], kind: TokenKind) -> str:
 
 
 def _part(folder: Path, part: str, names: set[str]) -> Path | None:
-    """Find the file of a part by the words of its name."""
+    """Find the file of a part by words in its name."""
     found = sorted(
         file
         for file in folder.iterdir()
@@ -152,7 +152,7 @@ def _file(path: Path) -> str:
 
 
 def _topics() -> str:
-    """The documentation that CPython shows as help: each paragraph once, as a line."""
+    """Return the documentation that CPython shows as help: each paragraph once, as a line."""
     from pydoc_data.topics import topics
 
     paragraphs = (
@@ -160,5 +160,5 @@ def _topics() -> str:
         for name in sorted(topics)
         for paragraph in re.split(r"\n\s*\n", topics[name])
     )
-    # Topics share paragraphs: one that is repeated would be in training and test alike.
+    # Topics share paragraphs: a repeated one could be in both training and test.
     return "\n".join(dict.fromkeys(filter(None, paragraphs))) + "\n"

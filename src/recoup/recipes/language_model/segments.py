@@ -1,8 +1,8 @@
 """Backpropagation through time, one segment's activations at a time.
 
-A window of text is a chain of segments: what goes from one to the next is the state of the layers
-and three sums. The sums of all segments make the loss of the window, so that loss and gradients
-are those of the whole window, however it is cut.
+A window of text is a chain of segments: each passes the state of the layers and three sums to the
+next. The sums of all segments make up the loss of the window, so that loss and gradients are those
+of the whole window, whatever its segments.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Penalties:
     """Weights of the penalties on the outputs of the last layer.
 
     Args:
-        activation: of the mean square of the outputs after dropout (AR).
-        temporal: of the mean square of the difference of outputs that follow each other, before
+        activation: weight of the mean square of the outputs after dropout (AR).
+        temporal: weight of the mean square of the difference of successive outputs, before
             dropout (TAR).
 
     Source: Merity, McCann and Socher, https://arxiv.org/abs/1708.01009.
@@ -42,8 +42,8 @@ class Window:
     """A piece of text, as wide as the batch, and the state before it.
 
     Args:
-        ids: numbers of tokens ``(T + 1, N)``: all but the last are read, all but the first
-            predicted.
+        ids: numbers of tokens ``(T + 1, N)``: all but the last are inputs, all but the first
+            targets.
         state: the state before the first.
     """
 
@@ -52,18 +52,18 @@ class Window:
 
     @property
     def num_steps(self) -> int:
-        """How many tokens each row of the batch reads."""
+        """Number of time steps T."""
         return len(self.ids) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a window came to.
+    """The result of a training step on a window.
 
     Attributes:
         loss: the loss with its penalties, a scalar.
         nll: the sum of the negative log-likelihoods of its tokens, in nats.
-        state: the state after it. All without a graph.
+        state: the state after it. No tensor here has a graph.
     """
 
     loss: Tensor
@@ -85,14 +85,14 @@ def window_backward(
 ) -> Trained:
     """Add the gradients of the loss of a window to a store.
 
-    Kept: the states between segments, and what one segment keeps while backward is in it. Backward
-    pays one more forward of each segment but the last. All segments have one draw of weight
-    dropout and noise, and masks that do not depend on where the window is cut.
+    Kept: the states between segments, and the residuals of one segment while backward runs in it.
+    Backward pays one more forward of each segment but the last. All segments share one draw of
+    weight dropout and noise, and masks that do not depend on the segments.
 
     Args:
-        network: what is trained.
+        network: the model to train.
         window: the text.
-        store: where the gradients go.
+        store: the store to which the gradients are added.
         penalties: weights of the penalties.
         segment_steps: number of time steps of a segment; None for the whole window.
         masks: masks of the dropout of activations.
@@ -127,8 +127,8 @@ def sum_of_nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the negative log-likelihoods of targets, in nats.
 
     Args:
-        logits: ``(T, N, vocab_size)``. Of 16 bits, they are cast to 32 first, as autocast does: the
-            sum of a window does not fit into 16.
+        logits: ``(T, N, vocab_size)``. Logits of 16 bits are cast to 32 first, as autocast does:
+            the sum over a window does not fit into 16.
         targets: numbers of tokens ``(T, N)``.
     """
     logits = logits.to(_wide(logits.dtype))
@@ -150,7 +150,7 @@ def _segment(
         encoded = network.encode(ids, state, None if masks is None else masks.between(start, stop))
         logits = network.decoder(encoded.dropped)
         differences = encoded.raw.diff(dim=0).square().sum(dtype=sums.dtype)
-        if start:  # What came before is the last layer's hidden state.
+        if start:  # The output before is the last layer's hidden state.
             before = (encoded.raw[:1] - state[-1][0]).square().sum(dtype=sums.dtype)
             differences = differences + before
         squares = encoded.dropped.square().sum(dtype=sums.dtype)

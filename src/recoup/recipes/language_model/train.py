@@ -31,13 +31,13 @@ CONFIGS = LANGUAGE_MODEL.configs
 
 
 def prepare(args: Sequence[str]) -> TrainingCLI:
-    """Check the arguments of ``recoup lm fit``, and build what is trained; nothing is written.
+    """Check the arguments of ``recoup lm fit``, and build model and data, without writing.
 
     Args:
         args: The arguments, as on the command line.
 
     Raises:
-        MistakeError: When something is wrong that the user can mend.
+        MistakeError: When the user has to correct something.
     """
     run = TrainingCLI(
         LanguageModelTraining,
@@ -46,7 +46,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         fit=LANGUAGE_MODEL,
         links=[("data.vocab_size", "model.vocab_size"), ("data.bptt", "model.bptt")],
         monitor=MONITOR,
-        # The windows of each epoch are others.
+        # Each epoch has other windows.
         trainer_defaults={"reload_dataloaders_every_n_epochs": 1},
         finetuning={"averaging": "always"},
         args=args,
@@ -55,7 +55,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         _check_trainer(run)
         if run.begun_from is not None:
             _check_same_vocabulary(run)
-        run.datamodule.val_dataloader()  # is there enough of it?
+        run.datamodule.val_dataloader()  # raises if the part is too short
         _prepare_memory(run)
     return run
 
@@ -79,7 +79,7 @@ def _description(run: TrainingCLI) -> str:
 
 
 def _prepare_memory(run: TrainingCLI) -> None:
-    """Measure what a step takes, if it is bounded, where and in the precision that it runs in."""
+    """Measure the memory of a step, if it is bounded, on the run's device, in its precision."""
     data, trainer = run.datamodule, run.trainer
     longest = min(data.bptt + MAX_JITTER * data.jitter, data.num_train_steps)
     precision = trainer.precision_plugin

@@ -41,17 +41,17 @@ def load_model(path: str | Path) -> LanguageModelTraining:
 
 
 def load_vocabulary(path: str | Path) -> tuple[Vocabulary, TokenKind]:
-    """Return the vocabulary of a checkpoint, and what its tokens are."""
+    """Return the vocabulary of a checkpoint, and the kind of its tokens."""
     checkpoint = read_checkpoint(path, "--checkpoint")
     return vocabulary_in(checkpoint, path), _token_kind_in(checkpoint, path)
 
 
 def load_data(path: str | Path, data: str | None = None, **settings: Any) -> Texts:
-    """Return the text that a model was trained on, or another, in the tokens that it knows.
+    """Return the text that a model was trained on, or another, in the vocabulary of the model.
 
     Args:
         path: The checkpoint.
-        data: A text file or a folder; None for what the model was trained on.
+        data: A text file or a folder; None for the training text.
         settings: Other settings of `Texts` to change.
 
     Raises:
@@ -74,13 +74,13 @@ def load_data(path: str | Path, data: str | None = None, **settings: Any) -> Tex
 
 
 def load_path(path: str | Path) -> str | None:
-    """Return where the text was that the model of a checkpoint was trained on."""
+    """Return the path of the text on which the model of a checkpoint was trained."""
     with damage_reported(path, "a language model"):
         return data_path_in(read_checkpoint(path, "--checkpoint"), Texts.__qualname__)
 
 
 def vocabulary_in(checkpoint: dict[str, Any], path: str | Path) -> Vocabulary:
-    """Return the vocabulary of a checkpoint that was read.
+    """Return the vocabulary of a loaded checkpoint.
 
     Raises:
         ValueError: When it is a checkpoint of another recipe.
@@ -97,7 +97,7 @@ def vocabulary_in(checkpoint: dict[str, Any], path: str | Path) -> Vocabulary:
 
 
 def _token_kind_in(checkpoint: dict[str, Any], path: str | Path) -> TokenKind:
-    """Return what the tokens of a checkpoint are, of which the vocabulary was looked at."""
+    """Return the kind of the tokens of a checkpoint whose vocabulary was checked."""
     kind: Any = checkpoint[Texts.__qualname__].get("tokens")
     if kind not in get_args(TokenKind):
         raise ValueError(f"{path} is damaged: its tokens are of no known kind. Give another.")

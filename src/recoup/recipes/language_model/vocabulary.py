@@ -1,4 +1,4 @@
-"""Which number stands for which token."""
+"""The vocabulary: the mapping from tokens to numbers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Vocabulary:
     """The tokens that a model knows; all others are ``<unk>``, which is one of them.
 
     Args:
-        tokens: the tokens, each once; the place of each is its number.
+        tokens: the tokens, each once; the index of each is its number.
 
     Raises:
-        ValueError: ``<unk>`` is not among the tokens, or one occurs twice.
+        ValueError: when ``<unk>`` is not among the tokens, or a token occurs twice.
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class Vocabulary:
             if count >= min_count and token != UNKNOWN
         ]
         known = known if max_size is None else known[: max_size - 1]
-        # It stands for what was left out, by the text itself too, and is as frequent.
+        # It counts the tokens that are left out, and those that are ``<unk>`` in the text itself.
         left_out = counts.total() - sum(counts[token] for token in known)
         place = sum(counts[token] >= left_out for token in known)
         return cls([*known[:place], UNKNOWN, *known[place:]])
@@ -72,5 +72,5 @@ class Vocabulary:
         return torch.tensor([numbers.get(token, unknown) for token in tokens], dtype=torch.int64)
 
     def num_unknown(self, tokens: Iterable[str]) -> int:
-        """Return how many of the tokens it does not know."""
+        """Return the number of tokens that are not in the vocabulary."""
         return sum(token not in self._numbers for token in tokens)

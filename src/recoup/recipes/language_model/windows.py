@@ -1,4 +1,4 @@
-"""A text as windows, one after the other, through which the state of the model is carried."""
+"""A text as consecutive windows, through which the state of the model is carried."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from recoup.recipes.draws import seed_at
 
 __all__ = ["MAX_JITTER", "MIN_LENGTH", "Windows", "columns_of", "jittered_lengths"]
 
-# As Merity et al. have it: half the length in one window of twenty, a deviation of five steps, and
-# no window shorter than five. None is longer than by five deviations, which one in three million
-# would be: a bound on memory holds for all.
+# As in Merity et al.: half the length in one window of twenty, a standard deviation of five steps,
+# and no window shorter than five. None is longer by more than five deviations, as one in three
+# million would be, so that a bound on memory holds for all.
 _HALF_FRACTION = 0.05
 _DEVIATION = 5.0
 MIN_LENGTH = 5
@@ -28,7 +28,7 @@ def columns_of(ids: Tensor, batch_size: int) -> Tensor:
         batch_size: number of columns N.
 
     Returns:
-        ``(T // N, N)``; the tokens that are left over are left out.
+        ``(T // N, N)``; tokens that do not fill a row are left out.
     """
     num_rows = len(ids) // batch_size
     return ids[: num_rows * batch_size].view(batch_size, num_rows).t().contiguous()
@@ -37,11 +37,11 @@ def columns_of(ids: Tensor, batch_size: int) -> Tensor:
 def jittered_lengths(num_steps: int, bptt: int, seed: int, epoch: int) -> list[int]:
     """Return the lengths of windows that cover `num_steps`, about `bptt` each.
 
-    Windows that begin elsewhere in each epoch let each token be near the end of one now and then.
+    Since windows begin elsewhere in each epoch, each token is near the end of one at times.
 
     Args:
         num_steps: number of steps to cover.
-        bptt: length around which they vary.
+        bptt: mean length of most windows.
         seed: seed of the run.
         epoch: number of the epoch; each has lengths of its own.
 
@@ -64,7 +64,7 @@ class Windows:
 
     Args:
         columns: numbers of tokens ``(T, N)``.
-        lengths: how many steps each window has; they add up to T - 1.
+        lengths: number of steps of each window; they add up to T - 1.
     """
 
     def __init__(self, columns: Tensor, lengths: list[int]) -> None:
@@ -73,13 +73,13 @@ class Windows:
 
     @classmethod
     def even(cls, columns: Tensor, bptt: int) -> Windows:
-        """Return windows of one length, but for the last."""
+        """Return windows of equal lengths, except the last."""
         num_steps = len(columns) - 1
         return cls(columns, [min(bptt, num_steps - at) for at in range(0, num_steps, bptt)])
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are predicted."""
+        """Number of tokens to predict."""
         return sum(self.lengths) * self.columns.shape[1]
 
     def __len__(self) -> int:
