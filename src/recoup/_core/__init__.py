@@ -1,3 +1,3 @@
-"""The ground: saved-tensor hooks, replay of randomness, regions, stages, the executor."""
+"""The core: saved-tensor hooks, replay of randomness, regions, stages, the executor."""
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""What the allocator of the CPU hands out and takes back, as it reports it.
+"""Allocations: the bytes that the CPU allocator reports as allocated and freed.
 
 NOTE [ Reports of the allocator ]
 
 Rule 1. The allocator reports each allocation and each free to the profiler of its thread. A session
-        is such a profiler, which leaves operators out. Other threads report to it only if torch
-        starts them for this one, in backward.
-Rule 2. A thread has one profiler at most. Contexts within one another share a session; while a
-        profiler of somebody else runs there can be none, and `can_follow` says so.
-Rule 3. A session is read by ending it and beginning another one, which cannot be done within a
+        is such a profiler, which does not record operators. Other threads report to it only if
+        torch starts them for this thread, in backward.
+Rule 2. A thread has at most one profiler. Nested contexts share a session; while a profiler of
+        other code runs there can be no session, and `can_follow` returns False.
+Rule 3. A session is read by ending it and beginning another one, which is not possible within a
         backward that began outside of it. So a moment is marked by an operator that is recorded,
-        and what was alive then is known when the session is read.
+        and the bytes alive at that moment are known when the session is read.
 Rule 4. Memory that was allocated before does not count when it is freed. A report has a size and no
-        address, so a free counts if memory of this size is alive. What an earlier session followed,
-        and is freed here, may be taken for it; what none has followed is not reported.
+        address, so a free counts if memory of this size is alive. Memory that an earlier session
+        followed, and is freed here, may be mistaken for it; the profiler does not report frees of
+        other earlier memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _numbers = count()
 
 
 class _Session(threading.local):
-    """The profiler of a thread, and who is told what it reports."""
+    """The profiler of a thread, and the contexts that follow its reports."""
 
     def __init__(self) -> None:
         self.followers: list[Allocations] = []
@@ -58,9 +59,9 @@ def can_follow() -> bool:
 class Allocations:
     """A context that counts the bytes that the allocator of the CPU hands out within it.
 
-    Temporaries within kernels count, and so do random states. Not seen: other threads, memory of
-    libraries that do not ask torch's allocator, and what becomes of memory from before. The counts
-    are there when the context has ended.
+    Temporaries within kernels count, and so do random states. It does not see other threads, memory
+    of libraries that do not use torch's allocator, and frees of memory from before. The counts are
+    complete when the context has ended.
 
     Example:
         >>> with Allocations() as allocations:
@@ -93,7 +94,7 @@ class Allocations:
                 _end()
 
     def mark(self, take: Callable[[int, int], None]) -> None:
-        """Mark a moment, at which `take` gets the peak since the last one and what is alive."""
+        """Mark a moment: `take` gets the peak since the last mark and the bytes alive then."""
         name = f"recoup {next(_numbers)}"
         self._marks[name] = take
         _autograd._enable_record_function(True)
@@ -101,7 +102,7 @@ class Allocations:
             _autograd._enable_record_function(False)
 
     def _take(self, events: Sequence[tuple[str, int]]) -> None:
-        """Count allocations, frees as negative sizes, and what has a name as a mark."""
+        """Count allocations and frees (negative sizes), and call the marks among `events`."""
         current, peak, num_alive = self.current_bytes, self._peak_bytes, self._num_alive
         for name, size in events:
             if size > 0:
@@ -141,7 +142,7 @@ def _end() -> None:
 
 
 def _report() -> None:
-    """Tell the followers what was reported until now."""
+    """Pass the events reported so far to the followers."""
     events = [
         (event.name(), event.cpu_memory_usage())
         for event in _stop()
@@ -160,7 +161,7 @@ def _start() -> None:
 
 
 def _stop() -> list[Any]:
-    """Return what was reported, in order."""
+    """End the session and return its events in order."""
     threads = [events for events in _autograd._disable_profiler_legacy() if events]
     events = list(chain.from_iterable(threads))
     if len(threads) > 1:

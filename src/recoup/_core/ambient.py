@@ -1,4 +1,4 @@
-"""The settings around a region that change what its code computes."""
+"""The settings around a region that affect the results of its code."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _allow(allowed: tuple[bool, ...]) -> None:
 
 
 class Ambient:
-    """Autocast, and the choice of attention kernels, as they were when a region ran first.
+    """The settings of autocast and of attention kernels in the first run of a region.
 
     Autocast is entered without its cache of weight copies: a cached copy would tie the second run
-    to the graph of whatever surrounds it. The copies hold the same numbers either way.
+    to the graph of the code around it. The copies hold the same numbers either way.
     """
 
     __slots__ = ("_allowed", "_autocast")
@@ -53,7 +53,7 @@ class Ambient:
             ]
 
     def entered(self) -> Restoring | None:
-        """Return a context with the recorded settings; None where they are in force."""
+        """Return a context with the recorded settings; None if they are in force already."""
         now = _allowed()
         if self._autocast is None and now == self._allowed and not _is_autocast():
             return None
@@ -65,7 +65,7 @@ class Ambient:
 
 
 class _Entered(Restoring):
-    """Around code with these attention kernels allowed, and with autocast like that."""
+    """A context with the given attention kernels allowed and the given autocast settings."""
 
     __slots__ = ("_allowed", "_before", "_casts")
 
@@ -97,7 +97,7 @@ class _Entered(Restoring):
 
 
 class _Settings:
-    """How autocast and the choice of attention kernels stand."""
+    """The current settings of autocast and of attention kernels, which it can restore."""
 
     __slots__ = ("_casts", "_has_cache", "_nesting", "allowed")
 
@@ -123,7 +123,7 @@ class _Settings:
 
 
 def _nesting() -> int:
-    """Return how many contexts of autocast are around; where none is, torch empties its cache."""
+    """Return the depth of nested autocast contexts; at depth 0 torch clears its cache."""
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return nesting

@@ -1,8 +1,8 @@
-"""Copies in another type (autocast makes them): of which view of a value one was made, and again.
+"""Copies in another dtype, as autocast makes them: finds the view that was copied, to repeat it.
 
-What the nodes of the graph tell is the only trace of it: a copy has a storage of its own, and torch
-may have made the view and the copy out of sight, within one operator. A step that is not known here
-costs the bytes of the copy, which is kept then.
+Only the nodes of the graph show the origin of a copy: it has a storage of its own, and torch may
+have made the view and the copy unseen, within one operator. If this module does not know a node on
+the way, the copy is kept, which costs its bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_VIEWS = 8
 
 
 class Cast(NamedTuple):
-    """How a copy was made."""
+    """The recipe of a copy: the geometry of the source, and size, stride and dtype of the copy."""
 
     before: Geometry
     size: tuple[int, ...]
@@ -36,7 +36,7 @@ class Cast(NamedTuple):
 
 
 def laid_out(tensor: Tensor, geometry: Geometry) -> Tensor:
-    """Return `tensor` where its numbers lay the first time, since slots look at its storage."""
+    """Return `tensor` with the memory layout `geometry`, since slots are views of its storage."""
     if geometry_of(tensor) == geometry:
         return tensor
     size, stride, offset = geometry
@@ -46,12 +46,12 @@ def laid_out(tensor: Tensor, geometry: Geometry) -> Tensor:
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """Return where the numbers of `tensor` lie in its storage."""
+    """Return the size, stride and storage offset of `tensor`."""
     return tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 def cast_of(tensor: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, Cast] | None:
-    """Return the value of which `tensor` shows a copy, and how that was made; None if of none."""
+    """Return the value of which `tensor` is a copy, or a view of one, and the recipe; or None."""
     copy = tensor if tensor._base is None else tensor._base
     node: Any = copy.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or version_of(copy):
@@ -61,7 +61,7 @@ def cast_of(tensor: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, Cast] | N
         node, nr = node.next_functions[0]
         if node is None:
             return None
-        for value in values:  # the parts of a split share a node, and differ in its output
+        for value in values:  # the parts of a split share a node, and are different outputs of it
             if value.grad_fn is node and value.output_nr == nr and value.device == copy.device:
                 view = _viewed(value.detach(), path, copy.shape)
                 if view is None:
@@ -73,11 +73,11 @@ def cast_of(tensor: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, Cast] | N
 
 
 def _viewed(view: Tensor, path: list[tuple[Any, int]], shape: torch.Size) -> Tensor | None:
-    """Return the view that a path of nodes leads to, the last one first; None if not known."""
+    """Return the view at the end of `path`, whose last node comes first; None if unknown."""
     for place in range(len(path) - 1, -1, -1):
         node, nr = path[place]
         if place == 0 and node.name() in ("ViewBackward0", "ReshapeAliasBackward0"):
-            # A node does not tell what shape it made: only that of the last one is known.
+            # A node does not record its output shape: only that of the last one is known.
             return view.view(shape)
         after = _step(view, node, nr)
         if after is None:
@@ -105,4 +105,4 @@ def _step(view: Tensor, node: Any, nr: int) -> Tensor | None:
 
 
 def _axis(saved: int) -> int:
-    return saved if saved < 2**63 else saved - 2**64  # nodes tell it without its sign
+    return saved if saved < 2**63 else saved - 2**64  # nodes store it unsigned

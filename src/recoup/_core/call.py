@@ -1,13 +1,13 @@
-"""A call as a stage of a chain: arguments in any form, and a result in any form.
+"""A call as a stage of a chain, with arguments and a result of any structure.
 
-NOTE [ What a call is given, and gives ]
+NOTE [ The inputs and outputs of a call ]
 
-Rule 1. The state of a stage is tensors: those arguments that the stage before made, or all of them
-        for a call that begins a chain. Other tensors among the arguments are kept with the call.
-Rule 2. The first run gets what the caller gave, and the caller gets what it returned, the very
-        objects. A later run gets tensors in their places, and of what could have changed in the
-        first run a copy from before it (See NOTE [ What a second run is given ]).
-Rule 3. What a later run returns is what the stage after it was given by this one.
+Rule 1. The state of a stage is a tuple of tensors: the arguments that the stage before made, or all
+        tensors for a call that begins a chain. Other tensor arguments are kept with the call.
+Rule 2. The first run gets the caller's own objects, and the caller gets the objects that it
+        returned. A later run gets other tensors in their places, and copies from before the first
+        run of objects that it changed (See NOTE [ The arguments of a second run ]).
+Rule 3. A later run returns the tensors that this stage passes to the next one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Call:
     """One call of a function or module.
 
     Args:
-        name: what errors call it.
-        fn: what is called.
+        name: the name of the call in error messages.
+        fn: the function or module to call.
         args: its arguments.
         kwargs: its keyword arguments.
         module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
@@ -77,9 +77,9 @@ class Call:
         self._args = args
         self._kwargs = kwargs
         self._has_kwargs = bool(kwargs)
-        # A call of plain tensors, the common one, is spared the walk through nested values.
+        # A call of plain tensors, the common case, skips the walk through nested values.
         self._tensors, self._tree = flatten_containers((args, kwargs) if kwargs else args)
-        self._is_as_given = True  # whether the tensors are those among the arguments
+        self._is_as_given = True  # whether the tensors are the arguments' own
         self.has_run = False
         self._linked: Sequence[int] | None = None
         self._outside: list[tuple[int, HasTensor, bool]] = []
@@ -103,7 +103,7 @@ class Call:
         return self._tensors
 
     def link(self, places: Sequence[int], *, may_run_again: bool) -> State:
-        """Return the state, which is the arguments at `places` (See Rule 1)."""
+        """Return the state: the tensor arguments at `places` (See Rule 1)."""
         self._linked = places
         if may_run_again:
             pair = pair_in_force()
@@ -112,7 +112,7 @@ class Call:
                 for place, value in enumerate(self._tensors)
                 if place not in places
             ]
-            # A parameter would be taken for one of the module's own (NOTE [ Regions and slots ]).
+            # A parameter would be mistaken for the module's own (NOTE [ Regions and slots ]).
             if any(isinstance(value, nn.Parameter) for value in self._tensors):
                 self._is_as_given = False
                 self._tensors = tuple(
@@ -122,16 +122,16 @@ class Call:
         return tuple(self._tensors[place] for place in places)
 
     def take_output(self, state: State) -> Any:
-        """Return what the first run returned, with these tensors, and forget it."""
-        # It may hold what holds this call.
+        """Return the result of the first run with the tensors of `state`, and drop it here."""
+        # The result may hold a reference to this call.
         output, self.output = self.output, None
         tensors, tree = flatten(output)
         return output if all(map(operator.is_, tensors, state)) else tree.unflatten(state)
 
-    # -- what the executor calls -----------------------------------------------------------
+    # -- the stage interface, called by the executor ---------------------------------------
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
-        """Run the call, the first time or again."""
+        """Run the call, for the first time or again."""
         if not self.has_run:
             return self._first(state), None
         tensors = state if self._linked is None else self._with_outside(state)
@@ -142,7 +142,7 @@ class Call:
         return outputs if self.picks is None else tuple(outputs[i] for i in self.picks), None
 
     def inverse(self, state: State) -> State:
-        """Raise: a call has no inverse."""
+        """Raise NotImplementedError: a call has no inverse."""
         raise NotImplementedError
 
     def _called(self, given: Any) -> Any:
@@ -203,10 +203,10 @@ class Call:
 
 
 def run_again(call: Call, *, stops: bool = True) -> Any:
-    """Run a call that is run again in backward.
+    """Run `call` without keeping its residuals; backward runs it again.
 
     Args:
-        call: the call.
+        call: the call to run.
         stops: whether the second run may end with the last residual.
     """
     state, _ = recomputing_executor(stops).execute((call,), call.state)
@@ -215,5 +215,5 @@ def run_again(call: Call, *, stops: bool = True) -> Any:
 
 @functools.cache
 def recomputing_executor(stops: bool) -> Executor:
-    """Return the executor of one call that is run again."""
+    """Return the executor of one call that is recomputed in backward."""
     return Executor(constant(["recompute"]), stops=stops)

@@ -1,4 +1,4 @@
-"""A chain of any callables, each between two nested values, run under a schedule."""
+"""A chain of callables, each from one nested value to the next, run under a schedule."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Otherwise = Literal["recompute", "keep"] | None
 
 
 def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
-    """Return how each link gets its input back under "constant".
+    """Return the way in which each link gets its input back under "constant".
 
     Args:
-        links: the callables in order, each under what errors call it.
-        otherwise: the way of those that cannot be inverted; None if that is an error.
+        links: the callables in order, by their names in error messages.
+        otherwise: the way of links that cannot be inverted; None if those are an error.
     """
     if otherwise not in (None, "recompute", "keep"):
         raise ValueError(f'`otherwise` is {otherwise!r}, but must be "recompute", "keep" or None.')
@@ -51,7 +51,7 @@ def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
 def executor_for(
     memory: Memory, links: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
 ) -> Executor:
-    """Return the executor that `memory` means for these links, or raise if there is none."""
+    """Return the executor for `memory` and these links; raise if a link lacks an inverse."""
     ways = None if ways is None else guard.ways(ways)
     executor = Executor(schedule_for(memory, len(links), ways), guard=guard)
     for index, (name, link) in enumerate(links.items()):
@@ -73,13 +73,13 @@ def run_through(executor: Executor, links: Mapping[str, Any], value: Any) -> Any
 
 
 def value_of(link: Any, output: Any, given: Any, direction: Direction = "forward") -> Any:
-    """Leave out the log-determinant that an invertible module returns beside its value.
+    """Return `output` without the log-determinant that an invertible module adds to its value.
 
     Args:
-        link: what was called.
-        output: what it returned.
-        given: what it was given.
-        direction: which method was called.
+        link: the callable.
+        output: the result of the call.
+        given: the input of the call.
+        direction: the method that was called.
     """
     if not getattr(link, "returns_log_det", False):
         return output
@@ -92,7 +92,7 @@ def value_of(link: Any, output: Any, given: Any, direction: Direction = "forward
 
 
 class _Link:
-    """One callable as a stage, between two nested values that the first run writes down."""
+    """One callable as a stage; the first run records the structures of its input and output."""
 
     __slots__ = ("_index", "_link", "_trees", "code", "held", "modules", "name")
 

@@ -1,13 +1,13 @@
 """The plain values (numbers, strings, None) that code reads beside its arguments.
 
-NOTE [ What code reads ]
+NOTE [ The reads of code ]
 
-Rule 1. The instructions of a function, and of those that it defines within, tell which globals and
+Rule 1. The instructions of a function, and of functions defined within it, show which globals and
         closure cells it reads, and which attributes and entries of them, as `config.scale` and
-        `counter[0]`; of a bound method also those of its owner. Nothing else is compared, so what
-        changes and is not read is no error.
-Rule 2. What an instruction computes first (an attribute of what a call returns, an entry at a place
-        that varies) is not followed.
+        `counter[0]`; for a bound method also those of its owner. Nothing else is compared, so a
+        change of a value that is not read is no error.
+Rule 2. Computed reads (an attribute of the result of a call, an entry at a varying index) are not
+        followed.
 Rule 3. Methods and properties of the owner are followed, some levels deep.
 """
 
@@ -25,13 +25,14 @@ __all__ = ["PLAIN", "Place", "plain_values", "reads_of"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 4
+# Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "math"))
 _SKIPPED = frozenset(("COPY", "PUSH_NULL", "NOP", "RESUME", "PRECALL", "EXTENDED_ARG", "DUP_TOP",
                       "DUP_TOP_TWO"))  # fmt: skip
 
 
 class Read(NamedTuple):
-    """A value that code reads: where it begins, its name, and what is taken of it."""
+    """A value that code reads: its root, its name, and the path of attributes and entries."""
 
     root: str  # "global", "cell" or "self"
     name: str
@@ -39,7 +40,7 @@ class Read(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What a code object reads, beside its owner and of it, and what it writes."""
+    """The reads of a code object, outside its owner and of it, and the names it writes."""
 
     reads: tuple[Read, ...]
     of_owner: tuple[Read, ...]
@@ -51,7 +52,7 @@ _known: weakref.WeakKeyDictionary[types.CodeType, Reads] = weakref.WeakKeyDictio
 
 
 def reads_of(code: types.CodeType) -> Reads:
-    """Return what `code` reads."""
+    """Return the reads of `code`."""
     found = _known.get(code)
     if found is None:
         reads: dict[Read, None] = {}
@@ -91,7 +92,7 @@ def _scan(
         if name in ("STORE_GLOBAL", "STORE_DEREF"):
             written.add(value)
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):  # what it defines within, with the same owner
+        if isinstance(constant, types.CodeType):  # a function defined within
             _scan(constant, "", cells, reads, written)
 
 
@@ -107,13 +108,13 @@ def _begun(name: str, value: Any, own: str, cells: set[str]) -> Read | None:
 
 
 class Place(NamedTuple):
-    """Where a plain value lies, so that it can be put back."""
+    """The place of a plain value (its container and key), to read it or put it back."""
 
     owner: Any
     key: Any
 
     def get(self) -> Any:
-        """Return what lies there."""
+        """Return the value at this place."""
         if isinstance(self.owner, types.CellType):
             return self.owner.cell_contents
         if isinstance(self.owner, (dict, list)):
@@ -121,7 +122,7 @@ class Place(NamedTuple):
         return getattr(self.owner, self.key)
 
     def put(self, value: Any) -> None:
-        """Put a value there."""
+        """Put `value` at this place."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
         elif isinstance(self.owner, (dict, list)):
@@ -136,13 +137,13 @@ Found = tuple[str, Any, Place, bool]
 def plain_values(
     fn: types.FunctionType, owner: object, prefix: str, depth: int = 0
 ) -> Iterator[Found]:
-    """Yield what `fn` reads: a name, the value, its place, and whether `fn` itself writes it.
+    """Yield each value that `fn` reads: name, value, place, and whether `fn` itself writes it.
 
     Args:
         fn: a function.
-        owner: what it is bound to; None if to nothing.
-        prefix: what names begin with.
-        depth: how many calls lie before this one.
+        owner: the object that `fn` is bound to, or None.
+        prefix: a prefix for the names.
+        depth: the number of calls followed before this one.
     """
     found = reads_of(fn.__code__)
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False))
@@ -168,7 +169,7 @@ def plain_values(
 
 
 def _followed(value: Any, read: Read, prefix: str, depth: int) -> Iterator[Found]:
-    """Go from the root of a read to what it takes (See Rules 2 and 3)."""
+    """Yield the values at the end of the path of a read (See Rules 2 and 3)."""
     name = f"{prefix}{read.name}"
     place: Place | None = None
     for index, (is_entry, key) in enumerate(read.path):
@@ -199,7 +200,7 @@ def _attribute(value: Any, key: str) -> tuple[Any, Place | None]:
     """Return an attribute without running code; its place if it is the object's own or a number."""
     own = getattr(value, "__dict__", {})
     if key in own and not isinstance(value, type):
-        # Numbers of modules are put back by their guard.
+        # The guard of a module puts its numbers back.
         return own[key], Place(value if isinstance(value, nn.Module) else own, key)
     if isinstance(value, nn.Module) and key in value._modules:
         return value._modules[key], Place(value, key)

@@ -1,16 +1,16 @@
-"""What a function reads beside its arguments.
+"""The modules, tensors and plain values that a function reads beside its arguments.
 
 NOTE [ What can be seen ]
 
-Rule 1. Followed are closure cells, defaults, `functools.partial`, the owner of a method, the
+Rule 1. The search follows closure cells, defaults, `functools.partial`, the owner of a method, the
         globals that a function reads, functions among these, the attributes of plain objects,
-        and tuples, lists and dicts of a few entries. Modules and tensors found so are compared
-        before a second run.
-Rule 2. Numbers, strings and None are compared where the code reads them: NOTE [ What code reads ].
-        A loop variable that has moved on is caught by this. What the first run has changed itself
-        (a counter) is in a second run what it was before the first, and after it what it was
-        before it; a flag is what the first run left, as in NOTE [ Correct or an error ].
-Rule 3. What is read otherwise (deeper than a few levels, files, devices) is not seen.
+        and the first entries of tuples, lists and dicts. Modules and tensors found there are
+        compared before a second run.
+Rule 2. Numbers, strings and None are compared if the code reads them (NOTE [ The reads of code ]).
+        This catches a loop variable that has moved on. A value that the first run has changed
+        itself (a counter) has in a second run the value from before the first run, and is put back
+        after it; a flag has the value that the first run left, as in NOTE [ Correct or an error ].
+Rule 3. Other reads (deeper than a few levels, files, devices) are not seen.
 Rule 4. A tensor with a history is held weakly: it would hold the graph that holds the region.
 """
 
@@ -34,12 +34,13 @@ __all__ = ["Held"]
 
 _MOST_ENTRIES = 64
 _DEEPEST = 4
+# Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
 _MISSING = object()
 
 
 class Held:
-    """The modules, tensors and plain values that `fn` holds, as they are now."""
+    """The modules, tensors and plain values that `fn` reads, as they are now."""
 
     __slots__ = ("_fn", "_items", "_moved", "_places", "modules")
 
@@ -64,7 +65,7 @@ class Held:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among them, that are alive."""
+        """The tensors among these values that are alive."""
         found: list[Any] = [
             cast("Any", kept() if isinstance(kept, weakref.ref) else kept)
             for _, kept, _ in self._items
@@ -72,7 +73,7 @@ class Held:
         return [value for value in found if isinstance(value, Tensor)]
 
     def first_run_ended(self) -> None:
-        """Take the versions and values that the first run left (See Rule 2)."""
+        """Record the versions and values that the first run left (See Rule 2)."""
         if not (self._items or self._places):
             return
         now = Held(self._fn)
@@ -87,7 +88,7 @@ class Held:
         self._places = {}
 
     def check(self, name: str) -> None:
-        """Raise if anything is not as it was (See Rules 1 and 2)."""
+        """Raise if anything has changed since the first run ended (See Rules 1 and 2)."""
         if not self._items:
             return
         now = {path: value for path, value, _, _ in _walk(self._fn, "", 0)}
@@ -105,12 +106,12 @@ class Held:
                 )
 
     def as_it_was(self) -> _AsItWas | None:
-        """Around a second run: values that the first run changed are what it met (See Rule 2)."""
+        """Return a context that restores the values from before the first run (See Rule 2)."""
         return _AsItWas(self._moved) if self._moved else None
 
 
 class _AsItWas(Restoring):
-    lock = LOCK  # to be held around it
+    lock = LOCK  # the caller holds it around the context
 
     __slots__ = ("_moved", "_now")
 
@@ -131,7 +132,7 @@ class _AsItWas(Restoring):
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    # A number that is not one is not equal to itself.
+    # NaN is not equal to itself.
     return before is now or (type(before) is type(now) and (before == now or before != before))
 
 

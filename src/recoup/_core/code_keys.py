@@ -1,14 +1,15 @@
-"""The code that a call runs, as far as it can be told without running it.
+"""The code that a call runs, as far as it can be found without running it.
 
-NOTE [ Told by what is wrapped ]
+NOTE [ Code is recognized by what it wraps ]
 
-Rule 1. A `functools.partial`, a lambda or a bound method may be made anew for every call. It is
-        told by what it wraps: a function by its code object, a module by itself, an object by the
-        code of its class; and so are the functions in closures, defaults, arguments and attributes,
-        which decide what runs as much.
-Rule 2. A generator of random numbers is no code: the next call may have another one, or none. Its
-        presence is reported, so that such a call can be looked at every time.
-Rule 3. Nothing here holds on to what it found. Whoever remembers codes holds them weakly.
+Rule 1. A `functools.partial`, a lambda or a bound method may be a new object in every call. It is
+        recognized by what it wraps: a function by its code object, a module by itself, an object by
+        the code of its class. The same holds for the functions in closures, defaults, arguments and
+        attributes, since they decide what runs as well.
+Rule 2. A generator of random numbers is not code: the next call may use another one, or none. It is
+        reported, so that such a call can be checked every time.
+Rule 3. This module keeps no reference to the codes it found. A caller that stores codes must hold
+        them weakly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Codes", "codes_of"]
 _DEEPEST = 4
 _MOST_ENTRIES = 64
 _WRAPPERS = (types.FunctionType, types.MethodType, functools.partial)
-# Each of these is an object that stays.
+# Objects that outlive a call, so that each stands for itself.
 _ONESELF = (nn.Module, type, types.BuiltinFunctionType, torch._ops.OperatorBase)
 
 
@@ -51,7 +52,7 @@ class Codes:
         self._kinds = own if numpy is None else (*own, numpy.Generator, numpy.RandomState)
 
     def call(self, fn: Any, depth: int = 0) -> None:
-        """Note what calling `fn` runs (See Rule 1)."""
+        """Note the codes that calling `fn` runs (See Rule 1)."""
         if isinstance(fn, functools.partial):
             partial = cast("functools.partial[Any]", fn)
             self.call(partial.func, depth)
@@ -59,12 +60,12 @@ class Codes:
         elif isinstance(fn, types.MethodType):
             self.call(fn.__func__, depth)
             if isinstance(fn.__self__, type):
-                self._note(fn.__self__)  # a class method: that of `autograd.Function` is one code
+                self._note(fn.__self__)  # a class method: all of `autograd.Function` share one code
             else:
                 self.values((fn.__self__,), depth)
         elif isinstance(fn, types.FunctionType):
             self._note(fn.__code__)
-            # Two functions that a decorator made have one code, and hold different functions.
+            # Two functions made by one decorator share a code, and hold different functions.
             if all(fn is not known for known in self._followed):
                 self._followed.append(fn)
                 self.values(_held_by(fn), depth)
@@ -77,7 +78,7 @@ class Codes:
             self._attributes(fn, depth)
 
     def values(self, values: Iterable[Any], depth: int) -> None:
-        """Note what the code can call or draw from among `values`."""
+        """Note the callables and generators among `values`."""
         for value in values:
             if value is None or isinstance(value, (Tensor, str, int, float)):
                 continue
@@ -110,8 +111,8 @@ def codes_of(fn: Any, arguments: Iterable[Any] = ()) -> Codes:
     """Return the codes that calling `fn` runs.
 
     Args:
-        fn: what is called.
-        arguments: what it is given beside tensors.
+        fn: the function, module or other callable.
+        arguments: its arguments other than tensors.
     """
     found = Codes()
     found.call(fn)
@@ -136,5 +137,5 @@ def _is_default(generator: Any) -> bool:
     known: list[Any] = [torch.default_generator]
     if torch.cuda.is_initialized():
         known.extend(torch.cuda.default_generators)
-    # An operator is given a new Python object for the same generator.
+    # An operator receives a new Python object for the same generator.
     return any(cast("Any", generator)._cdata == each._cdata for each in known)

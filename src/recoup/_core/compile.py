@@ -1,7 +1,7 @@
-"""Keeping the compiler out of what it cannot see.
+"""Helpers that keep torch.compile out of code that it must not trace.
 
-torch.compile replaces frames while a compiled module runs, also those of hooks that such a module
-calls. Ours look at versions and addresses of real tensors, which a trace would freeze.
+torch.compile replaces frames while a compiled module runs, including those of hooks that such a
+module calls. Our hooks read versions and addresses of real tensors, which a trace would freeze.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _uncompiled: dict[Any, Any] = {}
 
 
 def is_loaded() -> bool:
-    """Whether the compiler is in this process; importing it takes longer than importing torch."""
+    """Whether the compiler was imported, which takes longer than importing torch."""
     return "torch._dynamo" in sys.modules
 
 
 def is_traced() -> bool:
-    """Whether torch.export, torch.jit.trace or torch.fx writes down what runs."""
+    """Whether torch.export, torch.jit.trace or torch.fx is tracing this code."""
     jit: Any = torch.jit
     fx: Any = torch.fx
     # torch 2.11 answers `is_exporting()` with True wherever it compiles.
@@ -48,19 +48,19 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def never_compiled(fn: F) -> F:
-    """Mark a function that the compiler shall leave alone, and all that it calls."""
+    """Mark `fn` so that the compiler skips it and all functions that it calls; return it."""
     _mark(fn, "SKIP")
     return fn
 
 
 def not_compiled_itself(fn: F) -> F:
-    """Mark a function that the compiler shall leave alone, though not what it calls."""
+    """Mark `fn` so that the compiler skips it, but not the functions it calls; return it."""
     _mark(fn, "DEFAULT")
     return fn
 
 
 def _mark(fn: Any, what_it_calls: str) -> None:
-    # The part of the compiler that is written in C, which is there before the rest is imported.
+    # The C part of the compiler, which is available before the rest is imported.
     frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
     if hasattr(frames, "set_code_exec_strategy"):  # not in every release of torch
         actions = frames._FrameAction
@@ -69,11 +69,11 @@ def _mark(fn: Any, what_it_calls: str) -> None:
 
 
 def uncompiled(fn: F, *, recursive: bool = True) -> F:
-    """Return `fn` as a function at which a graph breaks.
+    """Return `fn` as a function at which the graph breaks.
 
     Args:
         fn: the function.
-        recursive: whether what it calls is left alone, too.
+        recursive: whether the compiler also skips the functions that it calls.
     """
     if (fn, recursive) not in _uncompiled:
         _uncompiled[fn, recursive] = torch.compiler.disable(fn, recursive=recursive)

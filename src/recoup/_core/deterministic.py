@@ -1,7 +1,7 @@
-"""Networks that cannot draw, so that nobody has to watch them.
+"""Networks that draw no random numbers, whose runs need not be watched.
 
-What a network may draw must follow from the network as it is, never from what it did before: a
-run that is resumed has forgotten that, and has to draw the same.
+Whether a network may draw must follow from the network itself, never from its earlier runs: a
+resumed training does not know those, and has to draw the same numbers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DROPS: frozenset[type[nn.Module]] = frozenset((
 
 
 def draws_nothing(module: nn.Module) -> bool:
-    """Whether every module within is one of torch's that draws nothing as it stands now."""
+    """Whether each module in `module` is known to draw nothing in its current mode."""
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
     kind = type(module)
     if kind in _DROPS:
         return not module.training or own.get("p") == 0
-    # A subclass may do anything, but for a sequence that only brings its modules along, and for a
-    # class (not one derived from it) that says of itself that nothing draws but the modules within.
+    # A subclass may do anything, except a sequence that does not override forward, and a class that
+    # itself (not through a base class) declares that only the modules within may draw.
     if (
         kind not in QUIET
         and kind.forward is not nn.Sequential.forward

@@ -1,4 +1,4 @@
-"""Dispatch modes that are entered for a while."""
+"""Dispatch modes as contexts that are restored even if they are cut off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recoup._core.restoring import Restoring
 
 __all__ = ["InMode"]
 
-# What torch notes beside the stack of modes; the names differ between its releases.
+# Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
     name
     for name, value in vars(dispatch).items()
@@ -22,7 +22,7 @@ _modes: Any = torch._C
 
 
 class InMode(Restoring):
-    """Around code that runs under a dispatch mode.
+    """A context in which a dispatch mode is active.
 
     Args:
         mode: the mode.

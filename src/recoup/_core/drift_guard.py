@@ -1,20 +1,20 @@
-"""The drift guard: how far from forward's values an inverse arrives, and what then.
+"""The drift guard: how far inverses may be from the values of forward, and what follows.
 
 NOTE [ Drift ]
 
-Rule 1. Inverses round, and each magnifies the error that it is given. A gradient is made of all the
-        states that inverses delivered, so what counts is the sum of their relative errors: in
+Rule 1. Inverses round, and each magnifies the error of its input. A gradient depends on all the
+        states that inverses returned, so the guard bounds the sum of their relative errors: in
         stiff chains gradients were off by one to five times that sum, in ordinary ones by a tenth
-        of it. A fifth of the tolerance is allowed.
-Rule 2. The sum may grow with the stages that are done, so that those to come have their part; a
-        tenth of it may be used at once.
-Rule 3. A stage whose input comes out too far is run again from its true input, had by running the
-        stages before it from the nearest kept state. From the errors on the way the guard learns
-        where the next forward is to keep a state, so that this soon ends: it marks the stage as
-        one to be recomputed, whose input a schedule keeps.
-Rule 4. What is computed again is right, so an inverse that is plainly wrong shows in bytes and in
-        time alone. The errors that states were refused for are kept until `reset`, and it is said
-        once if most states have to be kept.
+        of it. The sum may reach a fifth of the tolerance.
+Rule 2. The sum may grow in proportion to the stages done, which leaves the stages to come their
+        share; a tenth of the allowance may be used at once.
+Rule 3. A stage whose input is too far off is run again from its true input, which comes from
+        running the stages before it from the nearest kept state. From the errors seen on the way
+        the guard learns where the next forward must keep a state, so that few such runs are
+        needed: it marks the stage as one to recompute, and a schedule keeps the input of those.
+Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time. The
+        errors of refused states are kept until `reset`, and a warning is given once if most states
+        have to be kept.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _PER_ERROR = 5
 _CALM = 10  # times within the tolerance
 _ROUNDINGS = 8
 _AT_ONCE = 0.1
-# A state is kept where the errors are still this much smaller than they may be: weights move from
-# one step to the next, and the errors with them.
+# A state is kept where the errors are still smaller than allowed by this factor: weights change
+# from one step to the next, and the errors with them.
 _MARGIN = 2.0
 
 
 class DriftGuard:
-    """What to do in backward where an inverse does not find its way back, and what was seen.
+    """The policy for inverses that drift in backward, and a record of their errors.
 
     Kept for backward: eight numbers a stage and tensor of its state, and, where the guard
     recomputes, the first state of the chain and those it has learned to keep. Backward pays for
-    looking at some of each state, and where errors were too large, a recomputation. A guard is for
-    one chain, whose errors it remembers.
+    comparing a sample of each state, and where errors were too large, for a recomputation. A guard
+    is for one chain, whose errors it remembers.
 
     Args:
-        otherwise: what happens past the tolerance. "recompute": the stage is run from its true
-            input, which is computed again from the nearest kept state; from the next forward on,
-            states are kept where the errors seen say so. "raise" a `DriftError`. "warn", once.
-            "ignore": nothing is measured.
-        tolerance: by how much gradients may be off, relative to themselves. The relative errors of
-            the states that inverses deliver may add up to a fifth of it.
+        otherwise: what to do past the tolerance. "recompute": run the stage from its true input,
+            which is computed again from the nearest kept state; from the next forward on, keep
+            states where the errors seen require it. "raise": raise a `DriftError`. "warn": warn,
+            once. "ignore": measure nothing.
+        tolerance: the relative error that gradients may have. The relative errors of the states
+            that inverses return may add up to a fifth of it.
 
     Raises:
         ValueError: an argument is out of range.
@@ -84,27 +84,27 @@ class DriftGuard:
         self.errors: dict[int, float] = {}
         self.refused: dict[int, float] = {}
         self.kept: frozenset[int] = frozenset()
-        self._worst = (0.0, "")  # of the refused: the error, and the stage whose input it is
-        self._num_inverses = 0  # of the chain, had nothing to be kept
+        self._worst = (0.0, "")  # of the refused states: the error, and the stage whose input it is
+        self._num_inverses = 0  # of the chain, if no state were kept
         self._num_recomputed = 0  # states, in the last backward
         self._has_warned = False
         self._has_said_most = False
 
     @classmethod
     def of(cls, drift: Drift) -> DriftGuard:
-        """Return the guard that `drift` means: itself, or one that does what it says."""
+        """Return `drift` if it is a guard, or else a new guard with that policy."""
         return drift if isinstance(drift, DriftGuard) else cls(drift)
 
     def anew(self) -> DriftGuard:
-        """Return a guard of the same kind for another chain."""
+        """Return a new guard with the same settings, for another chain."""
         return DriftGuard(self.otherwise, self.tolerance)
 
     @property
     def largest_error(self) -> float:
-        """The largest relative error that an inverse arrived with.
+        """The largest relative error of a state that an inverse returned.
 
-        Of the states that the last backward used, and of those that were refused since `reset` and
-        computed again.
+        Counted are the states that the last backward used, and those that were refused since
+        `reset` and computed again.
         """
         return max((*self.errors.values(), *self.refused.values()), default=0.0)
 
@@ -112,12 +112,12 @@ class DriftGuard:
     def total_error(self) -> float:
         """The sum of the errors of the states that the last backward used.
 
-        It may be a fifth of the tolerance; a state that was refused has no part in it.
+        It may be up to a fifth of the tolerance; refused states do not count.
         """
         return sum(self.errors.values())
 
     def reset(self) -> None:
-        """Forget the errors and where states are kept, after weights have changed much."""
+        """Forget the errors and the places of kept states, after weights have changed much."""
         self.errors = {}
         self.refused = {}
         self.kept = frozenset()
@@ -126,12 +126,12 @@ class DriftGuard:
         self._has_said_most = False
 
     def ways(self, ways: Sequence[Way]) -> tuple[Way, ...]:
-        """Return the ways of the stages of a chain, with those recomputed whose input is kept."""
+        """Return `ways` with "recompute" for each inverted stage whose input must be kept."""
         self._num_inverses = sum(way == "invert" for way in ways)
         if self.otherwise != "recompute":
             return tuple(ways)
-        # The states from which others are computed again: that before each run of inverses, where
-        # the stage before it cannot be run again, and those learned.
+        # The states from which others are recomputed: the one before each run of inverses where
+        # the stage before it cannot be run again, and those that the guard has learned to keep.
         return tuple(
             "recompute"
             if way == "invert" and (at == 0 or ways[at - 1] == "keep" or at in self.kept)
@@ -146,16 +146,16 @@ class DriftGuard:
 
         Args:
             num_done: how many stages were inverted.
-            num_stages: how many there are.
-            least: the rounding of the type of the states.
-            at_once: whether a tenth of all may be used at once.
+            num_stages: how many stages there are.
+            least: the machine epsilon of the states.
+            at_once: whether a tenth of the whole may be used at once.
         """
         share = num_done / max(num_stages, 1)
         share = max(share, _AT_ONCE) if at_once else share
         return max(share * self.tolerance / _PER_ERROR, num_done * _ROUNDINGS * least)
 
     def _objects(self, total: float, name: str) -> bool:
-        """Whether a state is to be recomputed with which the errors sum to `total`; or raise."""
+        """Whether to recompute a state that brings the sum to `total`; may raise or warn."""
         if self.otherwise == "recompute":
             return True
         text = (
@@ -170,14 +170,14 @@ class DriftGuard:
         return False
 
     def _is_calm(self, num_stages: int) -> bool:
-        """Whether the last backward through all these stages was far within the tolerance."""
-        # A state that was computed again has no error, but its stage is as stiff as it was.
+        """Whether the last backward through all stages was far within the tolerance."""
+        # A recomputed state has no error, but its stage is as stiff as before.
         if len(self.errors) < num_stages or self._num_recomputed:
             return False
         return self.total_error * _CALM <= self.tolerance / _PER_ERROR
 
     def _refuse(self, index: int, error: float, name: str) -> None:
-        """Write down how far off a state was that is computed again (See Rule 4)."""
+        """Record the error of a state that is computed again (See Rule 4)."""
         self.refused[index] = max(error, self.refused.get(index, 0.0))
         if error > self._worst[0]:
             self._worst = (error, name)
@@ -186,7 +186,7 @@ class DriftGuard:
         """Warn once if inverses save little of this chain (See Rule 4).
 
         Args:
-            num_stages: how many stages were to be inverted this time.
+            num_stages: how many stages this backward inverts.
         """
         num_inverses = max(self._num_inverses, num_stages)
         if self._has_said_most or 2 * len(self.kept) <= num_inverses:
@@ -204,7 +204,7 @@ class DriftGuard:
         )
 
     def _say_late(self, name: str) -> None:
-        """Warn that drift was found after some gradients were made, which nobody had looked at."""
+        """Warn that drift was found late, after gradients of unchecked stages were made."""
         warnings.warn(  # each time: these gradients are used
             f"Inverses began to drift suddenly, and it was found at {name}, up to three stages "
             "late: the gradients of this step may be off by more than the `tolerance` of "
@@ -218,13 +218,13 @@ class DriftGuard:
             warnings.warn(text, stacklevel=2)
 
     def _learn(self, errors: dict[int, float], index: int, top: int, rate: float) -> None:
-        """Take down where a state is to be kept, after that at `index` came out too far.
+        """Choose a state to keep from now on, after the one at `index` was too far off.
 
         Args:
-            errors: of the states that inverses delivered, from `top` down.
-            index: the state that was too far.
+            errors: the errors of the states that inverses returned, from `top` down.
+            index: the state that was too far off.
             top: the lowest state above it that was exact.
-            rate: the error that each stage may have, if all have the same.
+            rate: the error allowed for each stage, if all have the same.
         """
         place, total = min(index + 1, top - 1), 0.0
         for at in range(top - 1, index, -1):

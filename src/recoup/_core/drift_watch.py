@@ -1,23 +1,23 @@
-"""What an inverse delivers, compared with what forward was given.
+"""The drift watch: compares the states that inverses return with those of forward.
 
 NOTE [ Sketches ]
 
-Rule 1. Forward leaves of the input of each inverted stage a sketch: eight sums of its values under
+Rule 1. Forward keeps a sketch of the input of each inverted stage: eight sums of its values under
         random signs. The difference of two sketches has the length of the difference of the two
-        values, on average over the signs; so it says how far what the inverse delivers is from
-        what was there, to a factor of three.
-Rule 2. Reading all of a large value costs more than the guard is worth: of such a value a sketch
-        sees 256 runs of eight, spread evenly, at places that move from stage to stage. The signs
-        come from a fixed seed; they are made anew in backward. Each value has a sign of its own: a
-        wrong inverse may be off by one number everywhere, which signs for runs could cancel.
-Rule 3. A value is compared before autograd is given anything that was made of it, or the gradient
-        of one stage would be wrong before anybody knew.
-        Where the last backward was far within the tolerance, every fourth stage is compared, and
-        the last of each run of inverses, below which nothing would show: those between count as
-        the next one below, and it is said if that one is too far.
-Rule 4. What passes a stage by (early latents, a context) is not sketched before that stage, but
-        before the first one that does change it: that inverse is what delivers it. Where stages
-        are left out that one may be among them, so there all of a state is sketched.
+        values, on average over the signs; so it estimates the distance between the inverse's
+        result and the original to a factor of three.
+Rule 2. Reading all of a large tensor would cost too much: a sketch samples 256 runs of eight
+        values, spread evenly, at positions that move from stage to stage. The signs come from a
+        fixed seed and are made again in backward. Each value has its own sign: a wrong inverse may
+        be off by a constant everywhere, which signs shared by runs could cancel.
+Rule 3. A state is compared before autograd uses anything computed from it, or the gradient of one
+        stage would be wrong before the drift is found. Where the last backward was far within the
+        tolerance, only every fourth stage is compared, and the last of each run of inverses, since
+        nothing below it would show the error: a stage that was skipped counts with the error of
+        the next compared one below it, and a warning is given if that one is too far off.
+Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
+        that stage, but before the first stage that changes it, whose inverse returns it. If stages
+        are skipped, that one may be among them, so then the whole state is sketched.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SEED = 0
 
 
 class Watch:
-    """The guard over one forward and its backward.
+    """The comparison of states over one forward and its backward.
 
     Args:
         guard: the guard of the chain.
-        inverted: which of its stages are inverted.
+        inverted: the indices of the stages that are inverted.
     """
 
     __slots__ = (
@@ -75,32 +75,32 @@ class Watch:
         self._is_autocast = _is_autocast()
         self._errors: dict[int, float] = {}
         self._sum = 0.0
-        self._least = 0.0  # what a state's type rounds by, which no way of running avoids
+        self._least = 0.0  # the largest machine epsilon of the states
         self._top = 0
 
     def see(self, index: int, state: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        """Take down the input of a stage that is to be inverted (See Rule 4)."""
+        """Sketch the input of a stage that backward will invert (See Rule 4)."""
         if index % self._every and index - 1 in self._inverted:
             return
         passed = {id(value) for value in output} if self._every == 1 else set[int]()
         sketches = (None if id(v) in passed else self._sketch(index, v) for v in state)
-        # Elsewhere numbers would have to be waited for.
+        # On other devices this would wait for the numbers.
         self._sketches[index] = tuple(
             _numbers(sketch) if sketch is not None and sketch.is_cpu else sketch
             for sketch in sketches
         )
 
     def end_forward(self, lowest: int) -> None:
-        """Let go of the signs until backward (See Rule 2).
+        """Free the signs until backward (See Rule 2).
 
         Args:
-            lowest: the lowest stage that backward can ask for; those below are not inverted.
+            lowest: the lowest stage that backward can reach; those below are not inverted.
         """
         self._tables.clear()
         self._unasked = tuple(index for index in self._inverted if index < lowest)
 
     def begin_backward(self) -> None:
-        """Say that the errors of a new backward follow."""
+        """Clear the errors for a new backward."""
         self._errors = dict.fromkeys(self._unasked, 0.0)
         self._sum = 0.0
         self._num_skipped = 0
@@ -109,11 +109,11 @@ class Watch:
         self._is_autocast = _is_autocast()
 
     def is_exact(self, index: int) -> None:
-        """Say that the working state is what forward was given."""
+        """Note that the working state at `index` is exact: kept or recomputed."""
         self._top = index
 
     def is_within(self, index: int, state: tuple[Tensor, ...], name: str) -> bool:
-        """Whether a state that an inverse delivered may be used; or raise, or warn."""
+        """Whether a state that an inverse returned may be used; may raise or warn."""
         if index not in self._sketches:
             self._num_skipped += 1
             self._errors[index] = 0.0
@@ -133,7 +133,7 @@ class Watch:
         return False
 
     def learn(self, index: int) -> int:
-        """Take down that the state at `index` was too far; return how far an inverse may go."""
+        """Note that the state at `index` was too far off; return the spacing of states to keep."""
         rate = self._guard._allowance(1, self._num_stages, self._least, at_once=False)
         self._guard._learn(self._errors, index, self._top, rate)
         spacing = max(1, self._top - index)
@@ -143,7 +143,7 @@ class Watch:
         return spacing
 
     def _error_of(self, index: int, state: tuple[Tensor, ...]) -> float:
-        """Return the largest relative error of a part that was finite to begin with."""
+        """Return the largest relative error of a tensor of `state` that was finite in forward."""
         worst = 0.0
         for sketch, value in zip(self._sketches.get(index, ()), state, strict=False):
             again = None if sketch is None else self._sketch(index, value)
@@ -177,7 +177,7 @@ class Watch:
 
 
 class _Table(NamedTuple):
-    """How values of one shape and type are seen (See Rule 2)."""
+    """The sampling of tensors of one shape, dtype and device (See Rule 2)."""
 
     size: tuple[int, int]
     stride: tuple[int, int]

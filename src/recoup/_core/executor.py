@@ -4,26 +4,26 @@ NOTE [ One executor ]
 
 Rule 1. The sweep runs with the model's forward, and the whole graph is built in it, so that
         parameters, hooks and `autograd.grad` see an ordinary graph. A stage that the sweep
-        tapes keeps its residuals as any module does; one that it advances over becomes a
+        tapes keeps its residuals as any module does; a stage that it advances over becomes a
         region, whose slots are empty.
-Rule 2. Autograd asks for residuals in descending order of stages. A slot that is empty moves
-        the schedule on, to the action that tapes its stage.
-Rule 3. Asked for a stage whose action lies behind (a second backward over a retained graph, or
-        one after an exception), the schedule is run from its start, the graph left as it is.
-        Asked again for a stage that is not reversed yet, that stage alone is run again.
-Rule 4. The run holds what its stages left; a region holds the run, and is held by slots alone. So
-        nothing here outlives the slots that autograd holds, without the garbage collector.
-Rule 5. What the sweep keeps goes to the pair of hooks beneath; what backward keeps, for a
-        while, does not.
-Rule 6. The last state may itself be a value that is not kept: a second run of the last stage gives
-        it to whoever asks, together with the residuals, in one run.
-Rule 7. What is above the stage that is asked for is not taped on the way: a loss of an early
-        latent alone would otherwise pile up tapes that nobody takes.
-Rule 8. A state that an inverse delivers is compared with what forward was given, before anything is
-        made of it that autograd takes. Where it is too far, the guard says what happens.
-Rule 9. Stages may come one at a time, from code that is not ours. If fewer come than the schedule
-        is for, what it says of the rest is left out. A stage that is asked for before the chain
-        has ended is run again from the nearest state that is kept.
+Rule 2. Autograd unpacks residuals in descending order of stages. Unpacking an empty slot executes
+        the schedule up to the action that tapes its stage.
+Rule 3. If that action was already executed (a second backward over a retained graph, or one after
+        an exception), the schedule is executed again from its start, on the same graph. If the
+        stage has not been reversed yet, that stage alone is run again.
+Rule 4. The run holds the results of its stages; a region holds the run, and only slots hold the
+        region. So reference counting alone frees all of it with the slots that autograd holds.
+Rule 5. States that the sweep keeps go through the pair of hooks beneath; states that backward
+        keeps, for a short time, do not.
+Rule 6. The last state may itself be a value that is not kept: a second run of the last stage makes
+        it again, together with the residuals, in one run.
+Rule 7. Stages above the one whose residuals are needed are advanced over, not taped: a loss of an
+        early latent alone would otherwise make tapes that autograd never uses.
+Rule 8. A state that an inverse returns is compared with the state of forward before autograd uses
+        anything computed from it. If it is too far off, the drift guard decides.
+Rule 9. Stages may be entered one at a time, by user code. If there are fewer than the schedule is
+        for, actions on the missing ones are skipped. If residuals of a stage are needed before the
+        chain has ended, the stage is run again from the nearest state that is kept.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ Result = tuple[State, list[Tensor | None]]
 
 
 class Executor:
-    """A schedule made ready to be executed any number of times.
+    """The executor of one schedule, which it can run any number of times.
 
     Args:
         schedule: the schedule.
         stops: whether a second run ends with the last residual where its output is not needed.
-        guard: what to do where an inverse does not find its way back; None to let it pass.
+        guard: the drift guard of the chain; None if inverses are not checked.
     """
 
     __slots__ = ("guard", "prepared")
@@ -92,7 +92,7 @@ class Executor:
         """Run the chain forward; its backward will follow the schedule.
 
         Returns:
-            The last state and, for each stage, the value beside the chain.
+            The last state and, for each stage, its second output (a log-determinant), if any.
         """
         num_stages = self.prepared.num_stages
         if num_stages != len(stages):
@@ -107,7 +107,7 @@ class Executor:
         return sweep(self, stages, state)
 
     def execute_to_values(self, stages: Sequence[Stage], state: State) -> Result:
-        """Run the chain forward as `execute` does; the last state is not kept either."""
+        """Run the chain forward as `execute` does, without keeping the last state either."""
         check_hooks_work()
         if is_answered():
             return _run_plainly(stages, state)
@@ -145,7 +145,7 @@ class _Output(Source):
         self._geometry = geometry_of(output)
 
     def take(self, output: Tensor) -> None:
-        # Hooks around may have given back its inputs in another layout.
+        # Outer hooks may have returned the inputs in another memory layout.
         self.give(laid_out(output, self._geometry))
 
     def make(self) -> None:
@@ -200,7 +200,7 @@ class Run:
         return state, beside
 
     def enter(self, stage: Stage, state: State) -> tuple[State, Tensor | None]:
-        """Run the next stage, as the schedule says."""
+        """Run the next stage, taped or advanced over according to the schedule."""
         index = len(self._stages)
         self._stages.append(stage)
         self._runs.append(None)
@@ -218,7 +218,7 @@ class Run:
         return self._advance_first(index, state)
 
     def end(self, state: State) -> None:
-        """Say that no stage comes after this; `state` is the last one's."""
+        """End the forward; `state` is the output of the last stage."""
         if self._plan.keeps_output and self._is_whole:
             self._swept[len(self._stages)] = self._keep(len(self._stages), state)
         self._position = self._plan.sweep_end
@@ -231,7 +231,7 @@ class Run:
 
     @property
     def _lowest_wanted(self) -> int:
-        """The lowest stage that has residuals to give."""
+        """The lowest stage whose residuals autograd may still need."""
         runs = enumerate(self._runs)
         return next((at for at, run in runs if run is not None and run.is_wanted), len(self._runs))
 
@@ -250,7 +250,7 @@ class Run:
         return tuple(keep(value, name, pair) for value in state)
 
     def _spared(self, stage: Stage, state: State) -> State:
-        """Return a copy of `state` where `stage` would change what is kept in place."""
+        """Return `state`, or a copy if `stage` would change a kept state in place."""
         if not (self._storages and is_said_in_place(stage)):
             return state
         is_kept = not self._storages.isdisjoint(map(storage_of, state))
@@ -288,12 +288,12 @@ class Run:
         return Region(self._stages[index].name, partial(self._demand, index), self._lock, way)
 
     def as_value(self, place: int, value: Tensor, given: set[int]) -> Tensor:
-        """Return a tensor of the last state as a value, unless it is kept anyway (Rule 6)."""
+        """Return `value` marked as a value, if it is a plain tensor with new memory (Rule 6)."""
         if type(value) is not Tensor or value.is_sparse or storage_of(value) in given:
             return value
         source = _Output(self, f"What {self._stages[-1].name} returned", value)
         self._outputs.append((place, weakref.ref(source)))
-        # An alias: what was returned may be held elsewhere, and is not ours to mark.
+        # An alias: user code may hold the returned tensor, so it must not be marked itself.
         return as_value(value.view_as(value), source)
 
     # -- backward --------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class Run:
         self._fill(index, state)
 
     def _forget(self) -> None:
-        """Let go of all that backward has made, so that the next demand begins anew."""
+        """Release all that backward has made, so that the next demand starts over."""
         self._position = len(self._plan.actions)
         self._working = (-1, ())
         self._kept.clear()
@@ -348,7 +348,7 @@ class Run:
                 run.inputs = None
 
     def _restart(self) -> None:
-        """Bring back what the sweep kept, as far as backward has dropped it (See Rule 3)."""
+        """Restore the states that the sweep kept and backward has dropped (See Rule 3)."""
         self._forget()
         if not self._plan.inverted:  # a run that inverts drops nothing that the sweep kept
             self._load(0)
@@ -384,7 +384,7 @@ class Run:
             case Invert(index):
                 self._invert(index, is_taped=index <= demanded)
             case Reverse(index):
-                # Autograd reverses; its slots are empty by now.
+                # Autograd reverses the stage; its slots are empty by now.
                 run = self._runs[index]
                 if run is not None:
                     run.inputs = None
@@ -407,7 +407,7 @@ class Run:
         self._working = (index + 1, self._run(index).advance(self._state_at(index)))
 
     def _invert(self, index: int, *, is_taped: bool) -> None:
-        # Handed over, so that the stage may let go of it half way.
+        # Handed over, so that the stage can free it half way.
         state = self._run(index).invert(self._take(index + 1), is_taped=is_taped)
         if self._watch is not None:
             state = self._compared(index, state, self._watch, is_taped=is_taped)
@@ -416,12 +416,12 @@ class Run:
             self._run(index).inputs = state
 
     def _compared(self, index: int, state: State, watch: Watch, *, is_taped: bool) -> State:
-        """Return the state that an inverse delivered, or a better one (See Rule 8)."""
+        """Return the state that an inverse returned, or the recomputed one (See Rule 8)."""
         if watch.is_within(index, state, self._stages[index].name):
             if index not in self._kept:
                 return state
             watch.is_exact(index)
-            # Kept for a recomputation on the way down, which is past it now.
+            # Backward kept it to recompute the stages above, which are done now.
             return self._kept[index] if index in self._swept else self._kept.pop(index)
         del state
         sources = [at for at in (*self._swept, *self._kept) if at <= index]
@@ -445,7 +445,7 @@ class Run:
         return state
 
     def _check_alone(self, start: int, stop: int) -> None:
-        """Raise if running these stages again would wait for other ranks, which may not drift."""
+        """Raise if a stage is sharded: other ranks may see no drift, and would not run it again."""
         for stage in self._stages[start:stop]:
             if any(hasattr(part, "unshard") for one in stage.modules for part in one.modules()):
                 raise DriftError(

@@ -1,23 +1,24 @@
 """Gradients that are taken while forward runs.
 
-NOTE [ Asked for before the end ]
+NOTE [ Residuals that are used before the call ends ]
 
-Rule 1. A call that is made of gradients (the log-determinant of a network) asks for what it saved
-        before it has ended, and so before the region around it can give anything back: other second
-        runs keep nothing at all. So what such a call saves is at hand here until the call ends,
-        whatever the pair beneath made of it.
-Rule 2. After the call nothing is held here: backward is given what the pair beneath gives, which
-        was asked about each tensor once, in the order of the saves.
+Rule 1. A call that takes gradients (the log-determinant of a network) needs its own residuals
+        before it has ended, and so before the region around it can make them again: some second
+        runs keep nothing at all. So the tensors that such a call saves are held here until the call
+        ends, whatever the pair beneath does with them.
+Rule 2. After the call nothing is held here: backward gets the tensors from the pair beneath, which
+        packed each tensor once, in the order of the saves.
 
 NOTE [ A region that takes gradients ]
 
-Rule 1. Code in a region may take a gradient by itself (a force, a penalty). It asks for residuals
-        of the run before that has ended. A second run that is taped has them, since it keeps all.
-Rule 2. Whether code does that shows when it runs. So the first run of a piece of code keeps its
-        residuals until it ends. If nothing asked for one, later first runs keep nothing; otherwise
-        they keep them, too. A second run needs as much memory, so the peak of a step stays. The
+Rule 1. Code in a region may take a gradient itself (a force, a penalty). It then unpacks residuals
+        of a run before that run has ended. A taped second run has them, since it keeps all.
+Rule 2. Only a run shows whether code does that. So the first run of some code keeps its residuals
+        until it ends. If none was unpacked, later first runs keep nothing; otherwise they keep
+        theirs, too. A second run needs as much memory, so the peak of a step does not grow. The
         same holds for a second run that is not taped.
-Rule 3. Code that takes its first gradient in a later run is an error, once: then it is known.
+Rule 3. Code that takes its first gradient in a later run is an error, once; after that it is known
+        to take gradients.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from recoup.errors import ReplayError
 __all__ = ["FirstRun", "GradientsWithin", "place_of"]
 
 _Parts = weakref.WeakSet[Any]
-_seen: tuple[_Parts, _Parts] = (_Parts(), _Parts())  # by mode, as in `sources`
+_seen: tuple[_Parts, _Parts] = (_Parts(), _Parts())  # by mode, as in `random_sources`
 _asking: tuple[_Parts, _Parts] = (_Parts(), _Parts())
 
 
 class FirstRun:
-    """Whether a run keeps its residuals until it ends: NOTE [ A region that takes gradients ].
+    """The decision whether a run keeps residuals: NOTE [ A region that takes gradients ].
 
     Args:
         parts: the code and modules that run; held weakly.
@@ -59,7 +60,7 @@ class FirstRun:
         self.keeps = not is_seen or all(part in _asking[self._mode] for part in self._parts)
 
     def asked(self, name: str) -> None:
-        """Note that a residual of the run is asked for; raise if they are not kept (Rule 3)."""
+        """Note that a residual of the run is unpacked; raise if it is not kept (See Rule 3)."""
         self._is_asked = True
         if not self.keeps:
             raise ReplayError(
@@ -69,7 +70,7 @@ class FirstRun:
             )
 
     def end(self, *, is_whole: bool) -> None:
-        """Remember whether the code takes gradients; an exception may have come before."""
+        """Record whether the code takes gradients; not `is_whole` if an exception ended the run."""
         if self._is_asked:
             _asking[self._mode].update(self._parts)
         if self._is_asked or is_whole:
@@ -77,7 +78,7 @@ class FirstRun:
 
 
 class _Place:
-    """Stands for a place in code."""
+    """A weakly referable object that stands for a place in code."""
 
 
 @functools.cache
@@ -88,7 +89,7 @@ def place_of(name: str) -> object:
 
 
 class GradientsWithin(Restoring):
-    """Within it, `torch.autograd.grad` may ask for what was saved within, in any region."""
+    """A context in which `torch.autograd.grad` can use tensors saved within, in any region."""
 
     __slots__ = ("_at_hand", "_beneath", "_hooks")
 
@@ -120,7 +121,7 @@ class GradientsWithin(Restoring):
 
 
 class _AtHand:
-    """A tensor that autograd saved: itself for a while, then what the pair beneath has."""
+    """A saved tensor: held until the context ends, then unpacked by the pair beneath."""
 
     __slots__ = ("packed", "tensor", "unpack")
 

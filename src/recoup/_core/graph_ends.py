@@ -1,4 +1,4 @@
-"""What a graph of autograd ends in, as far as it can be seen from its outputs."""
+"""The ends of an autograd graph: the leaves that can be found from its outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Ends(NamedTuple):
     """The ends of a graph.
 
     Args:
-        leaves: the tensors that a plain backward would accumulate gradients in.
+        leaves: the tensors in which a plain backward would accumulate gradients.
         checkpoints: the nodes of checkpoints of the reentrant kind, whose leaves cannot be seen
             before they run, and which run only in a plain backward.
     """
@@ -32,7 +32,7 @@ class Ends(NamedTuple):
 
 
 def ends_of(outputs: Iterable[Tensor]) -> Ends:
-    """Walk the graph beneath `outputs`; a node takes about a microsecond."""
+    """Return the ends of the graph of `outputs`; a node takes about a microsecond."""
     leaves: list[Tensor] = []
     checkpoints: list[Any] = []
     waiting: list[Any] = []
@@ -60,11 +60,11 @@ def ends_of(outputs: Iterable[Tensor]) -> Ends:
 def hidden_leaves(
     checkpoints: Iterable[Any], found: Callable[[list[Tensor]], None]
 ) -> Generator[None]:
-    """Call `found` with the leaves of a reentrant checkpoint when it has run forward again.
+    """Return a context that calls `found` with the leaves of each reentrant checkpoint that reruns.
 
     Args:
-        checkpoints: nodes of `ends_of`; they are as they were afterwards.
-        found: is called before gradients are accumulated in them.
+        checkpoints: the nodes that `ends_of` found; they are restored at the end.
+        found: called with the leaves before gradients are accumulated in them.
     """
     nodes = [node for node in checkpoints if hasattr(node, "run_function")]
     functions = [node.run_function for node in nodes]
@@ -87,7 +87,7 @@ def _telling(run: Callable[..., Any], found: Callable[[list[Tensor]], None]) -> 
         ends = ends_of(each for each in tree_leaves(outputs) if isinstance(each, Tensor))
         given = {each for each in args if isinstance(each, Tensor)}  # it reads `.grad` of these
         found([each for each in ends.leaves if each not in given])
-        _listen(ends.checkpoints, found)  # of a graph that goes when its backward is over
+        _listen(ends.checkpoints, found)  # of a graph that is freed when its backward ends
         return outputs
 
     return run_and_tell

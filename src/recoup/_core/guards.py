@@ -1,18 +1,17 @@
-"""What a second run of a module must find as the first one left it.
+"""The guard of a region: the state of its modules, which a second run must find unchanged.
 
 NOTE [ Correct or an error ]
 
 Rule 1. Parameters, buffers and the training mode of a region's modules are compared before it
         runs again: the same tensors, unchanged since the end of the first run. (A first run may
         change them itself: a data-dependent start does.)
-Rule 2. Statistics of batch and instance norms are counted in the first run only, and numbers that
-        are attributes of modules (a counter, the probability of a dropout) are in a second run
-        what they were before the first, and after it what they were before it. A flag is what
-        the first run left, since most say that something has been done once.
-Rule 3. Any other buffer that a first run changes may change what a second run computes, so that
-        is an error at once, in the first run.
-Rule 4. Sharded modules (FSDP2) put other parameters in place of their own for the time of a run,
-        so theirs are not compared.
+Rule 2. Batch and instance norms update their statistics in the first run only. Numbers that are
+        attributes of modules (a counter, the probability of a dropout) have in a second run the
+        values from before the first run, and are put back after it. A flag has the value that the
+        first run left, since most flags record that something has been done once.
+Rule 3. Any other buffer that a first run changes may change the result of a second run, so it is
+        an error in the first run.
+Rule 4. Sharded modules (FSDP2) replace their parameters while they run, so those are not compared.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NOTHING = nullcontext()
 _NUMBERS = frozenset((bool, int, float, complex, str))
 _Mark = tuple[int, int]
 _Entry = tuple[dict[str, Any], str, Tensor, _Mark]
-LOCK = threading.RLock()  # threads may share a module that is put back as it was
+LOCK = threading.RLock()  # threads may share a module whose state is put back
 
 
 class Guard:
@@ -56,7 +55,7 @@ class Guard:
             self._walk(root, is_sharded=False)
 
     def _walk(self, module: nn.Module, *, is_sharded: bool) -> None:
-        # nn.Module.modules() builds names and a set of the seen; this is a tenth of its time.
+        # nn.Module.modules() builds names and a set of those seen; this takes a tenth of its time.
         # A module that is met twice is compared twice.
         self._modes.append((module, module.training))
         counts = isinstance(module, _NormBase) and module.training and module.track_running_stats
@@ -67,7 +66,7 @@ class Guard:
             _note(module._parameters, self._tensors)
         if module._buffers and not counts:
             _note(module._buffers, self._buffers)
-        if type(module) not in QUIET:  # nobody changes what those of torch are made with
+        if type(module) not in QUIET:  # torch's own modules do not change their attributes
             self._note_attributes(module.__dict__)
         own = module._modules
         for key, child in own.items():
@@ -90,7 +89,7 @@ class Guard:
         return any(training for _, training in self._modes)
 
     def first_run_ended(self, name: str) -> None:
-        """Take the versions that the first run left; raise if it changed a buffer."""
+        """Record the versions that the first run left; raise if it changed a buffer."""
         for entries, key, value, mark in self._buffers:
             if entries.get(key) is not value or _mark_of(value) != mark:
                 raise ReplayError(
@@ -99,13 +98,13 @@ class Guard:
                     'memory="linear", a schedule that tapes it in the sweep, or a plan whose '
                     "`blocks` leave it out."
                 )
-        # A flag that the first run has set says that something is done, once (a start).
+        # A flag that the first run has set says that something was done once (an initialization).
         if self._numbers:
             self._numbers = [
                 (own, key, own.get(key) if type(value) is bool else value)
                 for own, key, value in self._numbers
             ]
-        # What the first run has replaced (a cache), a second run replaces too.
+        # A tensor that the first run has replaced (a cache) is replaced by a second run too.
         for entries, key, value, mark in self._tensors:
             if entries.get(key) is not value or _mark_of(value) != mark:
                 self._tensors = [
@@ -116,7 +115,7 @@ class Guard:
                 break
 
     def check(self, name: str) -> None:
-        """Raise if anything is not as the first run left it."""
+        """Raise if anything was changed or replaced since the first run ended."""
         for entries, key, value, mark in (*self._tensors, *self._buffers):
             if entries.get(key) is not value:
                 raise ChangedError(
@@ -146,12 +145,12 @@ class Guard:
                 )
 
     def as_it_was(self) -> _AsItWas | None:
-        """Around a second run: numbers as the first run met them, and norms that do not count."""
+        """Return a context that restores numbers and stops norm statistics; None if not needed."""
         moved = [entry for entry in self._numbers if entry[0].get(entry[1]) != entry[2]]
         return _AsItWas(self._norms, moved) if self._norms or moved else None
 
     def counted(self) -> AbstractContextManager[object]:
-        """Around a first run, in which norms count: no other thread holds them still meanwhile."""
+        """Return a context for a first run: with norms, the lock that keeps second runs out."""
         return LOCK if self._norms else _NOTHING
 
     def _name_of(self, entries: dict[str, Any], key: str) -> str:
@@ -178,7 +177,7 @@ def _note(entries: dict[str, Any], found: list[_Entry]) -> None:
 
 
 def _mark_of(tensor: Tensor) -> _Mark:
-    """What changes when a tensor is changed in place, or given other memory (``.data``)."""
+    """Return a mark that differs after a change in place or of the memory (``.data``)."""
     version = 0 if tensor.is_inference() else tensor._version
     kind = type(tensor)
     is_plain = (kind is nn.Parameter or kind is Tensor) and tensor.layout is torch.strided
@@ -186,7 +185,7 @@ def _mark_of(tensor: Tensor) -> _Mark:
 
 
 class _AsItWas(Restoring):
-    lock = LOCK  # to be held around it
+    lock = LOCK  # the caller holds it around the context
 
     __slots__ = ("_moved", "_norms", "_numbers", "_saved")
 

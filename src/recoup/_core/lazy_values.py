@@ -1,26 +1,26 @@
-"""Values that are not kept: tensors that backward is given although nobody held them.
+"""Values that are not kept: tensors that backward uses although nothing stored them.
 
 NOTE [ A value brings its hooks along ]
 
 Rule 1. A `Value` is a tensor whose `Source` can make it again. Each operator that takes one runs
         under a pair of saved-tensor hooks of ours, and no other operator does; so between two
         operators, and after an exception, nothing of ours is on the stack of hooks.
-Rule 2. What an operator saves is told by its storage: views of a value are values, with sizes,
-        strides and offset remembered. Everything else goes to the pair beneath.
-Rule 3. A copy in another type (autocast makes one) has a storage of its own. It is told by the
+Rule 2. A saved tensor is identified by its storage: a view of a value is a value too, and its
+        sizes, strides and offset are recorded. Every other tensor goes to the pair beneath.
+Rule 3. A copy in another dtype (autocast makes one) has its own storage. It is identified by the
         node that made it, and made again by casting.
-Rule 4. A value that was changed in place before it was saved is nobody's, and is kept as it is.
-        One that is changed after it was saved is an error in backward: a tensor without memory
-        shares its version counter and is the witness.
-Rule 5. The slots of a source own what it makes together: it is made when the first of them is
-        asked for and dies with the last, so a weight that is used at every time step is made
-        once. What some slot did not ask for by the end of a backward is let go then.
-Rule 6. Under hooks that were not in force where a value was made or read, its saves go to them as
-        those of any tensor do: a region counts saves, and when it runs again its arguments are
-        no values any more.
+Rule 4. A value that was changed in place before it was saved can no longer be made again, so the
+        tensor itself is kept. Changing it after it was saved is an error in backward: a tensor
+        without memory shares the value's version counter and reveals the change.
+Rule 5. The slots of a source share one recomputed value: it is made when the first slot is unpacked
+        and freed after the last, so a weight that is used at every time step is made once. It is
+        freed at the end of a backward even if some slot was not unpacked.
+Rule 6. Under hooks that were not in force where a value was made or read, its saves go to those
+        hooks, as the saves of any tensor do: a region counts saves, and in its second run its
+        arguments are plain tensors.
 Rule 7. A source holds no node of the graph that holds it.
-Rule 8. A compiled graph takes no subclass, and would keep what it is given. So a graph breaks where
-        code that is compiled gives a value to an operator, which then runs as it does elsewhere.
+Rule 8. A compiled graph takes no subclass, and would keep its inputs. So the graph breaks where
+        compiled code passes a value to an operator, which then runs as it does in eager mode.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _plainly = torch._C.DisableTorchFunctionSubclass
 
 
 class Source:
-    """What can make a value again.
+    """The recipe of a value: a subclass implements `make`, which makes the value again.
 
     Args:
-        name: what errors call the value.
-        lock: taken while it is made; sources that are made together share one.
+        name: the name of the value in error messages.
+        lock: held while the value is made; sources that are made together share one.
     """
 
     __slots__ = (
@@ -94,11 +94,11 @@ class Source:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any slot can still be asked for."""
+        """Whether autograd still holds any slot."""
         return any(ref() is not None for ref in self._slots)
 
     def give(self, made: Tensor) -> None:
-        """Take the value that was made, if any slot can still be asked for (See Rule 5)."""
+        """Store the recomputed value if autograd still holds any slot (See Rule 5)."""
         alive = [slot for ref in self._slots if (slot := ref()) is not None]
         if alive:
             self._made = made.detach()
@@ -117,7 +117,7 @@ class Source:
             return False
         if self._is_exposed:
             return False
-        return not (tensor.is_conj() or tensor.is_neg())  # their numbers are not the storage's
+        return not (tensor.is_conj() or tensor.is_neg())  # the storage holds other numbers
 
     def _slot(self, tensor: Tensor, cast: Cast | None) -> _Slot:
         slot = _Slot(self, tensor, cast)
@@ -153,7 +153,7 @@ class Source:
 
 
 class _Forgetting:
-    """At the end of a backward: let go of what nobody asked for (See Rule 5)."""
+    """A callback at the end of a backward: frees the value that was made (See Rule 5)."""
 
     def __init__(self, source: Source) -> None:
         self._source = weakref.ref(source)
@@ -165,7 +165,7 @@ class _Forgetting:
 
 
 class _Slot:
-    """What autograd holds in the place of a value, or of a view or a cast of it."""
+    """The object that autograd saves in place of a value, or of a view or cast of it."""
 
     __slots__ = ("__weakref__", "_cast", "_geometry", "_source")
 
@@ -186,7 +186,7 @@ class _Slot:
 
 
 class Value(Tensor):
-    """A tensor that is not kept for backward, by whichever operator takes it (See Rule 1)."""
+    """A tensor that no operator keeps for backward (See Rule 1)."""
 
     _recoup_source: Source
     _recoup_within: object  # the hooks that were in force (See Rule 6)
@@ -200,7 +200,7 @@ class Value(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator with the values among its arguments not kept."""
+        """Run an operator without keeping the values among its arguments."""
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(  # See Rule 8
                 "A value that recoup does not keep is used in compiled code. A graph cannot take "
@@ -230,7 +230,7 @@ _LOOKS: frozenset[Any] = frozenset(
      Tensor.is_complex, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.__hash__,
      Tensor.__repr__, Tensor.register_hook, Tensor.backward, torch.autograd.backward,
      torch.autograd.grad, Tensor.as_subclass}  # fmt: skip
-# Through these a value may be changed without its version telling: it is kept from then on.
+# Through these a value may change without a new version: it is kept from then on.
 _EXPOSING: list[Any] = [
     getattr(Tensor, "data").__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,  # noqa: B009
     Tensor.untyped_storage, Tensor.storage, torch.unsafe_chunk, Tensor.unsafe_chunk,
@@ -244,25 +244,25 @@ _COPIES: frozenset[Any] = frozenset(
 
 
 def _is_beyond_us() -> bool:
-    """Whether hooks do not exist here: then a value is kept, as any other tensor is."""
+    """Whether hooks do not work here, so that a value is kept as any tensor is."""
     return torch.compiler.is_compiling() or is_transformed()
 
 
 def as_value(tensor: Tensor, source: Source) -> Tensor:
-    """Return `tensor`, not kept from now on: `source` can make it again."""
+    """Return `tensor` marked as a value: it is not kept, since `source` can make it again."""
     source._watch(tensor)
     return _marked(tensor, source)
 
 
 def read_anew(tensor: Tensor) -> Tensor:
-    """Return a value for a use of it that begins under the hooks that are in force now."""
+    """Return `tensor`; if it is a value, operators under the current hooks do not keep it."""
     if isinstance(tensor, Value):
         tensor._recoup_within = _hooks_around()
     return tensor
 
 
 class HasTensor(Protocol):
-    """What a tensor is to be had from again."""
+    """An object that gives a tensor back in backward: a slot, or the kept tensor."""
 
     def get(self) -> Tensor:
         """Return the tensor, or raise if it was changed in place."""
@@ -274,7 +274,7 @@ class HasTensor(Protocol):
 
 
 def keep(tensor: Tensor, name: str, pair: Pair | None) -> HasTensor:
-    """Return what `tensor` is to be had from again: for a value that is its source (See Rule 6)."""
+    """Return a slot of the source if `tensor` is a value, else the tensor kept (See Rule 6)."""
     if isinstance(tensor, Value) and _is_here(tensor._recoup_within, _hooks_around()):
         source = tensor._recoup_source
         if source._owns(tensor):
@@ -288,7 +288,7 @@ def _hooks_around() -> object:
 
 
 def _is_here(within: object, around: object) -> bool:
-    """Whether a value of the hooks `within` is one under the hooks `around` (See Rule 6)."""
+    """Whether a value read under the hooks `within` counts as one under `around` (Rule 6)."""
     return around is None or around is within
 
 
@@ -297,7 +297,7 @@ def _marked(tensor: Tensor, source: Source) -> Tensor:
 
 
 def _marked_within(tensor: Tensor, source: Source, within: object) -> Tensor:
-    tensor.__class__ = Value  # no alias, which would be a node more in the graph
+    tensor.__class__ = Value  # not an alias, which would add a node to the graph
     value = cast("Value", tensor)
     value._recoup_source = source
     value._recoup_within = within
@@ -380,7 +380,7 @@ class _Seam:
         return value._recoup_source._slot(tensor, found[1]) if is_ours else None
 
     def close(self) -> None:
-        """Let go of the values: whatever was saved holds on to the pair of hooks."""
+        """Release the values, since each saved tensor holds the pair of hooks."""
         self._values = []
         self._sources = {}
 

@@ -1,4 +1,4 @@
-"""Who is told, in each thread, what is saved in the seam and not kept."""
+"""The listener of a thread: called for each tensor that autograd saves but recoup does not keep."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
 
 
 class Listener(Protocol):
-    """What wants to be told."""
+    """An object that is called for each saved tensor that is not kept."""
 
     def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
-        """Take note that autograd holds `slot` in the place of `tensor`."""
+        """Note that autograd holds `slot` in place of `tensor`."""
         ...
 
 
@@ -30,7 +30,7 @@ here = _Here()
 
 
 class heard_by(Restoring):  # noqa: N801 - it reads as what it does
-    """Around what a listener is told of; gives the listener of before."""
+    """A context in which `listener` is called; entering it returns the previous listener."""
 
     __slots__ = ("_before", "_is_entered", "_listener")
 

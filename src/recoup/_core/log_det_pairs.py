@@ -13,7 +13,7 @@ Direction = Literal["forward", "inverse"]
 
 
 def has_inverse(link: object) -> bool:
-    """Whether an object defines `inverse`; that of a base class may be marked as missing."""
+    """Whether an object defines `inverse`; a base class may mark its own as missing."""
     method = getattr(link, "inverse", None)
     return callable(method) and not getattr(method, "is_missing", False)
 
@@ -21,20 +21,20 @@ def has_inverse(link: object) -> bool:
 def check_pair(
     returned: Any, num_samples: int, direction: Direction, name: str, *, num_early: int = 0
 ) -> tuple[Any, Tensor]:
-    """Return what an invertible module returned, if it is a value and its log-determinant.
+    """Return `returned`, or raise if it is not a value and its log-determinant.
 
-    A module that forgets the log-determinant returns one tensor, which would be taken apart along
-    the batch: for two samples without an error.
+    A module that forgets the log-determinant returns one tensor, which would be unpacked along the
+    batch: for two samples without an error.
 
     Args:
-        returned: what it returned.
-        num_samples: of the batch that it was given.
-        direction: which method returned it.
-        name: what errors call the module.
-        num_early: how many latents are split off in it; the value is a tuple then.
+        returned: the result of an invertible module.
+        num_samples: the number of samples in its input batch.
+        direction: the method that returned it.
+        name: the name of the module in error messages.
+        num_early: how many latents it splits off early; the value is a tuple if there are any.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `returned` is anything else.
     """
     wrong = _why_not_pair(returned, num_samples, num_early)
     if wrong is None:
@@ -48,7 +48,7 @@ def check_pair(
 
 
 def _why_not_pair(returned: Any, num_samples: int, num_early: int) -> str | None:
-    """Return what is returned instead of a pair, or None."""
+    """Return a description of `returned` if it is not such a pair, or None."""
     if not _is_sequence(returned) or len(returned) != 2:
         return _shown(returned)
     value, log_det = returned
@@ -61,7 +61,7 @@ def _why_not_pair(returned: Any, num_samples: int, num_early: int) -> str | None
     if not isinstance(log_det, Tensor):
         return f"{_shown(log_det)} as the log-determinant"
     is_real = log_det.is_floating_point() or not (
-        log_det.is_complex() or parts[0].is_floating_point()  # of integers it may be integers
+        log_det.is_complex() or parts[0].is_floating_point()  # integer values allow integers
     )
     if log_det.shape != (num_samples,) or not is_real or log_det.device != parts[0].device:
         return f"{_shown(log_det)} on {log_det.device} as the log-determinant"

@@ -1,4 +1,4 @@
-"""States that wait in host memory."""
+"""Offloading: saved-tensor hooks that move states to host memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["moved_to_host"]
 def moved_to_host(beneath: Pair | None) -> Pair:
     """Return hooks that copy a tensor to host memory, and back to where it was.
 
-    What others' hooks beneath would do with it, they do with the copy.
+    The hooks beneath, if there are any, pack and unpack the copy instead.
 
     Args:
-        beneath: the pair of hooks beneath ours.
+        beneath: the pair of hooks beneath, or None.
     """
 
     def pack(tensor: Tensor) -> Any:
@@ -36,6 +36,6 @@ def moved_to_host(beneath: Pair | None) -> Pair:
 def _to_host(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.clone()
-    # Pinned memory takes part in the order of the stream: the copy back waits for this one.
+    # Copies of pinned memory are ordered by the stream: the copy back waits for this one.
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)

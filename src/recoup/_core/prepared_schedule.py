@@ -1,4 +1,4 @@
-"""A schedule made ready: what the executor reads off its actions, once."""
+"""A prepared schedule: the facts that the executor needs, read once from the actions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Prepared", "Step"]
 
 
 class Step(NamedTuple):
-    """What the sweep does at one stage.
+    """The work of the sweep at one stage.
 
     Args:
-        before: what is kept and dropped before it runs.
+        before: the actions that keep, offload or drop states before it runs.
         is_taped: whether it keeps its residuals.
-        is_run_again: whether it may run again, though it is taped.
+        is_run_again: whether it may run again, even if it is taped.
     """
 
     before: tuple[Action, ...]
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Prepared:
-    """What the executor reads off a schedule, once for all times that it runs it.
+    """A schedule prepared for the executor, which may run it many times.
 
     Args:
         schedule: the schedule.
@@ -67,7 +67,7 @@ class Prepared:
             for place in backward
             if isinstance(action := self.actions[place], Tape | Invert)
         }
-        # Of the second runs, those whose output another action takes.
+        # The second runs whose output a later action needs.
         self.tapes_that_go_on = {
             action.index
             for place in backward
@@ -114,7 +114,7 @@ def _end_of_sweep(schedule: Schedule) -> int:
 
 
 def _is_taken(actions: Sequence[Action], place: int) -> bool:
-    """Whether the working state after this action is one that a later one begins with."""
+    """Whether a later action starts from the working state after the one at `place`."""
     for action in actions[place + 1 :]:
         match action:
             case Keep() | Advance() | Tape() | Invert():

@@ -1,4 +1,4 @@
-"""Nested values as the tensors in them and the rest."""
+"""Nested values, split into their tensors and the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Tree", "flatten", "flatten_containers"]
 
 
 class _Tensor:
-    """Stands where a tensor was."""
+    """A placeholder for a tensor."""
 
 
 _TENSOR = _Tensor()
@@ -23,7 +23,7 @@ _PLAIN = (_Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtyp
 
 
 class Tree:
-    """What is left of a nested value when its tensors are taken out."""
+    """The structure and the other leaves of a nested value whose tensors were taken out."""
 
     __slots__ = ("_leaves", "_spec")
 
@@ -33,30 +33,30 @@ class Tree:
 
     @property
     def is_flat(self) -> bool:
-        """Whether there is nothing that could be changed beside tensors."""
+        """Whether there is nothing beside tensors that could be changed."""
         return self._spec is None or self._spec is tuple
 
     def matches(self, other: Tree) -> bool:
-        """Whether another value has the same form, and the same beside its tensors."""
+        """Whether `other` has the same structure and the same leaves other than tensors."""
         if self._spec != other._spec or len(self._leaves) != len(other._leaves):
             return False
         return all(a is b for a, b in zip(self._leaves, other._leaves, strict=True))
 
     def opaque(self) -> object | None:
-        """Return a value in which tensors could hide, or None."""
+        """Return a leaf that may contain tensors unseen, or None."""
         return next((leaf for leaf in self._leaves if not isinstance(leaf, _PLAIN)), None)
 
     def mapped(self, change: Callable[[Any], Any]) -> Tree:
-        """Return a tree with `change` applied to each of the rest."""
+        """Return a tree with `change` applied to each leaf that is not a tensor."""
         leaves = [leaf if leaf is _TENSOR else change(leaf) for leaf in self._leaves]
         return Tree(leaves, self._spec)
 
     def modules(self) -> tuple[nn.Module, ...]:
-        """Return the modules among the rest."""
+        """Return the modules among the leaves."""
         return tuple(leaf for leaf in self._leaves if isinstance(leaf, nn.Module))
 
     def others(self) -> list[Any]:
-        """Return what is no tensor."""
+        """Return the leaves that are not tensors."""
         return [leaf for leaf in self._leaves if leaf is not _TENSOR]
 
     def unflatten(self, tensors: tuple[Tensor, ...]) -> Any:
@@ -76,7 +76,7 @@ _TUPLE = Tree([], tuple)
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
-    """Return the tensors of a nested value (tuples, lists, dicts, named tuples), and the rest."""
+    """Return the tensors of a nested value (tuples, lists, dicts, named tuples) and its tree."""
     if isinstance(value, Tensor):
         return (value,), _BARE
     if type(value) is tuple:
@@ -87,10 +87,10 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
 
 
 def flatten_containers(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
-    """Return the same as `flatten`, but leave alone what is neither tuple, list nor dict.
+    """Do what `flatten` does, but treat all objects except tuples, lists and dicts as leaves.
 
-    Others may teach torch's pytree to take objects of theirs apart. Put together again such an
-    object is another one, and who holds the first (a cache) does not see what happens to it.
+    Other libraries may register their classes with torch's pytree. Unflattening gives a new object
+    of such a class, so code that holds the original (a cache) would not see changes to it.
     """
     if isinstance(value, tuple):
         items = cast("tuple[Any, ...]", value)

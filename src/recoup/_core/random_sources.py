@@ -1,16 +1,16 @@
 """Sources of randomness that a second run cannot repeat.
 
-NOTE [ Looked at once ]
+NOTE [ Checked once ]
 
-Rule 1. A region repeats what torch's default generators give. What comes from a `torch.Generator`
-        of the caller's, from Python's `random`, from numpy's global generator or from one of theirs
-        that is an attribute of a module would be another number in the second run, so that is an
-        error, in the first run.
-Rule 2. Looking costs a dispatch mode and two generator states. So a piece of code is looked at in
-        its first run in each mode (training or not), and taken at its word from then on. Which
-        code it is says NOTE [ Told by what is wrapped ]. Where a generator is in sight of a
-        function, the function is looked at in every first run: it may be given another one.
-Rule 3. Generators of our own are made from a seed that is repeated; they are known here.
+Rule 1. A region repeats draws from torch's default generators. A draw from a `torch.Generator` of
+        the user, from Python's `random`, from numpy's global generator, or from a Python or numpy
+        generator that is an attribute of a module would give another number in the second run, so
+        it is an error in the first run.
+Rule 2. The check costs a dispatch mode and two generator states. So code is checked in its first
+        run in each mode (training or not), and trusted from then on. For how code is recognized
+        see NOTE [ Code is recognized by what it wraps ]. A function that can reach a generator is
+        checked in every first run, since it may be given another generator.
+Rule 3. Generators that recoup makes come from a seed that is repeated; they are registered here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ __all__ = ["looked_at", "own_generator"]
 
 
 class _Referable(torch.Generator):
-    """A generator that weak references can be made to."""
+    """A generator that supports weak references."""
 
 
-# Those of torch 2.11 themselves take none; and the compiler knows torch's own class alone.
+# torch.Generator supports no weak references in torch 2.11. Where it does, it is used itself: the
+# compiler knows only torch's own class.
 _OwnGenerator = torch.Generator if torch.Generator.__weakrefoffset__ else _Referable
 _own: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
 _own_lock = threading.Lock()
@@ -45,10 +46,10 @@ _seen: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakr
 
 
 def own_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Return a generator of `seed`, which a region has written down (See Rule 3)."""
+    """Return a generator seeded with `seed`, which a region has recorded (See Rule 3)."""
     generator = _OwnGenerator(device)
     generator.manual_seed(seed)
-    with _own_lock:  # threads of a draw make them, too
+    with _own_lock:  # the threads of one draw make generators, too
         _own.add(generator)
     return generator
 
@@ -56,13 +57,13 @@ def own_generator(device: torch.device, seed: int) -> torch.Generator:
 def looked_at(
     code: object, modules: tuple[nn.Module, ...], is_training: bool, name: str
 ) -> InMode | None:
-    """Around a first run: raise if it draws from elsewhere; None if it was looked at before.
+    """Return a context that raises if a first run draws from elsewhere; None if checked before.
 
     Args:
         code: a module, or the `Codes` of a function.
-        modules: what the code uses: the same code may be run with other ones.
-        is_training: the mode it runs in.
-        name: what an error calls it.
+        modules: the modules that the code uses; the same code may run with other modules later.
+        is_training: whether the code runs in training mode.
+        name: the name of the call in error messages.
     """
     seen = _seen[is_training]
     codes: list[Any] = code.codes if isinstance(code, Codes) else [code]
@@ -73,7 +74,7 @@ def looked_at(
 
 
 class _Looking(InMode):
-    """Around code that is looked at."""
+    """A context that raises if the code within draws from a source that is not repeated."""
 
     def __init__(
         self, codes: tuple[Any, ...], generators: list[Any], seen: weakref.WeakSet[Any], name: str
@@ -117,7 +118,7 @@ class _Looking(InMode):
 
 
 def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
-    """Generators of Python and numpy that are attributes of the modules."""
+    """Yield the generators of Python and numpy that are attributes of modules in `codes`."""
     numpy = sys.modules.get("numpy.random")
     kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator)
     for code in codes:
@@ -139,7 +140,7 @@ def _numpy_state(numpy: Any) -> tuple[bytes, int, int]:
 
 
 class _Generators(TorchDispatchMode):
-    """Raises when an operator draws from a generator that is neither torch's default nor ours."""
+    """A mode that raises if an operator draws from another generator than torch's or ours."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -165,7 +166,7 @@ class _Generators(TorchDispatchMode):
 
 
 def _address(generator: Any) -> int:
-    # An operator is given a new Python object for the same generator.
+    # An operator receives a new Python object for the same generator.
     return generator._cdata
 
 

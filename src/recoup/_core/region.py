@@ -1,18 +1,19 @@
-"""A region replays: a call whose residuals are not kept, but made again when asked for.
+"""The region: a call whose residuals are not kept but made again when autograd needs them.
 
 NOTE [ Regions and slots ]
 
-Rule 1. While a region runs first, whatever autograd would save becomes a `Slot`; a parameter is
-        kept, since it is alive anyway. Autograd holds the slots, the slots hold the region, and
-        the region knows its slots weakly: what nothing can ask for any more is not made again.
-Rule 2. The first slot that is asked for makes the region run again; the second run meets the
-        same saves in the same order and fills the slots. The owner of the region does that,
-        since it alone knows where the inputs come from.
-Rule 3. A slot hands its value out once and forgets it, so that memory falls as backward
-        proceeds as it does in a plain run. Asked again (retain_graph), the region runs again.
-Rule 4. Values are detached: the graph of a second run dies with it.
-        NOTE [ A region that takes gradients ] says what is at hand during a first run.
-Rule 5. Parameters may not be mistaken for inputs, or the saves would be counted differently in
+Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves; a
+        parameter is kept, since it is alive anyway. Autograd holds the slots, the slots hold the
+        region, and the region holds its slots weakly: a residual that autograd has dropped is not
+        made again.
+Rule 2. Unpacking the first empty slot makes the region run again; the second run makes the same
+        saves in the same order and fills the slots. The owner of the region does that, since it
+        alone knows where the inputs come from.
+Rule 3. A slot returns its value once and drops it, so that memory falls during backward as it does
+        in a plain run. If it is unpacked again (retain_graph), the region runs again.
+Rule 4. Values are detached: the graph of a second run is freed with it. For residuals that are
+        needed during the first run see NOTE [ A region that takes gradients ].
+Rule 5. Parameters must not be mistaken for inputs, or the saves would be counted differently in
         the two runs: an input that is a parameter enters the region as a view of itself.
 """
 
@@ -42,7 +43,7 @@ __all__ = ["Region", "Slot", "is_parameter", "num_nodes"]
 
 
 class Slot:
-    """What autograd holds in the place of a tensor."""
+    """The object that autograd saves in place of a tensor."""
 
     __slots__ = ("__weakref__", "address", "dtype", "region", "shape", "value", "version")
 
@@ -51,7 +52,7 @@ class Slot:
         self.value: Tensor | None = None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        # A sparse tensor has no address of its own; what it is made of is saved by itself.
+        # A sparse tensor has no address of its own; autograd saves its parts separately.
         self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
         self.version = 0 if tensor.is_inference() else tensor._version
 
@@ -60,11 +61,11 @@ class Region:
     """One call whose residuals are not kept.
 
     Args:
-        name: what errors call it.
-        fill: called when a slot is asked for and empty; must run the call again under a `Filling`.
-        lock: taken while the region is filled; regions with one owner share one.
-        way: what a census calls it, "recompute" or "invert".
-        first_run: says whether residuals are at hand until the first run ends, which `ended` says.
+        name: the name of the region in error messages.
+        fill: called when an empty slot is unpacked; must run the call again under a `Filling`.
+        lock: held while the region is filled; regions with one owner share one.
+        way: the way that a census reports, "recompute" or "invert".
+        first_run: knows whether slots keep their values until the first run ends (see `ended`).
     """
 
     __slots__ = (
@@ -92,23 +93,23 @@ class Region:
     ) -> None:
         self.name = name
         self.way: Way = way
-        self.inputs: tuple[Tensor, ...] | None = None  # the owner's: it goes with the last slot
+        self.inputs: tuple[Tensor, ...] | None = None  # set by the owner; freed with the last slot
         self._fill = fill
         self._lock = lock
         self.slots: list[weakref.ref[Slot]] = []
-        self.marks: list[int] = []  # of each save; `filling` says what for
-        self.start = 0  # how many nodes of the graph there were before the first run
+        self.marks: list[int] = []  # of each save; see Rule 2 in `second_run`
+        self.start = 0  # the number of graph nodes before the first run
         self._has_failed = False
         self.first_run = first_run  # None once it has ended
         self._beneath: Pair | None = None
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any slot can still be asked for."""
+        """Whether autograd still holds any slot."""
         return any(ref() is not None for ref in self.slots)
 
     def ended(self, *, is_whole: bool) -> None:
-        """Say that the first run has ended, by itself or by an exception."""
+        """End the first run; it is whole unless an exception ended it."""
         self._has_failed = not is_whole
         if self.first_run is not None and self.first_run.keeps:
             for ref in self.slots:
@@ -118,7 +119,7 @@ class Region:
         self.first_run = None
 
     def recording(self) -> _Recording:
-        """Around the first run: residuals become slots (See Rule 1)."""
+        """Return a context for the first run, in which residuals become slots (See Rule 1)."""
         return _Recording(self)
 
     @never_compiled
@@ -135,19 +136,19 @@ class Region:
         return slot
 
 
-# How many nodes of the graph this thread has made.
+# Returns the number of graph nodes that this thread has made.
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 num_nodes: Callable[[], int] = _autograd._get_sequence_nr
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter, or something derived from that class."""
-    # isinstance asks a metaclass, in Python, for each of the plain tensors that come by.
+    """Whether `tensor` is an instance of `nn.Parameter`."""
+    # isinstance would call a metaclass, in Python, for every plain tensor.
     return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
 
 
 def _beneath_ours(pair: Pair | None) -> Pair | None:
-    """Skip the regions around: what is not ours goes through all of them untouched."""
+    """Return the pair beneath all regions around, which pass other tensors on untouched."""
     if pair is not None and pair[1] is _unpack:
         return cast("Region", cast("MethodType", pair[0]).__self__)._beneath
     return pair

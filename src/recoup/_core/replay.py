@@ -1,4 +1,4 @@
-"""What makes the second run of a call equal to its first."""
+"""Replay: makes the second run of a call equal to its first."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Rerun:
     """The draws, settings, parameters and statistics of a call that may run again.
 
     Args:
-        name: what errors call it.
-        modules: whose parameters, buffers and modes must not change in between.
-        code: what is run, a module or the `Codes` of a function.
-        held: what a function reads beside its arguments, if it is one.
+        name: the name of the call in error messages.
+        modules: the modules whose parameters, buffers and modes must not change in between.
+        code: the code that runs: a module, or the `Codes` of a function.
+        held: the values that a function reads beside its arguments; None for a module.
     """
 
     __slots__ = ("_ambient", "_code", "_draws", "_guard", "_held", "_modules", "_name")
@@ -47,27 +47,27 @@ class Rerun:
         self._draws = Draws()
 
     def first_run(self) -> FirstRun:
-        """Return what says whether the first run keeps its residuals until it ends."""
+        """Return a `FirstRun`, which decides whether a run keeps its residuals until it ends."""
         codes: Sequence[Any] = (self._code,)
         if isinstance(self._code, Codes):
             codes = self._code.codes
         return FirstRun((*codes, *self._modules), is_training=self._guard.is_training)
 
     def first(self) -> _First:
-        """Around the first run."""
+        """Return a context for the first run."""
         return _First(self)
 
     def again(self, *, stops: bool = False) -> _Again:
-        """Around any later run, which then computes what the first one did, and nothing else.
+        """Return a context for a later run, which then computes what the first one did.
 
         If it `stops` half way, by an exception, attributes of modules are put back: a flag that a
-        forward sets, and takes back at its end, would stay.
+        forward sets, and clears at its end, would otherwise stay set.
         """
         return _Again(self, stops)
 
     @property
     def has_foreign_draws(self) -> bool:
-        """Whether the first run drew other than by seeds of ours."""
+        """Whether the first run drew other than by the seeds of recoup."""
         return self._draws.has_foreign
 
 
@@ -78,7 +78,7 @@ def _not_of_torch(guard: Guard) -> list[nn.Module]:
 # Classes and not generators: a chain enters them once or twice for each of its stages.
 
 
-# Their locks are taken by the `with` statement, which takes and frees a lock in one instruction.
+# The `with` statement takes their locks, since it takes and frees a lock in one instruction.
 
 
 class _First(Restoring):

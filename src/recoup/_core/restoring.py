@@ -1,21 +1,21 @@
-"""Contexts that change something for a while and put it back, wherever they are cut off.
+"""Contexts that change something for a while and put it back, even if they are cut off.
 
 NOTE [ An interrupt at any instruction ]
 
 Rule 1. Python may raise KeyboardInterrupt as `__enter__` returns, before the first line of
         `__exit__` or half way through it, and does not call `__exit__` again. So the end of a
         context does not depend on that call. A `with` statement fetches `__exit__` before it calls
-        `__enter__`, and holds what it fetched until it is left, by whichever way. Here that is an
-        object which nothing else holds; when it dies before the context has ended, the context is
+        `__enter__`, and holds the fetched object until it is left, in whichever way. Here nothing
+        else holds that object; if it is freed before the context has ended, the context is
         restored. Tracebacks hold the variables of frames, not this object, so that happens at once.
 Rule 2. `restore` may be called at any moment, also before `__enter__` or half way through another
-        call of it, and any number of times. So `__enter__` notes what it finds before it changes
-        anything, and `restore` forgets that only after it has put it back, and does nothing where
-        nothing is noted.
+        call of it, and any number of times. So `__enter__` records the old settings before it
+        changes anything, and `restore` clears that record only after it has put them back, and
+        does nothing if there is no record.
 Rule 3. A context that is entered by hand (`inner.__enter__()`) is restored by hand: `restore` of
         the outer one calls `restore` of the inner one.
-Rule 4. Code after `finally` can be cut off, too, and is then not run again. What it would put back
-        is given to `Undoing` instead, before it is changed.
+Rule 4. Code after `finally` can be cut off, too, and is then not run again. So `Undoing` is given
+        each call that undoes a change, before the change is made.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _leave(context: Any, kind: Any = None, value: Any = None, traceback: Any = N
 
 
 class Restoring:
-    """A context that puts back what it changed, wherever it is cut off; it is entered once a time.
+    """A context that undoes its changes, even if it is cut off; it does not nest in itself.
 
     Subclasses change something in `__enter__`, and put it back in `restore` (See Rule 2).
     """
@@ -68,14 +68,14 @@ class Restoring:
         self._statement: weakref.ref[Any] | None = None
 
     def __enter__(self) -> Any:
-        """Change something."""
+        """Record the old settings and change them."""
         return self
 
     def restore(self) -> None:
-        """Put it back."""
+        """Put the old settings back."""
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> bool | None:
-        """Do what `__exit__` is to do; by default, restore."""
+        """Do the work of `__exit__`; by default, call `restore`."""
         del kind, value, traceback
         self.restore()
 
@@ -142,7 +142,7 @@ class Reusable:
 
 
 class Undoing(Restoring):
-    """Calls that undo what is changed within; they run in reverse order when the context is left.
+    """A context with calls that undo changes; they run in reverse order when it is left.
 
     Example:
         >>> settings = {"level": 1}
@@ -164,7 +164,7 @@ class Undoing(Restoring):
 
     @never_compiled
     def later(self, undo: Callable[..., object], *args: Any) -> None:
-        """Call `undo(*args)` at the end, maybe twice; to be said before what it undoes is done."""
+        """Register `undo(*args)` before the change it undoes; it may be called twice."""
         self._calls.append((undo, args))
 
     @never_compiled
@@ -177,7 +177,7 @@ class Undoing(Restoring):
 
 
 class _Generated(_GeneratorContextManager[Any]):
-    """A context made of a generator, which is closed where the context is cut off."""
+    """A context made of a generator, which is closed if the context is cut off."""
 
     _statement: weakref.ref[Any] | None = None
 
@@ -193,9 +193,9 @@ class _Generated(_GeneratorContextManager[Any]):
 
 
 def restoring(fn: Callable[P, Generator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Do what `contextlib.contextmanager` does; the generator ends also where it is cut off.
+    """Do what `contextlib.contextmanager` does; the generator is closed if the context is cut off.
 
-    What comes after its `yield` is to be in a `with` statement, not after `finally` (See Rule 4).
+    Use a `with` statement around `yield` to undo changes, not `finally` (See Rule 4).
     """
 
     @functools.wraps(fn)

@@ -1,18 +1,18 @@
-"""Random draws that a second run repeats: our own from seeds, foreign ones from the state.
+"""Random draws that a second run repeats: recoup's from seeds, others from generator states.
 
 NOTE [ A seed is the random state ]
 
-Rule 1. A draw of ours takes one seed from the default generator and is made from that seed. A
-        region writes the seed down (8 bytes) and a second run of the region gets it again.
-Rule 2. A call that may draw, or may not, leaves the default generators as it found them if it
-        did not, and one seed further if it did; so a stream does not depend on who asked.
-Rule 3. A foreign draw moves a default generator outside Rule 1 and Rule 2. A region in which
-        that happened keeps the state it began with; any other keeps none.
-Rule 4. A region run for the second time asks the region around it that is also run again, not
-        the generator; a first run inside a second one writes down what it is given.
-Rule 5. After a second run the default generators are as they were before it.
-Rule 6. What is decided outside of a region and may be decided otherwise later (which draw a weight
-        has, which depends on the forward around it) is written down in the order of the seeds.
+Rule 1. A draw by recoup takes one seed from the default generator and is made from that seed. A
+        region records the seed (8 bytes), and its second run gets the same seed.
+Rule 2. A call that may draw leaves the default generators unchanged if it did not draw, and one
+        seed further if it did; so the stream does not depend on how much the call drew.
+Rule 3. A foreign draw moves a default generator outside Rule 1 and Rule 2. A region with a foreign
+        draw keeps the generator states from its start; any other keeps none.
+Rule 4. A first run inside a second run takes its seeds from the region that runs again, not from
+        the generator, and records them.
+Rule 5. After a second run the default generators are restored to their states before it.
+Rule 6. A decision that is made outside of a region and may differ later (which draw a weight has
+        depends on the forward around it) is recorded in order among the seeds.
 """
 
 from __future__ import annotations
@@ -62,43 +62,43 @@ _stack = _Stack()
 
 
 def _generators() -> tuple[torch.Generator, ...]:
-    # All devices, since a region may draw on another than the current one.
+    # All devices, since a region may draw on one that is not the current device.
     if torch.cuda.is_initialized():
         return (torch.default_generator, *torch.cuda.default_generators)
     return (torch.default_generator,)
 
 
 def generator_states() -> States:
-    """Return where the default generators stand."""
+    """Return the states of the default generators."""
     if not torch.cuda.is_initialized():
         return (torch.default_generator.get_state(),)
     return tuple(generator.get_state() for generator in _generators())
 
 
 def set_generator_states(states: States) -> None:
-    """Put the default generators there."""
+    """Set the states of the default generators."""
     for generator, state in zip(_generators(), states, strict=False):
         generator.set_state(state)
 
 
 def same_states(a: States, b: States) -> bool:
-    """Whether nothing was drawn between two states."""
-    # A device that woke up in between counts as unchanged: nothing was known to replay there.
+    """Whether two states are equal, so that nothing was drawn in between."""
+    # A device that was initialized in between counts as unchanged: it has no state to replay.
     return all(_bytes(x) == _bytes(y) for x, y in zip(a, b, strict=False))
 
 
 def _bytes(state: Tensor) -> bytes:
-    # torch.equal takes five times as long for the 5 KB of a state, and every region pays it.
+    # torch.equal takes five times as long for the 5 KB of a state, in every region.
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 class Draws:
-    """What a region drew: its seeds in order, and the state it began with if it needs it."""
+    """The draws of a region: its seeds in order, and its first generator states if needed."""
 
     __slots__ = ("_cursor", "_expected", "_foreign", "_replaying", "_seeds", "_start")
 
     def __init__(self) -> None:
-        self._seeds: list[Any] = []  # draws, and what Rule 6 writes down
+        self._seeds: list[Any] = []  # seeds, seeded calls, and the decisions of Rule 6
         self._start: States | None = None
         self._expected: States = ()
         self._foreign = False
@@ -107,15 +107,15 @@ class Draws:
 
     @property
     def has_foreign(self) -> bool:
-        """Whether a default generator moved other than by draws of ours (See Rule 3)."""
+        """Whether a default generator was moved by a foreign draw (See Rule 3)."""
         return self._foreign
 
     def recording(self) -> _Recording:
-        """Around the first run: write down the seeds, and whether anything else was drawn."""
+        """Return a context for the first run, which records seeds and notes foreign draws."""
         return _Recording(self)
 
     def replaying(self) -> _Replaying:
-        """Around a later run: the same seeds and state, and the generators untouched after it."""
+        """Return a context for a later run, which repeats the draws and restores generators."""
         return _Replaying(self)
 
     def _meet(self, states: States) -> None:
@@ -129,7 +129,7 @@ class Draws:
 
 
 class _Pushed(Restoring):
-    """Around code whose draws belong to a region, too."""
+    """A context whose draws belong to a region."""
 
     __slots__ = ("_draws", "_num_around")
 
@@ -204,7 +204,7 @@ def _moves(entry: Any) -> bool:
 
 
 def _writers() -> tuple[list[Draws], Draws | None]:
-    """Return the regions that write a draw down, and the one that already knows it."""
+    """Return the regions that must record a draw, and the one that repeats it, if any."""
     writers: list[Draws] = []
     for draws in reversed(_stack.draws):
         if draws._replaying:
@@ -226,7 +226,7 @@ def _fresh_seed() -> int:
 
 
 def draw_seed() -> int:
-    """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same one."""
+    """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same seed."""
     writers, known = _writers()
     if writers:
         states = generator_states()
@@ -245,37 +245,37 @@ def draw_seed() -> int:
 
 
 class Counted(NamedTuple):
-    """What was decided, and how many seeds that took from the stream (See Rule 6)."""
+    """A decision, and how many seeds it took from the stream (See Rule 6)."""
 
     value: Any
     num_seeds: int
 
 
 def counted(decide: Callable[[], Any]) -> Counted:
-    """Return what `decide` decides, and how many seeds it drew."""
+    """Return the result of `decide`, and how many seeds it drew."""
     before = _stack.num_seeds
     value = decide()
     return Counted(value, _stack.num_seeds - before)
 
 
 def skip(num_seeds: int) -> None:
-    """Move the stream on by as many seeds, so that a foreign draw finds it in its place."""
+    """Advance the stream by `num_seeds` seeds, so that later foreign draws are repeated."""
     for _ in range(num_seeds):
         _fresh_seed()
 
 
 def num_repeated() -> int:
-    """Return how many regions are around that will run again, or do."""
+    """Return the number of regions around this code that may run again, or run again now."""
     return len(_stack.draws)
 
 
 def is_repeated() -> bool:
-    """Whether a region is around that will run again, or does."""
+    """Whether this runs inside a region that may run again, or runs again now."""
     return bool(_stack.draws)
 
 
 def remembered(decide: Callable[[], T]) -> T:
-    """Return what `decide` returns; a region that runs again gets what its first run was given."""
+    """Return the result of `decide`; a region that runs again gets that of its first run."""
     if not _stack.draws:
         return decide()
     writers, known = _writers()
@@ -301,12 +301,12 @@ def remembered(decide: Callable[[], T]) -> T:
 
 
 def generators_restored() -> AbstractContextManager[object]:
-    """Return a context around what shall not be seen in the random stream."""
+    """Return a context after which the default generators are restored."""
     return _LeftAs()
 
 
 class _LeftAs(Restoring):
-    """Around code that the default generators are left as they were, or at `states`."""
+    """A context that restores the default generators at its end, or sets them to `states`."""
 
     __slots__ = ("states",)
 
@@ -325,7 +325,7 @@ class _LeftAs(Restoring):
 
 
 class _Only(Restoring):
-    """Around code that these regions alone are around."""
+    """A context in which `draws` replaces the stack of regions."""
 
     __slots__ = ("_around", "_draws")
 
@@ -345,14 +345,14 @@ class _Only(Restoring):
 
 
 def fingerprint() -> int:
-    """Return a number for the place at which the stream of the default CPU generator is."""
+    """Return a hash of the state of the default CPU generator."""
     return hash(_bytes(torch.default_generator.get_state()))
 
 
 class SeededCall:
-    """A call whose default-generator draws come from one seed, to be repeated in any order.
+    """A call whose default-generator draws come from one seed, so it can be repeated in any order.
 
-    What is drawn by seeds within belongs to the call, and not to the regions around it.
+    Seeds drawn within belong to the call, and not to the regions around it.
     """
 
     __slots__ = ("_draw", "_is_known", "_within")
@@ -364,16 +364,16 @@ class SeededCall:
 
     @property
     def draws(self) -> bool:
-        """Whether it drew when it ran first."""
+        """Whether the call drew in its first run."""
         return self._draw is not None
 
     @property
     def is_known(self) -> bool:
-        """Whether it has run, or is known to draw nothing."""
+        """Whether the call has run, or is known to draw nothing."""
         return self._is_known
 
     def draws_nothing(self) -> None:
-        """Say that the call draws nothing, so that nobody has to watch it."""
+        """Declare that the call draws nothing, so that its first run need not be watched."""
         self._is_known = True
 
     def run(self, call: Callable[[], T]) -> T:
@@ -418,7 +418,7 @@ class SeededCall:
 
 
 class _Within(_Only):
-    """Around a seeded call: what is drawn within is written down, or repeated, by it alone."""
+    """A context for a seeded call, which alone records, or repeats, the seeds drawn within."""
 
     __slots__ = ("_is_replaying", "_outer", "_own")
 
@@ -442,7 +442,7 @@ class _Within(_Only):
 
 
 def with_seed(call: Callable[[], T], seed: int) -> T:
-    """Run `call` with the default generators at `seed`, and leave them as they were."""
+    """Run `call` with the default generators seeded with `seed`, and restore them after it."""
     with _LeftAs():
         _seed_generators(seed)
         return call()

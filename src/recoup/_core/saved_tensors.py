@@ -1,15 +1,15 @@
-"""The seam: how recoup meets the tensors that autograd saves.
+"""The seam: the saved-tensor hooks through which recoup handles what autograd saves.
 
 NOTE [ The pair beneath ]
 
-Rule 1. Autograd calls only the innermost pair of saved-tensor hooks. So whatever one of our
-        pairs does not own it hands to the pair beneath, which sees what it would have seen.
-Rule 2. Autograd does not compare versions of a tensor that went through hooks. So a tensor
-        that we keep ourselves is kept with its version, and compared when it is asked for.
-Rule 3. What is kept is detached: a saved output that held on to its own node would be a
-        reference cycle, which only the garbage collector ends.
-Rule 4. Only the top of the stack of pairs can be seen. A pair of ours notes what it was pushed
-        upon; cut off, it pops whatever lies above that, also what others have left there.
+Rule 1. Autograd calls only the innermost pair of saved-tensor hooks. So our pairs pass each tensor
+        that they do not handle to the pair beneath, as autograd would without them.
+Rule 2. Autograd does not check the version of a tensor that went through hooks. So a tensor
+        that we keep ourselves is kept with its version, which is checked at unpacking.
+Rule 3. A kept tensor is detached: a saved output that held its own node would be a reference
+        cycle, which only the garbage collector ends.
+Rule 4. Only the top of the stack of pairs can be read. Each pair of ours records the pair that it
+        was pushed upon; when it is cut off it pops all above that, including pairs of other code.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ __all__ = [
 ]
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
-# What torch.enable_grad() calls; making and entering that one takes ten times as long.
+# torch.enable_grad() calls this; making and entering that context takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _top: Callable[[bool], Pair | None] = _autograd._top_saved_tensors_default_hooks
 _push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-# What a function mode and the classes of tensors would see is not shown to them within it.
+# Within it, neither function modes nor tensor subclasses see the operators.
 without_torch_function: Any = torch._C.DisableTorchFunction
 _LAST = 2**64 - 1
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -69,7 +69,7 @@ def pair_in_force() -> Pair | None:
 
 
 class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_hooks does
-    """Around operators whose saved tensors go through a pair of hooks (See Rule 4)."""
+    """A context in which saved tensors go through a pair of hooks (See Rule 4)."""
 
     __slots__ = ("_beneath", "_is_entered", "_pack", "_unpack")
 
@@ -115,15 +115,15 @@ def _is_above(beneath: Pair | None) -> bool:
 
 
 def _close_checkpoints_of(error: BaseException | None) -> None:
-    """End the checkpoints of torch that `error` has left, so that each pops its own pair.
+    """Close the torch checkpoints that `error` has left, so that each pops its own pair.
 
     Where a forward raises, torch 2.11 leaves the generator that pushed the pair to the garbage
-    collector, which pops whatever is in force then.
+    collector, which pops whatever pair is in force then.
     """
     traceback = None if error is None else error.__traceback__
     frames = [] if traceback is None else [frame for frame, _ in walk_tb(traceback)]
     for frame in reversed(frames):
-        # Python keeps what `f_locals` returned with the frame: of others it is not asked for.
+        # Python keeps the result of `f_locals` with the frame, so other frames are not read.
         if frame.f_globals.get("__name__") == _CHECKPOINT:
             left = frame.f_locals.get("gen")
             if isinstance(left, GeneratorType):
@@ -131,7 +131,7 @@ def _close_checkpoints_of(error: BaseException | None) -> None:
 
 
 class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_enabled does
-    """Around code that runs with grad mode on, or off."""
+    """A context in which grad mode is on, or off."""
 
     __slots__ = ("_before", "_is_enabled")
 
@@ -153,7 +153,7 @@ class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_ena
 
 
 def frame_in_force() -> object | None:
-    """Return the frame of torch.utils.checkpoint that runs first or again, if it can be told."""
+    """Return the frame of the torch.utils.checkpoint around this code; None if not found."""
     pair = pair_in_force()
     if pair is None or getattr(pair[0], "__module__", "") != "torch.utils.checkpoint":
         return None
@@ -164,12 +164,12 @@ def frame_in_force() -> object | None:
     return cells["frame"].cell_contents if "frame" in cells else None
 
 
-# Around what is made from a seed alone: a transform of torch.func would take it for random.
+# For tensors made from a seed alone: a transform of torch.func would take them for random.
 untransformed = torch._C._DisableFuncTorch
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is around, in which the seam does not exist."""
+    """Whether this runs inside a transform of torch.func, where hooks do not work."""
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
     return functorch.peek_interpreter_stack() is not None
 
@@ -185,14 +185,14 @@ def check_hooks_work() -> None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of the memory that `tensor` looks at; 0 if it has none of its own."""
+    """Return the address of the storage of `tensor`; 0 if it has none of its own."""
     if tensor.layout is not torch.strided:
         return 0
     if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
-        return 0  # a DTensor is made of others
+        return 0  # a DTensor wraps other tensors
     if type(tensor) is Tensor:
         return tensor.untyped_storage().data_ptr()
-    with torch._C.DisableTorchFunctionSubclass():  # a value would be taken for exposed
+    with torch._C.DisableTorchFunctionSubclass():  # or a `Value` would count as exposed
         return tensor.untyped_storage().data_ptr()
 
 
@@ -202,37 +202,37 @@ def is_in_backward() -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often `tensor` was changed in place; inference tensors do not count."""
+    """Return the version of `tensor`; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Say that tensors were changed in place so often, whatever was written to them."""
+    """Set the version counters of `tensors`."""
     _autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def pop_saved_tensors_hooks() -> None:
-    """Take off the innermost pair of saved tensor hooks."""
+    """Pop the innermost pair of saved-tensor hooks."""
     _pop()
 
 
 def reverse_at_once(tensor: Tensor) -> None:
     """Let backward run the node that made `tensor` as soon as its gradient is complete.
 
-    By itself the engine runs what was made last first, so the gradient of a weight that was made
-    before its layer ran would wait, as large as the weight, for all of the layer. The engine does
-    the same for the nodes that accumulate gradients.
+    By default the engine runs the newest node first. The gradient of a weight that was made before
+    its layer ran, as large as the weight, would then wait until all of the layer is done. The
+    engine gives the same priority to the nodes that accumulate gradients.
     """
     if tensor.grad_fn is not None:
         cast("Any", tensor.grad_fn)._set_sequence_nr(_LAST)
 
 
 class Kept:
-    """A tensor that stays until backward, in the hands of a pair of hooks if there is one.
+    """A tensor that is kept until backward, by a pair of hooks if there is one.
 
     Args:
-        tensor: what to keep.
-        name: what an error calls it.
+        tensor: the tensor to keep.
+        name: the name of the tensor in error messages.
         pair: the pair beneath ours (See Rule 1).
     """
 
@@ -245,12 +245,12 @@ class Kept:
             self._packed: Any = tensor.detach()  # See Rule 3
             self._unpack: Callable[[Any], Tensor] | None = None
         else:
-            # With its history, a state would hold the graph that holds it, if the pair keeps it.
+            # A state with its history, kept by the pair, would hold the graph that holds it.
             self._packed = pair[0](tensor if tensor.grad_fn is None else tensor.detach())
             self._unpack = pair[1]
 
     def get(self) -> Tensor:
-        """Return the tensor, or raise if it was changed in place since it was kept."""
+        """Return the tensor; raise if it was changed in place since it was kept."""
         if self._unpack is not None:
             return self._unpack(self._packed)
         self.check("between forward and backward")

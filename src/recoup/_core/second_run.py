@@ -1,14 +1,14 @@
-"""Second runs of a region: one that fills its slots, and one that leaves nothing.
+"""The second runs of a region: one fills its slots, the other keeps nothing.
 
 NOTE [ Where a second run stops ]
 
-Rule 1. A second run whose output nobody needs stops at the last slot that can still be asked for.
-        An exception stops it, which names the region that it is meant for. It is an `Exception`:
-        hooks of modules that are always called (FSDP2's) are called for no other. Code that
-        catches it is stopped at its next save, or when it ends.
-Rule 2. Its saves are not counted to the end then. So it stops only if each of them came after as
-        many nodes of the graph as in the first run, and wants a gradient if that one did. A run
-        for which this does not hold may be right all the same (autocast keeps casts in a first run
+Rule 1. A second run whose output is not needed stops at the last slot that autograd still holds.
+        It is stopped by an exception that names its region. This is an `Exception`, since module
+        hooks that are always called (FSDP2's) are not called for any other. Code that catches it
+        is stopped at its next save, or when the run ends.
+Rule 2. The total number of its saves is then unknown. So it stops only if each save came after as
+        many nodes of the graph as in the first run, and requires a gradient if that one did. A run
+        for which this does not hold may still be right (autocast caches casts in a first run
         only), and goes on to its end.
 """
 
@@ -32,20 +32,20 @@ __all__ = ["Filled", "Filling", "Untaped"]
 
 
 class Filled(Exception):  # noqa: N818 - it is no error
-    """Ends a second run that has filled its slots (See Rule 1)."""
+    """The exception that ends a second run which has filled its slots (See Rule 1)."""
 
     def __init__(self, region: Region) -> None:
         super().__init__(region.name)
         self.region = region
 
 
-# Elements of a residual. To raise an exception takes 15 microseconds; where everything is smaller
-# than this, the operators that are left take less.
+# Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
+# smaller than this, the remaining operators take less.
 _WORTH_A_STOP = 4096
 
 
 def _last_worth_a_stop(slots: list[weakref.ref[Slot]]) -> int:
-    """Return the place of the last slot that can be asked for; -1 if a stop is not worth it."""
+    """Return the place of the last slot that is alive; -1 if a stop is not worth it."""
     last = -1
     for place in range(len(slots) - 1, -1, -1):
         slot = slots[place]()
@@ -57,12 +57,12 @@ def _last_worth_a_stop(slots: list[weakref.ref[Slot]]) -> int:
 
 
 class Filling(Restoring):
-    """Around a second run of a region: fills its slots.
+    """A context for a second run of a region, which fills the slots of the region.
 
     Args:
         region: the region.
-        inputs: what the run is given.
-        stops: whether the run may end, with `Filled`, where the last slot is filled.
+        inputs: the inputs of the run.
+        stops: whether the run may end with `Filled` when the last slot is filled.
     """
 
     __slots__ = (
@@ -127,7 +127,7 @@ class Filling(Restoring):
             return value
         place = self._place
         self._place = place + 1
-        # One save too many is counted, and reported when the run has ended.
+        # A save too many is counted, and reported when the run has ended.
         slot = self._slots[place]() if place < len(self._slots) else None
         if slot is not None and not self._has_stopped:
             self._check(slot, tensor)
@@ -137,7 +137,7 @@ class Filling(Restoring):
         return value
 
     def _stop_at_last(self, place: int, mark: int) -> None:
-        """See Rules 1 and 2."""
+        """Stop the run at its last slot, if its saves match the first run's (See Rules 1, 2)."""
         if not self._has_stopped:
             if self._region.marks[place] != mark:
                 self._last = -1
@@ -174,11 +174,11 @@ class Filling(Restoring):
 
 
 class Untaped(Restoring):
-    """Around a second run that is not to be reversed: with a graph, and nothing kept in it.
+    """A context for a second run without a backward: it builds a graph that keeps no tensors.
 
     Args:
-        name: what errors call what runs.
-        first_run: says whether the run takes gradients itself, for which it needs its residuals.
+        name: the name of the call in error messages.
+        first_run: knows whether the run takes gradients itself, for which it keeps residuals.
     """
 
     __slots__ = ("_before", "_first_run", "_hooks", "_name")

@@ -2,16 +2,16 @@
 
 NOTE [ One evaluation ]
 
-Rule 1. The inverse of a coupling runs its networks on the very inputs that forward gave them.
+Rule 1. The inverse of a coupling runs its networks on the same inputs as forward did.
         So in backward one inverse both finds the input of the coupling and, by running each
         network as a region of its own, makes that network's residuals.
-Rule 2. What the coupling itself would have saved is made by running its forward once more over
-        the network outputs that the inverse remembered: elementwise work only.
-Rule 3. A network is found again by identity. One that a single forward evaluates twice is
-        ambiguous, since an inverse may ask in another order; then nothing is shared, and
+Rule 2. The residuals of the coupling itself are made by running its forward once more over the
+        network outputs that the inverse remembered: elementwise work only.
+Rule 3. A network is recognized by identity. A network that one forward evaluates twice is
+        ambiguous, since an inverse may evaluate in another order; then nothing is shared, and
         backward runs inverse and forward in full.
 Rule 4. The draws of a network come from a seed of its own, in every memory mode, so that they
-        do not depend on which direction asks first.
+        do not depend on which direction runs first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _local = _Local()
 
 
 def evaluate(network: nn.Module, inputs: Inputs) -> Any:
-    """Call `network`, or let the region that is running answer (See Rules 1 and 2)."""
+    """Return the output of `network`, shared by the running region if any (Rules 1 and 2)."""
     if torch.compiler.is_compiling():
         return network(*inputs)  # seeds do not go into a graph; compiled draws are its own anyway
     answer = _local.answer
@@ -61,7 +61,7 @@ def evaluate(network: nn.Module, inputs: Inputs) -> Any:
 
 
 def is_answered() -> bool:
-    """Whether a region that is inverted owns whatever this thread evaluates."""
+    """Whether evaluations on this thread belong to a stage that is inverted."""
     return _local.answer is not None
 
 
@@ -83,7 +83,7 @@ def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any
 
 
 class _Answering(Restoring):
-    """Within it, `answer` is asked for every evaluation; None lets networks run by themselves."""
+    """A context in which `answer` makes every evaluation; None calls networks directly."""
 
     __slots__ = ("_answer", "_before", "_is_entered")
 
@@ -105,7 +105,7 @@ class _Answering(Restoring):
 
 
 class _Evaluation:
-    """One evaluation: where its residuals belong, its seed, and its output while needed."""
+    """One evaluation: its region, its seeded call, and its output while that is needed."""
 
     __slots__ = ("call", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
 
@@ -119,7 +119,7 @@ class _Evaluation:
         self.tree: Tree | None = None
 
     def returned(self, output: tuple[Tensor, ...]) -> Any:
-        """Return `output` in the form that the network gave it, wanting the gradients it did."""
+        """Return `output` as the network returned it, with its structure and `requires_grad`."""
         values = tuple(
             value.detach().requires_grad_(flag)
             for value, flag in zip(output, self.wants_grad, strict=True)
@@ -131,7 +131,7 @@ class Evaluations:
     """The evaluations of one call of an invertible module.
 
     Args:
-        name: what errors call the module.
+        name: the name of the module in error messages.
     """
 
     __slots__ = ("_by_network", "_cursor", "_name")
@@ -143,34 +143,34 @@ class Evaluations:
 
     @property
     def are_shared(self) -> bool:
-        """Whether inverse can make the residuals (See Rule 3)."""
+        """Whether the inverse can make the residuals (See Rule 3)."""
         return all(len(same) == 1 for same in self._by_network.values())
 
     @property
     def are_wanted(self) -> bool:
-        """Whether any residual of a network can still be asked for."""
+        """Whether autograd still holds any residual of a network."""
         regions = (one.region() for same in self._by_network.values() for one in same)
         return any(region is not None and region.is_wanted for region in regions)
 
     def recording(self, make_region: Callable[[], Region]) -> _Answering:
-        """Around the first forward; each evaluation gets a region, made by `make_region`."""
+        """Return a context for the first forward; `make_region` makes a region per evaluation."""
         return _Answering(partial(self._record, make_region))
 
     def inverting(self, fills: bool) -> _Answering:
-        """Around the inverse, which fills and remembers evaluations (Rule 1), or only runs."""
+        """Return a context for the inverse; `fills`: fill slots and remember outputs (Rule 1)."""
         return _Answering(self._fill_and_remember if fills else self._only_run)
 
     def recalling(self) -> _Answering:
-        """Around the forward after the inverse: remembered outputs (See Rule 2)."""
+        """Return a context for the forward after it, which reuses remembered outputs (Rule 2)."""
         return _Answering(self._recall)
 
     def filling(self) -> _Answering:
-        """Around a second forward in full: every evaluation is run again (See Rule 3)."""
+        """Return a context for a full second forward: networks run again (See Rule 3)."""
         self._cursor = {}
         return _Answering(self._fill_in_order)
 
     def forget(self) -> None:
-        """Let go of the remembered outputs."""
+        """Release the remembered outputs."""
         for same in self._by_network.values():
             for evaluation in same:
                 evaluation.output = None

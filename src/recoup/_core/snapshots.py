@@ -1,13 +1,13 @@
-"""Arguments that are no tensors and change while a region runs: caches, for instance.
+"""Snapshots of arguments that are not tensors and change while a region runs, such as caches.
 
-NOTE [ What a second run is given ]
+NOTE [ The arguments of a second run ]
 
-Rule 1. Of an object that is neither a tensor, a module nor plain, the structure is copied before
+Rule 1. The structure of an argument that is neither a tensor, a module nor plain is copied before
         the first run: lists, dicts, sets and attributes, and the tensors in them by reference.
-        Copied too much is slower, copied too little would give a second run what the first one
-        left.
-Rule 2. If the first run changed it, each later run is given a copy of the copy. Otherwise it is
-        given the object itself, as any function would be.
+        Copying too much costs time; copying too little would show a second run the changes of the
+        first.
+Rule 2. If the first run changed the object, each later run gets a copy of the copy. Otherwise it
+        gets the object itself, as any function would.
 Rule 3. Tensors in a copy are kept with their version, and detached: their history belongs to the
         first run.
 """
@@ -34,16 +34,17 @@ _ALONE = (
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, torch.dtype, torch.device,
     torch.Size, torch.Generator, range, slice,
 )  # fmt: skip
+# Packages whose objects are not copied.
 _OF_NOBODY = frozenset(("builtins", "collections", "torch", "numpy", "threading", "logging"))
 
 
 def is_left_alone(value: object) -> bool:
-    """Whether a run cannot change `value`, or only in a way that is looked after elsewhere."""
+    """Whether a run cannot change `value`, or other code handles such a change."""
     return isinstance(value, _ALONE)
 
 
 class Snapshot:
-    """An object as it was before a first run."""
+    """A copy of an object from before a first run."""
 
     __slots__ = ("_before", "_name", "_now", "_versions")
 
@@ -54,13 +55,13 @@ class Snapshot:
         self._before: object | None = _copied(value, {}, 0, self._note)
 
     def first_run_ended(self) -> None:
-        """Let go of the copy if the object is what it was (See Rule 2)."""
+        """Drop the copy if the first run did not change the object (See Rule 2)."""
         if _same(self._before, self._now, 0, set()):
             self._before = None
             self._versions.clear()
 
     def for_a_run(self) -> object:
-        """Return what a later run is given."""
+        """Return the object, or the copy, that a later run gets (See Rule 2)."""
         if self._before is None:
             return self._now
         for tensor, version in self._versions:
@@ -78,7 +79,7 @@ class Snapshot:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a value in which tensors but parameters are detached, for a run apart."""
+    """Return a copy of `value` with all tensors but parameters detached, for a separate run."""
     return _copied(value, {}, 0, _detached)
 
 
@@ -121,7 +122,7 @@ def _fill(
 
 
 def _is_a(value: Any, *kinds: type[Any]) -> bool:
-    """As isinstance, which would narrow the type to one whose entries are unknown."""
+    """Return `isinstance(value, kinds)`, for type checkers without narrowing the type."""
     return isinstance(value, kinds)
 
 

@@ -2,16 +2,16 @@
 
 NOTE [ A stage runs again ]
 
-Rule 1. A second run is given what the first was given, as leaves that want the gradients it did,
-        and runs with grad mode on, taped or not: what a module computes may depend on that.
-Rule 2. A stage may change what it is given in place, as an in-place activation does. Its later
-        runs get a copy then. If it would change a state that the schedule keeps, or a view of one,
-        its first run gets a copy too where the module says that it is in place; where it does not
-        say so, that is an error in forward.
-Rule 3. An inverse runs without a graph; the networks that it evaluates are taped on their own.
+Rule 1. A second run gets the inputs of the first as leaves with the same `requires_grad`, and runs
+        with grad mode on, taped or not: what a module computes may depend on grad mode.
+Rule 2. A stage may change its input in place, as an in-place activation does. Its later runs then
+        get a copy. If it would change a state that the schedule keeps, or a view of one, its first
+        run gets a copy too if the module is marked as in-place (its `inplace` is true); otherwise
+        that is an error in forward.
+Rule 3. An inverse runs without a graph; each network that it evaluates is taped separately.
 Rule 4. Draws in an inverted stage that no seed repeats come from the generators' state, in the
-        order in which forward drew. Whether the inverse drew in that order shows in the output of
-        the second forward, which must be the first one's.
+        order in which forward drew. If the inverse draws in another order, the output of the
+        second forward differs from that of the first, which is checked.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ _NOTHING = nullcontext()
 
 
 class Stage(Protocol):
-    """One stage of a chain, as the executor sees it."""
+    """One stage of a chain: the interface that the executor uses."""
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the stage in error messages."""
         ...
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Whose parameters, buffers and modes it uses."""
+        """The modules whose parameters, buffers and modes the stage uses."""
         ...
 
     @property
     def code(self) -> object:
-        """What it runs: a module, or the `Codes` of a function."""
+        """The code that the stage runs: a module, or the `Codes` of a function."""
         ...
 
     @property
     def held(self) -> Held | None:
-        """What a function reads beside its arguments; None for a module."""
+        """The values that a function reads beside its arguments; None for a module."""
         ...
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
-        """Return the next state, and a value beside the chain (a log-determinant)."""
+        """Return the next state, and a second output outside the chain (a log-determinant)."""
         ...
 
     def inverse(self, state: State) -> State:
@@ -73,7 +73,7 @@ class Stage(Protocol):
 
 
 class StageRun:
-    """What the first run of one stage leaves for those after it."""
+    """The record of the first run of one stage, from which later runs repeat it."""
 
     __slots__ = (
         "_evaluations",
@@ -97,7 +97,7 @@ class StageRun:
     # -- the first run ---------------------------------------------------------------------
 
     def tape(self, state: State) -> tuple[State, Tensor | None]:
-        """Run the stage as any module is run, so that it can be run again."""
+        """Run the stage with its residuals kept, so that it can still be run again."""
         first = self._rerun.first()
         with first.lock, first:
             return self._forward(state)
@@ -106,7 +106,7 @@ class StageRun:
         self, state: State, make_region: Callable[[], Region], *, is_inverted: bool
     ) -> tuple[State, Tensor | None]:
         """Run the stage and leave slots where it would have kept residuals."""
-        # An input must not be taken for one of the stage's own parameters.
+        # An input must not be mistaken for one of the stage's own parameters.
         state = tuple(
             value.view_as(value) if isinstance(value, nn.Parameter) else value for value in state
         )
@@ -145,7 +145,7 @@ class StageRun:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any residual of the stage, or of a network in it, can still be asked for."""
+        """Whether autograd still holds any residual of the stage, or of a network in it."""
         evaluations = self._evaluations
         return self._wanted_region() is not None or (
             evaluations is not None and evaluations.are_wanted
@@ -153,7 +153,7 @@ class StageRun:
 
     @property
     def inputs(self) -> State | None:
-        """What a later run was given, while its residuals can be asked for."""
+        """The input of a later run, while autograd holds residuals of the stage."""
         region = self._region() if self._region is not None else None
         return None if region is None else region.inputs
 
@@ -176,11 +176,11 @@ class StageRun:
     def fill(self, state: State, *, recall: bool = False, needs_output: bool = True) -> State:
         """Run the stage again from its input, and fill its slots.
 
-        Where the output is not needed the run ends with the last slot, and nothing is returned.
+        If the output is not needed, the run may end at the last slot and returns an empty state.
         """
         inputs = self._inputs(state)
         region = self._wanted_region()
-        # The evaluations are regions of their own, of which a stop would leave some empty.
+        # The evaluations are regions of their own, and a stop would leave some of them empty.
         stops = not needs_output and (self._evaluations is None or recall)
         filling = None if region is None else Filling(region, inputs, stops=stops)
         stops = filling is not None and filling.stops
@@ -208,7 +208,7 @@ class StageRun:
             if self._rerun.has_foreign_draws:  # See Rule 4
                 self._check_same(self.fill(state, recall=recall), after)
             elif is_taped and (not recall or self._wanted_region() is not None):
-                del after  # a whole state, which the fill does without
+                del after  # a whole state, which `fill` does not need
                 self.fill(state, recall=recall)
         finally:
             evaluations.forget()

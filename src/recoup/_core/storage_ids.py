@@ -1,4 +1,4 @@
-"""Storages told apart for longer than they live."""
+"""Identities of storages: ids among those alive, and tokens that are never used again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Tokens", "parts_of", "storage_id"]
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what tells the storage of `tensor` from others that are alive; it is never 0."""
+    """Return a number that is unique among the storages alive, and never 0."""
     return tensor.untyped_storage()._cdata
 
 
 class Tokens:
-    """A token for each storage while it lives; the next one at its address has another."""
+    """Unique tokens of storages; a later storage at the same address has another token."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, tuple[weakref.ref[torch.UntypedStorage], object]] = {}
@@ -38,7 +38,7 @@ class Tokens:
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with memory of their own that `tensor` is made of."""
+    """Yield the tensors with their own memory that `tensor` consists of."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)

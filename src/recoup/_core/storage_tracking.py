@@ -1,15 +1,15 @@
-"""Which bytes are alive: storages followed from the operator that made them until they die.
+"""The bytes that are alive: follows storages from the operator that made them until freed.
 
-NOTE [ What a storage is, and when it counts ]
+NOTE [ When a storage counts ]
 
-Tensors are views; memory belongs to their storage. A storage counts from the operator that
-returns it first until the last reference to it goes, once, however many tensors look at it. A
-storage that an operator takes as input without any operator before having returned it was there
-earlier, and does not count; if an operator makes it grow, the growth does.
+Tensors are views; memory belongs to their storage. A storage counts once, however many tensors
+use it, from the operator that first returns it until its last reference is dropped. A storage
+that an operator takes as input, and no operator has returned before, existed earlier and does
+not count; if an operator makes it grow, the growth counts.
 
 Only weak references are held, so following a storage does not prolong its life. Its address
-serves as key: the entry goes before the address can be given to another storage, because the
-weak reference is called first.
+serves as key: the entry is removed before another storage can have the address, because the
+callback of the weak reference runs first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["StorageTracker"]
 
 
 class _Followed(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with what it counts for."""
+    """A weak reference to a storage, with the bytes counted for it."""
 
     __slots__ = ("baseline_bytes", "key", "num_bytes")
 
@@ -40,13 +40,13 @@ class _Followed(weakref.ref[torch.UntypedStorage]):
 class StorageTracker(TorchDispatchMode):
     """A context that counts the bytes of the storages made by operators within it.
 
-    Nothing is kept but one weak reference a storage. After the context has ended, no new storage
-    is counted, and `current_bytes` goes on falling as what was made within is freed.
+    It keeps only one weak reference a storage. After the context has ended, no new storage is
+    counted, and `current_bytes` goes on falling as storages made within are freed.
 
-    What it cannot see: temporaries inside a kernel; storages that no operator made
+    It cannot see temporaries inside a kernel; storages that no operator made
     (`torch.from_numpy`, `torch.load`); operators on other threads, and those inside a
-    compiled graph; what was alive before and is freed within. A storage that is resized by
-    `UntypedStorage.resize_` is counted anew when an operator next meets it, and at the end.
+    compiled graph; storages that were alive before and are freed within. A storage that is resized
+    by `UntypedStorage.resize_` is counted again when an operator next uses it, and at the end.
 
     Args:
         device: count storages on this type of device only; all if None.
@@ -59,7 +59,7 @@ class StorageTracker(TorchDispatchMode):
         (2052, 1028)
     """
 
-    # Operators that take functions (such as flex_attention) are to reach this mode too.
+    # Operators that take functions (such as flex_attention) must reach this mode too.
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -94,7 +94,7 @@ class StorageTracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator and count what it made."""
+        """Run the operator and count the storages that it made."""
         kwargs = {} if kwargs is None else kwargs
         taken = {
             _address(storage): (storage, storage.nbytes())
@@ -108,7 +108,7 @@ class StorageTracker(TorchDispatchMode):
         for key, (storage, num_bytes) in taken.items():
             if storage.nbytes() != num_bytes:
                 self._follow(key, storage, baseline_bytes=num_bytes)
-        # `torch.tensor` makes its storage out of sight, and shows it first to this operator.
+        # `torch.tensor` makes its storage unseen, and passes it first to this operator.
         fresh = func is torch.ops.aten.lift_fresh.default
         for storage in self._storages(result):
             if fresh or _address(storage) not in taken:
@@ -135,7 +135,7 @@ class StorageTracker(TorchDispatchMode):
         del self._followed[followed.key]
 
     def _storages(self, value: Any) -> Iterator[torch.UntypedStorage]:
-        """All storages beneath `value`, on the device that is counted."""
+        """Yield all storages of `value` on the device that is counted."""
         if isinstance(value, Tensor):
             for part in parts_of(value):
                 if self._device_type in (None, part.device.type):
@@ -149,5 +149,5 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """What tells storages apart; unlike the address of the data, it is never 0."""
+    """Return a key of the storage; unlike the address of the data, it is never 0."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
