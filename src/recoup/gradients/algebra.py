@@ -19,7 +19,7 @@ __all__ = ["Algebra", "check_is_store", "check_scales", "check_weight"]
 
 
 class Algebra(Container):
-    """What can be done with gradients as with vectors; what is absent is zero."""
+    """The vector operations of stores; absent gradients count as zero."""
 
     def extend_(
         self,
@@ -28,24 +28,23 @@ class Algebra(Container):
         alpha: float | None = None,
         consume: bool = True,
     ) -> Self:
-        """Add other stores, in place: as more of what was collected, or as vectors.
+        """Add other stores, in place: as more collected gradients, or as vectors.
 
-        The weight of a store is what its gradients count for in `mean_`. Merged stores add their
-        weights, so that the mean is over all that they collected. Gradient surgery (``alpha=``)
+        The weight of a store is the divisor that `mean_` uses. Merged stores add their weights, so
+        that the mean is over all batches that they collected. Gradient surgery (``alpha=``)
         changes the direction of a gradient and collects nothing: it leaves the weight alone.
 
         Args:
-            others: what to add; one that is named twice is added twice.
-            weight: what the others count for, as in `backward`: their gradients and their weights
-                are multiplied by it.
+            others: the stores to add; one that is named twice is added twice.
+            weight: a factor for the gradients and the weights of the others, as in `backward`.
             alpha: if given, ``alpha * other`` is added as a vector, and the weight of this store
                 stays as it is.
-            consume: whether they are emptied, each gradient as soon as it is added.
+            consume: whether the others are emptied, each gradient as soon as it is added.
 
         Raises:
             GradientError: one was unscaled and another not, or a store is not usable.
-            ValueError: shapes or placements differ, something is no store, `weight` is not above
-                zero, or `weight` and `alpha` are both given.
+            ValueError: shapes or placements differ, an argument is not a store, `weight` is not
+                above zero, or `weight` and `alpha` are both given.
 
         Example:
             >>> import recoup, torch
@@ -67,7 +66,7 @@ class Algebra(Container):
         check_scales(self, *others)
         num_own = counts.pop(self, 0)
         if num_own:
-            # Before the others come in, or it would be their multiple too.
+            # Before the others are added, or they would be multiplied too.
             self._map(lambda gradient: scaled(gradient, 1 + factor * num_own))
             self.weight *= 1 + counted * num_own
         for other, count in counts.items():
@@ -99,15 +98,15 @@ class Algebra(Container):
     merge_ = extend_
 
     def scale_(self, factor: float | Tensor) -> Self:
-        """Multiply all gradients by a number. The weight stays, so that `mean_` is scaled too."""
+        """Multiply all gradients by a number; the weight stays, so that `mean_` is scaled too."""
         factor = _number(factor)
         return self._map(lambda gradient: scaled(gradient, factor))
 
     def mean_(self) -> Self:
-        """Divide by the sum of the weights, which is one afterwards.
+        """Divide the gradients by the sum of the weights, and set the weight to one.
 
         Raises:
-            GradientError: nothing that was collected had a weight.
+            GradientError: the sum of the weights is not above zero.
         """
         if not self:
             return self
@@ -160,9 +159,9 @@ class Algebra(Container):
         return self * -1.0
 
     def dot(self, other: Algebra) -> Tensor:
-        """Return the sum of products with another store, what is absent being zero.
+        """Return the sum of products with another store; absent gradients count as zero.
 
-        Of complex gradients it is the real part, so that ``a.dot(a)`` is the square of the norm.
+        For complex gradients it is the real part, so that ``a.dot(a)`` is the square of the norm.
         """
         check_is_store("other", other)
         self._check_is_whole()
@@ -187,13 +186,13 @@ class Algebra(Container):
         return arithmetic.norm(self.coalesce_().values(), order)
 
     def cosine(self, other: Algebra) -> Tensor:
-        """Return the cosine of the angle to another store; zero if one of them is zero."""
+        """Return the cosine of the angle to another store, or zero if one of them is zero."""
         dot = self.dot(other)
         norms = self.norm().to(dot) * other.norm().to(dot)
         return dot / torch.where(norms == 0, torch.ones_like(norms), norms)
 
     def isfinite(self) -> Tensor:
-        """Return whether no entry is infinite or NaN."""
+        """Return whether all entries are finite, as a tensor."""
         self._check_is_whole()
         return arithmetic.are_finite(self.values())
 
@@ -202,7 +201,7 @@ class Algebra(Container):
     ) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`.
 
-        Call it once, when everything is merged: clipped one by one, later batches weigh more.
+        Call it once, after merging: if batches are clipped one by one, later ones weigh more.
 
         Args:
             max_norm: the largest norm, at least 0.
@@ -211,11 +210,11 @@ class Algebra(Container):
                 infinite or NaN; this waits for the device.
 
         Returns:
-            The norm before, as a tensor.
+            The norm before scaling, as a tensor.
 
         Raises:
-            GradientError: the norm is not finite, and that is an error.
-            ValueError: `max_norm` is no number, or below 0; or `norm_type` is not above 0.
+            GradientError: the norm is not finite, and `error_if_nonfinite` is True.
+            ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
         _check_bound("max_norm", max_norm)
         total = self.norm(norm_type).detach()
@@ -235,7 +234,7 @@ class Algebra(Container):
 
         Raises:
             GradientError: a gradient is complex, which has no order.
-            ValueError: `clip_value` is no number, or below 0.
+            ValueError: `clip_value` is not a number, or below 0.
         """
         self._check_is_whole()
         clip_value = _check_bound("clip_value", clip_value)
@@ -261,7 +260,7 @@ class Algebra(Container):
 
 
 def check_is_store(argument: str, given: object) -> None:
-    """Raise if something that must be a store is none."""
+    """Raise if `given` is not a store."""
     if not isinstance(given, Container):
         raise ValueError(
             f"`{argument}` has a {type(given).__name__} in it, but must be stores: give GradStore "
@@ -277,7 +276,7 @@ def check_scales(*stores: Container) -> None:
 
 
 def _factors(weight: object, alpha: object) -> tuple[float, float]:
-    """Return by what `extend_` multiplies gradients, and by what it multiplies weights."""
+    """Return the factor of `extend_` for gradients, and its factor for weights."""
     counted = float(_number(weight))
     if alpha is not None:
         if counted != 1:
@@ -291,7 +290,7 @@ def _factors(weight: object, alpha: object) -> tuple[float, float]:
 
 
 def check_weight(weight: float) -> None:
-    """Raise unless a batch may count for `weight`."""
+    """Raise unless `weight` is a finite number above zero."""
     if not (math.isfinite(weight) and weight > 0):
         raise ValueError(
             f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
@@ -300,7 +299,7 @@ def check_weight(weight: float) -> None:
 
 
 def _check_bound(argument: str, given: object) -> float:
-    """Return a bound of a clip as a number, or raise; of a tensor this waits for the device."""
+    """Return the bound of a clip as a number, or raise; for a tensor this waits for the device."""
     number = math.nan
     if isinstance(given, Real) or (isinstance(given, Tensor) and given.numel() == 1):
         number = float(given)

@@ -23,7 +23,7 @@ Unknown = Literal["error", "ignore"]
 def check_can_step(
     optimizer: Any, targets: Collection[Tensor], missing: Missing, unknown: Unknown
 ) -> None:
-    """Raise if a step could not do what it should."""
+    """Raise unless `optimizer` can step with gradients of `targets` as the arguments ask."""
     for argument, value, choices in (
         ("missing", missing, ("skip", "zero", "error")),
         ("unknown", unknown, ("error", "ignore")),
@@ -90,19 +90,19 @@ def installed(
     as_they_are: bool = False,
     missing: Missing = "skip",
 ) -> Generator[list[Tensor]]:
-    """Make `.grad` of each parameter its gradient, or None where there is none.
+    """Set `.grad` of each parameter to its gradient, or to None where there is none.
 
     Args:
-        gradients: what to install: moved to the device of the parameter, cast to what its
-            `grad_dtype` says (its own type if that is None), in its strides.
-        parameters: all whose `.grad` matters to whoever looks, with their names.
+        gradients: the gradients to install; each is moved to the device of its parameter, cast to
+            its `grad_dtype` (its own type if that is None), and laid out in its strides.
+        parameters: all parameters whose `.grad` is set, with their names.
         as_they_are: install no copies, whatever the types, so that a change is seen outside.
-        missing: "zero" for a zero where there is none.
+        missing: "zero" to install zeros where there is no gradient.
 
     Yields:
-        A list, to which the parameters are added, at the end, whose gradient in `gradients` was
-        changed in place. Not seen: kernels that leave the version of a tensor as it is, which are
-        those that divide by the scale of a ``torch.amp.GradScaler``.
+        A list, filled at the end with the parameters whose gradient in `gradients` was
+        changed in place. Kernels that do not change the version of a tensor are not seen: those
+        that divide by the scale of a ``torch.amp.GradScaler``.
     """
     _check_are_leaves(parameters)
     lending: dict[Tensor, tuple[Tensor | None, torch.dtype | None]] = {}
@@ -116,7 +116,7 @@ def installed(
         gradient = gradient.detach()
         fitting = gradient if as_they_are else _fitting(gradient, each)
         if has_graph and fitting is gradient:
-            fitting = gradient.clone()  # the graph needs it, and it may be that of two
+            fitting = gradient.clone()  # the graph needs it, and two parameters may share it
         if fitting is not gradient:
             copied.add(each)
         lending[each] = (fitting, gradient.dtype if as_they_are else None)
@@ -138,7 +138,7 @@ def _absent(target: Tensor, missing: Missing) -> Tensor | None:
 
 
 def _fitting(gradient: Tensor, target: Tensor) -> Tensor:
-    dtype = target.grad_dtype or target.dtype  # None allows any, but not every optimizer does
+    dtype = target.grad_dtype or target.dtype  # None allows any type, but not every optimizer does
     gradient = gradient.to(device=target.device, dtype=dtype)
     if gradient.is_sparse or gradient.stride() == target.stride():
         return gradient

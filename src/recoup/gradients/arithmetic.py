@@ -1,4 +1,4 @@
-"""Numbers of gradients that are spread over tensors of any layout, type and device."""
+"""Norms, products and checks of gradients of any layout, type and device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["are_finite", "dot", "norm", "whole"]
 
 
 def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
-    """Return the norm of all entries together; of no gradient it is zero.
+    """Return the norm of all entries together; without gradients it is zero.
 
     Args:
-        gradients: dense ones, and sparse ones that are coalesced.
+        gradients: dense gradients, and sparse ones that are coalesced.
         order: order of the norm.
     """
     plain: list[Tensor] = []
@@ -41,7 +41,7 @@ def norm(gradients: Iterable[Tensor], order: float) -> Tensor:
 def _largest(sharded: Iterable[Tensor]) -> list[Tensor]:
     """Return the largest entries of sharded tensors, one for each way to shard.
 
-    torch has none where a process has no entries: it raises there, and the other processes wait.
+    torch raises in a process without entries, while the other processes wait.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -63,7 +63,7 @@ def _largest(sharded: Iterable[Tensor]) -> list[Tensor]:
 def _total_norm(values: list[Tensor], order: float) -> Tensor:
     if not any(value.requires_grad for value in values):
         return get_total_norm(values, norm_type=order)
-    # That function is without a graph.
+    # `get_total_norm` builds no graph.
     norms: list[Tensor] = [_vector_norm(value, order) for value in values]
     return _vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
 
@@ -73,7 +73,7 @@ def _vector_norm(value: Tensor, order: float) -> Tensor:
 
 
 def dot(ones: Mapping[Tensor, Tensor], others: Mapping[Tensor, Tensor]) -> Tensor:
-    """Return the sum of products of all entries; of complex ones, its real part."""
+    """Return the sum of products of all entries; for complex ones, its real part."""
     total: Tensor | None = None
     for target, one in ones.items():
         other = others.get(target)
@@ -97,7 +97,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def are_finite(gradients: Iterable[Tensor]) -> Tensor:
-    """Return whether no entry is infinite or NaN, as a tensor: nothing waits for the device."""
+    """Return whether all entries are finite, as a tensor, so that nothing waits for the device."""
     found: Tensor | None = None
     for gradient in gradients:
         is_finite = whole(_values(gradient).isfinite().all())
@@ -106,12 +106,12 @@ def are_finite(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that every process has all of."""
+    """Return the full tensor of a DTensor, and any other tensor itself."""
     return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def _values(gradient: Tensor) -> Tensor:
     if not gradient.is_sparse:
         return gradient
-    # These are without a graph, and those are of coalesced gradients alone.
+    # `_values()` has no graph, and `values()` requires a coalesced gradient.
     return gradient.coalesce().values() if gradient.requires_grad else gradient._values()

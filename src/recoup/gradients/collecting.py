@@ -1,15 +1,15 @@
-"""Running a backward whose gradients end in a store, and nowhere else.
+"""Running a backward whose gradients go to a store, and nowhere else.
 
-NOTE [ Where gradients go ]
+NOTE [ Destinations of gradients ]
 
-Rule 1. Autograd sums into `.grad`, in place. So for a backward, `.grad` of each target is what the
-        store holds of it, and a buffer of the size of the parameters is all that a sum takes.
-        Whatever was in `.grad`, and in `grad_dtype`, is put back as it was, the same object.
-Rule 2. Where `.grad` is not what autograd sums into (`create_graph`, tensors inside the graph), and
-        where somebody waits for it (post-accumulate hooks), gradients are asked for by
-        `torch.autograd.grad` and summed here.
+Rule 1. Autograd sums into `.grad`, in place. So during a backward, `.grad` of each target is its
+        gradient in the store, and a sum takes one buffer of the size of the parameters. The
+        previous `.grad` and `grad_dtype` are restored afterwards, the same objects.
+Rule 2. Where autograd does not sum into `.grad` in place (`create_graph`, tensors inside the
+        graph), and where post-accumulate hooks would see it, `torch.autograd.grad` computes the
+        gradients, and they are summed here.
 Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a plain backward, which
-        accumulates in all leaves; those that are no targets get their `.grad` back.
+        accumulates in all leaves; `.grad` of leaves that are not targets is restored.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _MODES = ("auto", "accumulate", "grad", "harvest", "stream")
 
 
 class Backward(NamedTuple):
-    """What is to be reversed.
+    """The arguments of a backward.
 
     Args:
-        outputs: where it begins.
-        grad_outputs: the gradients there, or None for the scalars.
-        targets: whose gradients are collected; each requires grad, and is here once.
-        inputs: whose gradients are returned.
+        outputs: the tensors where it begins.
+        grad_outputs: the gradients of `outputs`, or None for scalars.
+        targets: the tensors whose gradients are collected; each requires grad, and occurs once.
+        inputs: the tensors whose gradients are returned.
         retain_graph: as for ``torch.autograd.backward``.
-        create_graph: likewise.
+        create_graph: as for ``torch.autograd.backward``.
     """
 
     outputs: Sequence[Tensor]
@@ -71,17 +71,17 @@ class Backward(NamedTuple):
         )
 
 
-# -- which mode ------------------------------------------------------------------------------------
+# -- choice of mode --------------------------------------------------------------------------------
 
 
 def check_mode(mode: object) -> None:
-    """Raise unless there is such a mode."""
+    """Raise unless `mode` is a mode."""
     if mode not in _MODES:
         raise ValueError(f"`mode` is {mode!r}, but must be one of {', '.join(_MODES)}.")
 
 
 def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
-    """Return the mode that "auto" means, or raise if `mode` cannot do it."""
+    """Return `mode`, with "auto" resolved, or raise if `mode` cannot run `backward`."""
     check_mode(mode)
     everything = [*backward.targets, *backward.inputs]
     reason = _why_not_in_grad(backward, everything)
@@ -104,7 +104,7 @@ def mode_for(mode: Mode, backward: Backward, entries: Entries) -> Mode:
 def _check_sees_leaves(
     what: str, way_out: str, backward: Backward, everything: Iterable[Tensor]
 ) -> None:
-    """Raise if leaves among the targets may be out of sight; torch would say nothing."""
+    """Raise if the graph may hide leaves among the targets; torch would silently skip them."""
     is_leaf = any(each.is_leaf for each in everything)
     if is_leaf and ends_of(backward.outputs).hides_leaves:
         raise GradientError(
@@ -138,7 +138,7 @@ def _auto(
 
 
 def _why_not_in_grad(backward: Backward, everything: Sequence[Tensor]) -> str | None:
-    """Return why `.grad` cannot be lent, if it cannot (See Rule 2)."""
+    """Return the reason if `.grad` cannot be lent, else None (See Rule 2)."""
     if backward.create_graph:
         return "`create_graph` asks for gradients with a graph, which cannot be summed in place"
     for target in everything:
@@ -158,10 +158,10 @@ def _why_not_in_grad(backward: Backward, everything: Sequence[Tensor]) -> str | 
 
 
 def collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
-    """Run `backward`, and add what it gives to `entries`.
+    """Run `backward`, and add its gradients to `entries`.
 
     Returns:
-        The gradients of its inputs, and the number of targets that got one.
+        The gradients of its inputs, and the number of targets that got a gradient.
     """
     if not backward.targets and not backward.inputs:  # all are frozen
         return [], 0
@@ -180,7 +180,7 @@ def _collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Ten
             case _:
                 return _by_lending(backward, entries, is_plain=mode == "harvest")
     except LentElsewhereError as error:
-        # Another thread was faster than we were since `mode_for`: nothing has run yet.
+        # Another thread took `.grad` after `mode_for` had checked it: nothing has run yet.
         if mode == "harvest" or error.target not in wanted:
             raise
     return _by_grad(backward, entries)
@@ -188,10 +188,10 @@ def _collect(mode: Mode, backward: Backward, entries: Entries) -> tuple[list[Ten
 
 @restoring
 def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[int]]:
-    """Collect what any backward within accumulates in `.grad` of the targets.
+    """Collect the gradients that any backward within accumulates in `.grad` of the targets.
 
     Yields:
-        A list, to which the number of targets that got a gradient is added at the end.
+        A list that gets one entry at the end: the number of targets that got a gradient.
     """
     for target in targets:
         if not target.is_leaf or getattr(target, "_post_accumulate_grad_hooks", None):
@@ -247,7 +247,7 @@ def _by_grad(backward: Backward, entries: Entries) -> tuple[list[Tensor | None],
         if gradient is None:
             continue
         if not gradient.requires_grad:
-            gradient = shared(gradient)  # it may be here twice, or be one of `grad_outputs`
+            gradient = shared(gradient)  # it may occur twice, or be one of `grad_outputs`
         if place < len(backward.targets):
             num_received += 1
             entries.add(each, gradient)
@@ -264,7 +264,7 @@ def _by_stream(backward: Backward, entries: Entries) -> tuple[list[Tensor | None
         gradient, target.grad = target.grad, None
         if gradient is not None:
             received.add(target)
-            with grad_mode(True):  # what is there already may have a graph
+            with grad_mode(True):  # the gradient in the store may have a graph
                 entries.add(target, gradient)
 
     wanted = [*backward.targets, *backward.inputs]
@@ -294,7 +294,7 @@ def _by_lending(
     ends = ends_of(backward.outputs)
     leaves = ends.leaves
     if any(map(is_sharded, backward.targets)):
-        # FSDP2 may sum in these, in parameters of its own, over backwards that it does not reduce.
+        # FSDP2 may sum into its own parameters over backwards that it does not reduce.
         leaves = [each for each in leaves if not isinstance(each, nn.Parameter)]
     others = [*backward.inputs, *leaves]  # See Rule 3
     with (
@@ -310,15 +310,15 @@ def _by_lending(
 def _lent(
     targets: Sequence[Tensor], entries: Entries, others: Sequence[Tensor] = (), *, is_plain: bool
 ) -> Generator[Lent]:
-    """Lend `.grad` of the targets to `entries`, and put that of the others away."""
+    """Lend `.grad` of the targets to `entries`, and set that of the others aside."""
     lending: dict[Tensor, tuple[Tensor | None, torch.dtype | None]] = {}
     for target in targets:
-        # A reducer has buffers in the type of the parameter.
+        # The buffers of a reducer have the type of the parameter.
         dtype = target.grad_dtype if is_plain else entries.dtype_of(target)
         lending[target] = (entries.lendable(target, dtype), None if is_plain else dtype)
     for other in others:
         lending.setdefault(other, (None, None))
-    # A reducer may write to what is in `.grad` now, where that is a view of its buffer.
+    # A reducer may write to the tensor in `.grad` now, if that is a view of its buffer.
     numbers = [
         (each.grad, each.grad.clone())
         for each in (lending if is_plain else ())
@@ -335,7 +335,7 @@ def _lent(
 
 
 def _take(lent: Lent, targets: Iterable[Tensor], entries: Entries, *, is_seen: bool = False) -> int:
-    """Take what was received; `is_seen` says that others may have kept what was in `.grad`."""
+    """Take the received gradients; `is_seen`: other code may hold references to them."""
     received = set(lent.received())
     num_received = 0
     for target in targets:

@@ -1,4 +1,4 @@
-"""Owned gradients by their targets, and whether they may still be relied on."""
+"""The mapping from targets to owned gradients, and its state after errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Container(Mapping[Tensor, Tensor]):
 
     @restoring
     def _guarded(self) -> Generator[None]:
-        """Write down whether what was there has changed when something goes wrong within."""
+        """On an error within, mark the store as damaged if its gradients have changed."""
         was_empty = not self._entries.gradients
         num_changes = self._entries.num_changes
         try:
@@ -115,9 +115,9 @@ class Container(Mapping[Tensor, Tensor]):
 
         Args:
             param: the target.
-            grad: of its shape.
+            grad: a tensor of its shape.
             alpha: a factor.
-            own: whether the store may have `grad` itself rather than a copy: do not use it after.
+            own: whether the store may take `grad` itself and not a copy; do not use it afterwards.
 
         Raises:
             ValueError: `grad` cannot be a gradient of `param`.
@@ -133,23 +133,23 @@ class Container(Mapping[Tensor, Tensor]):
     _NOTHING = object()
 
     def pop(self, param: Tensor, default: Any = _NOTHING) -> Tensor:
-        """Take a gradient out."""
+        """Remove the gradient of `param`, and return it."""
         self._check_is_whole()
         if default is Container._NOTHING and param not in self:
             raise KeyError(f"The store has no gradient of {_shown(param)}.")
         return self._entries.gradients.pop(param, default)
 
     def popitem(self) -> tuple[Tensor, Tensor]:
-        """Take out the gradient that came last, with its target."""
+        """Remove the gradient that came last, and return it with its target."""
         self._check_is_whole()
         return self._entries.gradients.popitem()
 
     def discard(self, param: Tensor) -> None:
-        """Drop a gradient, if there is one."""
+        """Remove the gradient of `param`, if there is one."""
         self._entries.gradients.pop(param, None)
 
     def clear(self) -> None:
-        """Drop everything; a store that a failed call has left unusable is usable again."""
+        """Remove everything; a store that a failed call has left unusable is usable again."""
         self._entries.gradients.clear()
         self._entries.are_local = False
         self.weight = 0.0
@@ -157,19 +157,19 @@ class Container(Mapping[Tensor, Tensor]):
         self._damage = None
 
     def clone(self) -> Self:
-        """Return a copy that shares nothing."""
+        """Return a copy that shares no memory with the store."""
         return self._derived((each, gradient.clone()) for each, gradient in self.items())
 
     __copy__ = clone
 
     def filter(self, params: Iterable[Tensor]) -> Self:
-        """Return a copy of what belongs to `params`."""
+        """Return a copy with only the gradients of `params`."""
         wanted = named_in("params", params)
         pairs = ((each, value.clone()) for each, value in self.items() if each in wanted)
         return self._derived(pairs)
 
     def split(self, *groups: Any) -> tuple[Self, ...]:
-        """Move the gradients into one store for each group, and be empty.
+        """Move the gradients into one store for each group, and empty this one.
 
         Args:
             groups: optimizers, or tensors that belong together.
@@ -194,7 +194,7 @@ class Container(Mapping[Tensor, Tensor]):
         return stores
 
     def _derived(self, pairs: Iterable[tuple[Tensor, Tensor]], **changes: Any) -> Self:
-        """Return a store of other gradients, of which all else is true that is of these."""
+        """Return a store with other gradients and the settings, weight and scale of this one."""
         self._check_is_whole()
         settings: dict[str, Any] = {
             "dtype": self._entries.dtype,
@@ -208,12 +208,12 @@ class Container(Mapping[Tensor, Tensor]):
         return store
 
     def detach_(self) -> Self:
-        """Cut the graphs that ``create_graph`` has left."""
+        """Detach the gradients from the graphs that ``create_graph`` has left."""
         # Two tensors may have one gradient, as long as it is not changed in place.
         return self._map(lambda each: each.detach().clone() if each.requires_grad else each)
 
     def coalesce_(self) -> Self:
-        """Sum the entries that sparse gradients list twice."""
+        """Coalesce sparse gradients: sum the entries that they list more than once."""
         return self._map(lambda each: coalesced(each) if each.is_sparse else each)
 
     def densify_(self) -> Self:
@@ -221,7 +221,7 @@ class Container(Mapping[Tensor, Tensor]):
         return self._map(as_dense)
 
     def nbytes(self) -> int:
-        """Return the bytes of the gradients; of a sharded one, of the part that is here."""
+        """Return the bytes of the gradients; of a sharded one, of its part in this process."""
         return sum(_num_bytes(gradient) for gradient in self._entries.gradients.values())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
@@ -234,12 +234,12 @@ class Container(Mapping[Tensor, Tensor]):
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """Return a device with its index, as those of tensors have one."""
+    """Return a device with its index, as in `Tensor.device`."""
     return torch.empty(0, device=device).device
 
 
 def scaled_by(scale: float | str | None) -> str:
-    """Return what errors say of a scale."""
+    """Return the description of a scale in errors."""
     if scale is None:
         return "as autograd made them"
     return "unscaled" if scale == UNSCALED else f"scaled by {scale}"
@@ -250,5 +250,5 @@ def _shown(target: object) -> str:
 
 
 def _num_bytes(gradient: Tensor) -> int:
-    """Return the bytes of the memory that is held: a sum of sparse ones may leave some unused."""
+    """Return the bytes of the memory held; a sum of sparse gradients may leave some unused."""
     return sum(part.untyped_storage().nbytes() for part in parts_of(gradient))

@@ -1,4 +1,4 @@
-"""Owned gradients by their targets, and the type and the device that each is summed in."""
+"""Owned gradients by their targets, with the type and the device that each is summed in."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Entries:
     """The gradients of a store (See Rule 1 of `merging`).
 
     Args:
-        dtype: what gradients are summed in; None for the type of each target, and float32 for one
-            of 16 bits.
-        device: where they are summed; None for the device of each target.
+        dtype: the type that gradients are summed in; None for the type of each target, and float32
+            for one of 16 bits.
+        device: the device that they are summed on; None for the device of each target.
     """
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
@@ -28,7 +28,7 @@ class Entries:
         self.dtype = dtype
         self.device = device
         self.num_changes = 0
-        self.are_local = False  # parts of a sum over processes, which a reducer does not know of
+        self.are_local = False  # parts of a sum over processes that no reducer has seen
 
     def dtype_of(self, target: Tensor) -> torch.dtype:
         """Return the type that the gradient of `target` is summed in."""
@@ -46,7 +46,7 @@ class Entries:
     def lendable(self, target: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """Return the gradient of `target` if autograd may sum into it, in that type.
 
-        Of a sparse one autograd would only lengthen the list (See Rule 3 of `merging`).
+        To a sparse one, autograd would only append entries (See Rule 3 of `merging`).
         """
         gradient = self.gradients.get(target)
         if gradient is None or gradient.requires_grad or gradient.is_sparse:
@@ -58,13 +58,13 @@ class Entries:
     def add(
         self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool = True
     ) -> None:
-        """Add ``alpha * gradient``.
+        """Add ``alpha * gradient`` to the gradient of `target`.
 
         Args:
-            target: whose gradient it is.
+            target: the tensor that the gradient belongs to.
             gradient: a gradient; nothing is changed if it does not fit.
             alpha: a factor.
-            is_ours: whether the caller gives it away, and holds the only reference to it.
+            is_ours: whether the caller hands it over, and holds the only reference to it.
         """
         check_fits(gradient, target, said(target))
         into = self.gradients.get(target)
@@ -85,7 +85,7 @@ class Entries:
         self.gradients[target] = merged(into, gradient, alpha)
 
     def put(self, target: Tensor, gradient: Tensor) -> None:
-        """Take `gradient`, which the caller gives away, for what is held of `target`."""
+        """Replace the gradient of `target` by `gradient`, which the caller hands over."""
         self.num_changes += 1
         self.gradients[target] = owned(self._placed(target, gradient))
 

@@ -1,7 +1,7 @@
-"""`.grad`, lent for a while.
+"""Lending `.grad` of tensors to a store for a while.
 
-Whatever was in `.grad`, and in `grad_dtype`, is put back as it was, the same object. All threads
-see one `.grad`, so that of a tensor is lent to one thread at a time.
+The previous `.grad` and `grad_dtype` are restored afterwards, the same objects. All threads share
+the `.grad` of a tensor, so it is lent to one thread at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Lent(Restoring):
     """`.grad` of some tensors, lent to a store for a while.
 
     Args:
-        installed: what `.grad` of each is meanwhile, and in which type; a type of None leaves
+        installed: `.grad` of each tensor meanwhile, and its type; a type of None leaves
             `grad_dtype` as it is.
     """
 
@@ -62,7 +62,7 @@ class Lent(Restoring):
         return self
 
     def put_away(self, others: Iterable[Tensor]) -> None:
-        """Put `.grad` of more tensors away."""
+        """Set `.grad` of more tensors aside, too."""
         self._install(dict.fromkeys((o for o in others if o not in self._installed), (None, None)))
 
     def _install(self, more: dict[Tensor, tuple[Tensor | None, torch.dtype | None]]) -> None:
@@ -77,7 +77,7 @@ class Lent(Restoring):
         for target, (gradient, dtype) in more.items():
             self._before.append((target, target.grad, target.grad_dtype))
             target.grad = None
-            # Once set, it no longer follows the type of the tensor, and cannot be unset.
+            # Once set, `grad_dtype` no longer follows the type of the tensor, and cannot be unset.
             if dtype is not None and target.grad_dtype is not dtype:
                 target.grad_dtype = dtype
             target.grad = gradient
@@ -100,7 +100,7 @@ class Lent(Restoring):
                     self._holders.pop(id(target), None)
 
     def changed(self) -> list[Tensor]:
-        """Return the targets whose gradient in the store was changed in place so far."""
+        """Return the targets whose gradient in the store has been changed in place so far."""
         return [
             target
             for target, version in self._versions.items()
@@ -108,7 +108,7 @@ class Lent(Restoring):
         ]
 
     def lost(self, *, is_plain: bool) -> list[Tensor]:
-        """Return the targets whose gradient in the store was taken out of `.grad`.
+        """Return the targets whose gradient in the store was removed from `.grad`.
 
         With `is_plain`, a reducer may have moved it into a buffer of its own.
         """
@@ -123,7 +123,7 @@ class Lent(Restoring):
         return {each: cast("Tensor", self._installed[each][0]) for each in self._versions}
 
     def received(self) -> list[Tensor]:
-        """Return the targets that a gradient has come to."""
+        """Return the targets that have received a gradient."""
         changed = set(self.changed())
         return [
             target
@@ -136,7 +136,7 @@ class Lent(Restoring):
         return target in self._versions
 
     def take(self, target: Tensor) -> Tensor | None:
-        """Take the gradient out of `.grad`."""
+        """Set `.grad` of `target` to None, and return the gradient."""
         gradient, target.grad = target.grad, None
         return gradient
 

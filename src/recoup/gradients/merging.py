@@ -2,12 +2,12 @@
 
 NOTE [ Owned gradients ]
 
-Rule 1. A gradient in a store belongs to it alone, so sums are made in place. What comes from
-        elsewhere is adopted only if nothing else looks at its memory (`residuals.ownership`).
+Rule 1. A gradient in a store belongs to it alone, so sums are made in place. A tensor from
+        elsewhere is adopted only if no other tensor uses its memory (`ownership`).
 Rule 2. A gradient with a graph (`create_graph`) is never changed in place: the graph needs it.
 Rule 3. Sums of sparse gradients list entries twice, and grow with each. They are coalesced when
-        they list more than half as many entries as there are rows. They stay sparse, whatever they
-        cover: SparseAdam takes no others, and the layout must not depend on the data.
+        they list more than half as many entries as there are rows. They stay sparse, however
+        many rows they cover: SparseAdam takes no others, and the layout must not depend on data.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_fits(gradient: Tensor, target: Tensor, name: str) -> None:
 
 
 def merged(into: Tensor | None, gradient: Tensor, alpha: float = 1.0) -> Tensor:
-    """Return ``into + alpha * gradient``, made in place where that can be (See Rules 1 and 2).
+    """Return ``into + alpha * gradient``, in place where possible (See Rules 1 and 2).
 
     Args:
         into: an owned gradient, or None for zero.
@@ -68,7 +68,7 @@ def merged(into: Tensor | None, gradient: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
-    """Return an owned gradient times a number, in place where that can be."""
+    """Return an owned gradient times a number, in place where possible."""
     if gradient.requires_grad:
         return gradient * factor
     values = gradient._values() if gradient.is_sparse else gradient
@@ -77,13 +77,13 @@ def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def as_dense(gradient: Tensor) -> Tensor:
-    """Return a gradient with all of its entries."""
+    """Return a dense gradient."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def coalesced(gradient: Tensor) -> Tensor:
-    """Return a sparse gradient with each entry listed once, in as much memory as that takes."""
-    return owned(gradient.coalesce())  # torch leaves it a piece of what all entries took
+    """Return a sparse gradient with each entry listed once, in no more memory than that takes."""
+    return owned(gradient.coalesce())  # torch's result is a piece of the larger memory
 
 
 def _tidied(gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients by the names of their parameters: what can be saved and loaded."""
+"""Gradients by the names of their parameters, for saving and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reducers of other processes' gradients, and what would pass them by."""
+"""DistributedDataParallel's reducers, and checks for gradients that they would miss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_is_not_reduced", "is_distributed", "reduced_in_time"]
 
 
 def is_distributed() -> bool:
-    """Whether there are other processes."""
+    """Whether there are several processes."""
     distributed = torch.distributed
     return (
         distributed.is_available()
@@ -28,7 +28,7 @@ def is_distributed() -> bool:
 
 
 def check_is_not_reduced(mode: str, everything: Iterable[Tensor]) -> None:
-    """Raise if a DistributedDataParallel would not reduce what this mode delivers."""
+    """Raise if a DistributedDataParallel would not reduce the gradients of this mode."""
     if any(each.require_backward_grad_sync for each in _reducers_of(everything)):
         raise GradientError(
             f'Mode "{mode}" gives the gradients of this process alone, but the parameters belong '
@@ -49,8 +49,8 @@ def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
     wanted = set(tensors)
     found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
     if not found:
-        # It leaves no mark on its parameters, so it is looked for; only where there are processes.
-        # Not by `isinstance`, which asks objects, and a proxy of what is gone raises.
+        # Its parameters do not refer to it, so all objects are searched, only if distributed.
+        # `isinstance` would ask the objects, and a proxy of a dead object raises.
         every = (
             each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
         )
@@ -61,9 +61,9 @@ def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 @restoring
 def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[None]:
-    """Raise if a backward within would be reduced and what is in the store would never be.
+    """Raise if a backward within would be reduced but the store's gradients never would be.
 
-    Parts that were collected within `no_sync` go to a reducer in `.grad`, if they fit in there.
+    Gradients collected within `no_sync` reach a reducer through `.grad`, if they fit there.
     """
     if not any(target in entries.gradients for target in targets):
         entries.are_local = False
@@ -82,7 +82,7 @@ def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[No
 
 
 def _fit(targets: Iterable[Tensor], entries: Entries) -> bool:
-    """Whether a reducer would take what the store holds of `targets`."""
+    """Whether a reducer would take the store's gradients of `targets` from `.grad`."""
     return all(
         target not in entries.gradients or entries.lendable(target, target.grad_dtype) is not None
         for target in targets

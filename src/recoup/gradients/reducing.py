@@ -1,12 +1,13 @@
-"""Gradients of several processes into one, in few messages.
+"""Reducing the gradients of several processes, in few messages.
 
-NOTE [ Every process says the same ]
+NOTE [ Processes agree before they reduce ]
 
-Rule 1. A collective that one process does not call hangs the others. So the processes first tell
-        each other what they are about to send, in one message of a fixed size, also if one of them
-        cannot go on; then all raise, or all send the same in the same order, with zeros where one
-        has nothing. Only if they do not have the same gradients is there one message more.
-Rule 2. The order is that of the targets, which every process declared alike.
+Rule 1. A collective that one process does not call hangs the others. So the processes first
+        exchange a description of what they will send, in one message of a fixed size, even if one
+        of them cannot go on; then all raise, or all send the same tensors in the same order, with
+        zeros where one has no gradient. If they do not have the same gradients, one more message
+        follows.
+Rule 2. The order is that of the targets, which is the same in every process.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _ABSENT, _DENSE = 0, 255
 
 
 class Counted(NamedTuple):
-    """What else the processes have to agree on.
+    """Further values that the processes exchange.
 
     Args:
-        weight: the weights of what was collected; reduced as the gradients are.
-        scale: a number that says how gradients are scaled.
-        error: why this process cannot take part, if it cannot.
+        weight: the weight of the collected gradients; reduced as the gradients are.
+        scale: the scale of the gradients, as a number.
+        error: the reason if this process cannot take part, else None.
     """
 
     weight: float
@@ -45,7 +46,7 @@ class Counted(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What a process tells the others (See Rule 1), all of it numbers."""
+    """The description that a process sends to the others (See Rule 1), in numbers."""
 
     has_error: float
     num_targets: float
@@ -67,7 +68,7 @@ def all_reduce(
     """Sum the gradients of `targets` over the processes of `group`, or average them.
 
     Returns:
-        The same for all processes.
+        The weight and the scale, the same for all processes.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise GradientError(
@@ -95,7 +96,7 @@ def all_reduce(
         found = torch.tensor(list(layouts), dtype=torch.uint8, device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         layouts = bytes(cast("list[int]", found.tolist()))
-    entries.num_changes += 1  # whatever goes wrong from here on leaves a part
+    entries.num_changes += 1  # an error from here on leaves a partial reduction
     _reduce(entries, zip(targets, layouts, strict=True), factor, bucket_bytes, group)
     entries.are_local = False
     scales = [each.scale for each in everyone if each.has_gradients]
@@ -165,7 +166,7 @@ def _why_not(entries: Entries) -> GradientError | None:
 def _layout(gradient: Tensor | None, group: Any) -> int:
     if gradient is None:
         return _ABSENT
-    # Of the backends of torch, gloo alone sums sparse tensors.
+    # Of torch's backends, only gloo sums sparse tensors.
     is_gloo = gradient.device.type == "cpu" or dist.get_backend(group) == "gloo"
     return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
 
@@ -211,7 +212,7 @@ def _in_layout(entries: Entries, target: Tensor, layout: int) -> Tensor:
 
 
 class _Bucket:
-    """Dense gradients of one type on one device, that are reduced in one message."""
+    """Dense gradients of one type on one device that are reduced in one message."""
 
     def __init__(self, factor: float, least_bytes: int, group: Any) -> None:
         self._factor = factor
@@ -221,9 +222,9 @@ class _Bucket:
         self._num_bytes = 0
 
     def add(self, gradient: Tensor) -> None:
-        """Take a gradient in; what is full is reduced."""
+        """Add a gradient, and reduce the bucket if it is full."""
         if gradient.nbytes >= self._least_bytes:
-            self._reduce([gradient])  # without a copy of it beside those that wait
+            self._reduce([gradient])  # alone: a bucket would copy it
             return
         self._gradients.append(gradient)
         self._num_bytes += gradient.nbytes
@@ -231,7 +232,7 @@ class _Bucket:
             self.reduce()
 
     def reduce(self) -> None:
-        """Reduce what is in here, in place, and be empty."""
+        """Reduce the gradients in the bucket, in place, and empty it."""
         gradients, self._gradients, self._num_bytes = self._gradients, [], 0
         self._reduce(gradients)
 

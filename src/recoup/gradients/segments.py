@@ -1,4 +1,4 @@
-"""Forward and backward of a chain, one segment's activations at a time, into a store."""
+"""Forward and backward of a chain into a store, with the activations of one segment at a time."""
 
 from __future__ import annotations
 
@@ -67,43 +67,43 @@ def segments_backward(
 ) -> Tensor | tuple[Tensor, Any]:
     """Run segments one after the other and add the gradients of the loss to a store.
 
-    Kept: the inputs of the segments, and what one of them keeps while backward is in it; other
-    choices of `memory` keep less. Backward pays one more forward of each segment but the last. The
-    gradients are those of the whole chain, bit for bit: segments may share parameters, draw, and
-    have batch norms. No parameter changes; step once, afterwards.
+    Kept: the inputs of the segments, and the residuals of one segment while backward is in it;
+    other choices of `memory` keep less. Backward pays one more forward of each segment but the
+    last. The gradients are those of the whole chain, bit for bit: segments may share parameters,
+    draw, and have batch norms. No parameter changes; step once, afterwards.
 
-    After an error the store is as before. For that, gradients that come to a store that is not
-    empty are collected apart and added at the end, which takes their bytes once more.
+    After an error the store is as before. For that, new gradients for a store that is not empty
+    are collected apart and added at the end, which takes their bytes once more.
 
     Args:
-        segments: modules or functions, called in order; what goes from one to the next may be
+        segments: modules or functions, called in order; values passed from one to the next may be
             tensors in tuples, lists and dicts. One may occur several times.
-        input: what the first is given.
-        loss_fn: from what the last returns to the loss, a scalar; with `has_aux`, to the loss and
-            anything else.
-        store: where the gradients go. The gradient of `input` goes there, too, if it is one of
+        input: the input of the first segment.
+        loss_fn: a function from the output of the last segment to the loss, a scalar; with
+            `has_aux`, to the loss and any other value.
+        store: the store for the gradients. The gradient of `input` goes there, too, if it is one of
             `params`.
-        has_aux: whether `loss_fn` returns ``(loss, aux)``, as in ``torch.func.grad``. The loss is
-            reversed, and `aux` is returned without a graph.
+        has_aux: whether `loss_fn` returns ``(loss, aux)``, as in ``torch.func.grad``. Backward runs
+            from the loss, and `aux` is returned without a graph.
         memory: as for `recoup.Sequential`: "inputs", "linear", "sqrt", "log", "constant", a number
-            of slots, or a `recoup.schedules.Schedule`. Bytes need a chain that has its plan from
-            one step to the next: give one segment, ``recoup.Sequential(*segments,
+            of slots, or a `recoup.schedules.Schedule`. Bytes need a chain that keeps its plan
+            across steps: give one segment, ``recoup.Sequential(*segments,
             memory="2 GiB")``, with "linear". Within
-            ``torch.autograd.graph.save_on_cpu()``, what it keeps is offloaded.
+            ``torch.autograd.graph.save_on_cpu()``, the kept tensors are offloaded.
         otherwise: as for `recoup.Sequential`.
-        params: as in `GradStore.backward`, and so are the others.
-        weight: likewise.
-        scaler: likewise.
-        mode: likewise.
+        params: as in `GradStore.backward`.
+        weight: as in `GradStore.backward`.
+        scaler: as in `GradStore.backward`.
+        mode: as in `GradStore.backward`.
 
     Returns:
         The loss, without a graph; with `has_aux` ``(loss, aux)``.
 
     Raises:
-        ValueError: there is no segment, an argument is not what it must be, or `loss_fn` returned
-            something else than a scalar.
+        ValueError: there is no segment, an argument is not valid, or `loss_fn` did not return a
+            scalar.
         ChangedError: in backward, when something that a segment used has changed since.
-        ReplayError: when a segment does what cannot be repeated.
+        ReplayError: when a segment does something that cannot be repeated.
         GradientError: as in `GradStore.backward`.
 
     Example:
@@ -127,7 +127,7 @@ def segments_backward(
             "`segments_backward` was called in inference mode, which has no backward. Leave the "
             "mode, or use torch.no_grad() for the code around."
         )
-    # What can be wrong is found before anything runs: segments may draw, and count batches.
+    # Arguments are checked before anything runs: segments may draw, and count batches.
     check_weight(weight)
     check_mode(mode)
     params = None if params is None else tuple(named_in("params", params))
@@ -140,7 +140,7 @@ def segments_backward(
 
 
 def _loss_in(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
-    """Return the loss in what `loss_fn` returned, and what is beside it, without a graph."""
+    """Return the loss and the auxiliary value, without a graph, from the result of `loss_fn`."""
     loss: Any = returned
     aux: Any = None
     if has_aux:

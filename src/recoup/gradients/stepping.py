@@ -24,10 +24,10 @@ __all__ = ["Stepping", "step"]
 
 
 class Stepping(Algebra):
-    """How gradients get to an optimizer."""
+    """The methods that hand gradients to an optimizer."""
 
     def unscale_(self, scaler: Any, *optimizers: Any) -> Tensor:
-        """Divide by the scale of a ``torch.amp.GradScaler``, for a clip before `step`.
+        """Divide by the scale of a ``torch.amp.GradScaler``, to clip before `step`.
 
         Args:
             scaler: the scaler that the losses went through.
@@ -55,13 +55,13 @@ class Stepping(Algebra):
                 with installed(self._entries.gradients, mine, as_they_are=True):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
-                if gradient.requires_grad:  # what was divided is a copy, without the graph
+                if gradient.requires_grad:  # a copy without the graph was divided
                     self._entries.gradients[each] = scaled(gradient, 1 / float(scaler.get_scale()))
         self._scale = UNSCALED
         return ~self.isfinite()
 
     def _members(self, optimizers: tuple[Any, ...]) -> list[tuple[Any, dict[Tensor, str]]]:
-        """Return each optimizer with its parameters, if each gradient belongs to one of them."""
+        """Return each optimizer with its parameters; raise unless each gradient belongs to one."""
         members: list[tuple[Any, dict[Tensor, str]]] = []
         for optimizer in optimizers:
             check_can_step(optimizer, (), "skip", "ignore")
@@ -113,11 +113,11 @@ class Stepping(Algebra):
 
     @restoring
     def as_grad(self, params: Any, *, consume: bool = True) -> Generator[None]:
-        """Let `.grad` be what the store holds, for code that reads it.
+        """Set `.grad` to the gradients of the store, for code that reads it.
 
         Args:
             params: an optimizer, or tensors. `.grad` of each is its gradient, or None if it has
-                none; what was there is put back afterwards.
+                none; the previous one is restored afterwards.
             consume: whether these gradients leave the store. If not, copies are installed.
 
         Example:
@@ -171,28 +171,28 @@ class Stepping(Algebra):
     ) -> Any:
         """Call ``optimizer.step()`` with these gradients, and no others.
 
-        It is the optimizer's own step, with its hooks and schedulers. `.grad` that was there is
-        not applied, and is there again afterwards. A store without gradients for the optimizer
+        It is the optimizer's own step, with its hooks and schedulers. A previous `.grad` is not
+        applied, and is restored afterwards. A store without gradients for the optimizer
         does nothing.
 
         Args:
             optimizer: anything with `param_groups` and `step`.
-            scaler: a ``torch.amp.GradScaler``, whose `step` is called instead. Call its `update`
+            scaler: a ``torch.amp.GradScaler`` whose `step` is called instead. Call its `update`
                 yourself, after all steps.
             consume: whether the gradients leave the store. If not, the optimizer gets copies, since
-                it may change what it is given.
-            missing: what to do with parameters that have no gradient: "skip" them, take "zero"
-                (weight decay and momentum move them), or "error".
-            unknown: what to do with gradients that the optimizer has no parameter for: "error", or
-                "ignore" them, which leaves them in the store.
+                it may change them.
+            missing: what to do with parameters that have no gradient: "skip" them, use "zero"
+                (weight decay and momentum move them), or raise an "error".
+            unknown: what to do with gradients that the optimizer has no parameter for: raise an
+                "error", or "ignore" them, which leaves them in the store.
 
         Returns:
             What the optimizer's step returns.
 
         Raises:
-            GradientError: before anything is changed, when `missing` or `unknown` say so, a
+            GradientError: before anything is changed, when `missing` or `unknown` is "error", a
                 parameter was frozen meanwhile, or the scale is not that of `scaler`.
-            ValueError: the optimizer needs a closure, or an argument is not what it must be.
+            ValueError: the optimizer needs a closure, or an argument is not valid.
         """
         return step(
             optimizer, self, scaler=scaler, consume=consume, missing=missing, unknown=unknown
@@ -214,18 +214,18 @@ def step(
 
     Args:
         optimizer: anything with `param_groups` and `step`.
-        stores: whose gradients are summed, parameter by parameter.
-        scaler: as in `GradStore.step`, and so are the others.
-        consume: likewise.
-        missing: likewise.
-        unknown: likewise.
+        stores: the stores whose gradients are summed, parameter by parameter.
+        scaler: as in `GradStore.step`.
+        consume: as in `GradStore.step`.
+        missing: as in `GradStore.step`.
+        unknown: as in `GradStore.step`.
 
     Returns:
         What the optimizer's step returns.
 
     Raises:
         GradientError: as in `GradStore.step`.
-        ValueError: likewise, or there is no store.
+        ValueError: as in `GradStore.step`, or there is no store.
 
     Example:
         >>> import recoup, torch
@@ -251,7 +251,7 @@ def step(
     next(filter(len, stores), stores[0])._check_goes_to(optimizer, scaler)
     total = stores[0] if consume else stores[0].clone()
     total.extend_(*stores[1:], consume=consume)
-    # What a scaler divides, in place, does not show.
+    # The in-place division by a scaler does not change versions.
     is_divided = scaler is not None and total._scale != UNSCALED
     with total._installed(optimizer, True, missing, is_divided=is_divided):
         return optimizer.step() if scaler is None else scaler.step(optimizer)

@@ -23,24 +23,24 @@ __all__ = ["GradStore"]
 class GradStore(Stepping, Transfer):
     """The gradients of some tensors, as values that can be summed, compared and applied.
 
-    Kept: one gradient for each target that got one, in place from the second on: a store that
-    sums over any number of backwards is as large as the parameters. Backward pays nothing.
-    `.grad` of the targets, and of everything else, is left as it was.
+    Kept: one gradient for each target that got one. Later ones are added in place, so that the sum
+    of any number of backwards is as large as the parameters. Backward pays nothing.
+    `.grad` of the targets, and of all other tensors, does not change.
 
     A target without a gradient is absent, which is not the same as zero: an optimizer leaves it
     alone. Keys are the tensors themselves, told apart by identity.
 
     Args:
-        params: whose gradients are collected, as ``torch.optim`` takes them: tensors or pairs of
-            name and tensor. What does not require grad is left out. None for a store that others
-            are merged into.
-        dtype: what gradients are summed in. By default the type of each parameter (its
+        params: the tensors whose gradients are collected, as ``torch.optim`` takes them: tensors or
+            pairs of name and tensor. Those that do not require grad are left out. None for a store
+            that others are merged into.
+        dtype: the type that gradients are summed in. By default the type of each parameter (its
             `grad_dtype` where that was set), and float32 for one of 16 bits.
-        device: where gradients are summed; by default where each parameter is. On another device
-            than the parameters, they leave one by one, as backward makes them.
+        device: the device that gradients are summed on; by default that of each parameter. On
+            another device, they are moved one by one, as backward makes them.
 
     Raises:
-        ValueError: `params` are not tensors, or `dtype` cannot hold gradients.
+        ValueError: `params` are not tensors, or `dtype` is not a floating-point type.
 
     Example:
         >>> import recoup, torch
@@ -76,7 +76,7 @@ class GradStore(Stepping, Transfer):
 
     @classmethod
     def from_grad(cls, params: Iterable[Tensor], *, take: bool = True) -> GradStore:
-        """Return what is in `.grad` of `params`.
+        """Return a store with the gradients in `.grad` of `params`.
 
         Args:
             params: the tensors.
@@ -124,27 +124,28 @@ class GradStore(Stepping, Transfer):
         ==============  ===========================================  ==============================
 
         Args:
-            outputs: where backward begins, usually a loss.
-            grad_outputs: the gradients there, of the shapes of `outputs`; may be left out for
+            outputs: the tensors where backward begins, usually a loss.
+            grad_outputs: the gradients of `outputs`, of their shapes; may be left out for
                 scalars.
             params: the targets of this call; by default those of the store.
-            inputs: other tensors whose gradients are wanted, and returned.
-            weight: what this call counts for in `mean_`: the gradient of a mean over n tokens is
+            inputs: other tensors, whose gradients are returned.
+            weight: the weight of this call in `mean_`: the gradient of a mean over n tokens is
                 multiplied by ``weight=n`` here, and divided by the sum of all weights there.
             scaler: a ``torch.amp.GradScaler`` by which to scale `outputs`; the store remembers the
                 scale.
             mode: as above.
             retain_graph: as for ``torch.autograd.backward``.
-            create_graph: likewise; such gradients are summed out of place.
-            allow_empty: whether it is right that no target gets a gradient.
+            create_graph: as for ``torch.autograd.backward``; such gradients are summed out of
+                place.
+            allow_empty: whether to allow that no target gets a gradient.
 
         Returns:
-            The gradients of `inputs`; None for one that took no part.
+            The gradients of `inputs`; None for one that does not take part in `outputs`.
 
         Raises:
-            GradientError: no target got a gradient, or `mode` cannot deliver what it should; the
-                store is as before, or says from then on that it is not.
-            ValueError: an argument is not what it must be.
+            GradientError: no target got a gradient, or `mode` cannot run this backward; the store
+                is as before, or later calls raise until `clear()`.
+            ValueError: an argument is not valid.
         """
         self._check_is_whole()
         targets = self.params if params is None else tuple(named_in("params", params))
@@ -170,13 +171,14 @@ class GradStore(Stepping, Transfer):
     def collecting(
         self, params: Iterable[Tensor] | None = None, *, allow_empty: bool = False
     ) -> Generator[None]:
-        """Let every ``.backward()`` within add to the store; `.grad` is put back afterwards.
+        """Add the gradients of every ``.backward()`` within to the store; `.grad` is restored.
 
-        For code that calls backward itself: a trainer, an engine, a wrapper. Adds one to `weight`.
+        Use it around code that calls backward itself: a trainer, an engine, a wrapper. It adds one
+        to `weight`.
 
         Args:
             params: the targets; by default those of the store.
-            allow_empty: whether it is right that no target gets a gradient.
+            allow_empty: whether to allow that no target gets a gradient.
 
         Raises:
             GradientError: no target got a gradient, or `.grad` was cleared within.
@@ -201,15 +203,15 @@ class GradStore(Stepping, Transfer):
                 yield
             if not allow_empty:
                 self._check_received(num_received[0], len(targets))
-            self._scale = None  # a store that was emptied one by one may have had another
+            self._scale = None  # a store emptied by `pop` may have had another scale
             self.weight += 1.0
 
     @restoring
     def _unchanged_by_errors(self) -> Generator[Self]:
-        """Yield a store to collect in, so that an error leaves this one as it was.
+        """Yield a store to collect in, so that an error leaves this one unchanged.
 
-        That is this one where it is empty. Where a reducer has yet to be shown what is in it, it
-        must be this one too: an error then makes it unusable, as in `backward`.
+        It is this store if that is empty. It must be this one, too, if its gradients have yet to
+        reach a reducer: an error then makes it unusable, as in `backward`.
         """
         self._check_is_whole()
         if not self or self._entries.are_local:
@@ -261,7 +263,7 @@ def _begun(
     weight: float,
     scaler: Any,
 ) -> tuple[list[Tensor], list[Tensor | None] | None]:
-    """Return where backward begins, with which gradients."""
+    """Return the outputs and their gradients, scaled and weighted, where backward begins."""
     check_weight(weight)
     begin: list[Tensor] = []
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:

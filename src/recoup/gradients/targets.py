@@ -11,15 +11,15 @@ __all__ = ["named_in", "parameters_of", "said"]
 
 
 def said(tensor: Tensor) -> str:
-    """Return what errors call a tensor that has no name."""
+    """Return the description of a tensor without a name in errors."""
     return f"a tensor of shape {tuple(tensor.shape)}"
 
 
 def named_in(argument: str, given: object) -> dict[Tensor, str]:
-    """Return tensors once each, in their order, of tensors or pairs of name and tensor.
+    """Return each tensor once, in order, from tensors or pairs of name and tensor.
 
     Returns:
-        The tensors, and what errors call each.
+        The tensors, each with its name in errors.
     """
     if isinstance(given, Tensor | nn.Module):
         way = "[tensor]" if isinstance(given, Tensor) else "module.parameters()"
@@ -40,7 +40,7 @@ def named_in(argument: str, given: object) -> dict[Tensor, str]:
 
 
 def parameters_of(params: Any) -> dict[Tensor, str]:
-    """Return the parameters of an optimizer, or those given, and what errors call each."""
+    """Return the parameters of an optimizer, or the tensors given, each with its name in errors."""
     if not hasattr(params, "param_groups"):
         return named_in("params", params)
     names: dict[Tensor, str] = {}

@@ -1,4 +1,4 @@
-"""Gradients elsewhere: on other devices, in files, in other processes."""
+"""Moving gradients to other devices, to files, and between processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNORDERED = (
 
 
 class Transfer(Container):
-    """How gradients are copied, saved, loaded and reduced."""
+    """The methods that copy, save, load and reduce gradients."""
 
     def to(
         self,
@@ -38,11 +38,11 @@ class Transfer(Container):
         """Return a copy on another device or in another type.
 
         Args:
-            device: where to; by default where the gradients are.
-            dtype: which type; by default that which they have.
-            non_blocking: as for ``torch.Tensor.to``; wait for the device before you read.
-            pin_memory: whether to put the copies, on the CPU, in pinned memory; where there is no
-                accelerator to read it, that is any memory.
+            device: the device; by default that of the gradients.
+            dtype: the type; by default that of the gradients.
+            non_blocking: as for ``torch.Tensor.to``; synchronize before you read the copies.
+            pin_memory: whether to put the copies, on the CPU, in pinned memory; has no effect
+                where there is no accelerator.
 
         Raises:
             ValueError: memory of another device than the CPU cannot be pinned.
@@ -59,31 +59,31 @@ class Transfer(Container):
         return store
 
     def named(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the gradients, not copies, under the names of the parameters of `module`.
+        """Return the gradients themselves, by the names of the parameters of `module`.
 
         Raises:
-            GradientError: a gradient belongs to none of its parameters.
+            GradientError: a gradient belongs to no parameter of `module`.
         """
         self._check_is_whole()
         return by_name(self._entries.gradients, module)
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return what `load_state_dict` takes: gradients by name, the weight and the scale."""
+        """Return the gradients by name, the weight and the scale, for `load_state_dict`."""
         return {"gradients": self.named(module), "weight": self.weight, "scale": self._scale}
 
     def load_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
     ) -> None:
-        """Replace what the store holds by what `state_dict` was made of.
+        """Replace the content of the store by that of `state_dict`.
 
         Args:
-            module: whose parameters the names mean.
-            state_dict: what `state_dict` returned.
+            module: the module that the names refer to.
+            state_dict: a result of `state_dict`.
             strict: whether a name that `module` does not have is an error.
 
         Raises:
             GradientError: a name or a shape does not fit; nothing is changed then.
-            ValueError: a gradient is of another kind than its parameter; likewise.
+            ValueError: a gradient is of another kind than its parameter; nothing is changed then.
         """
         lacking = [key for key in ("gradients", "weight", "scale") if key not in state_dict]
         if lacking:
@@ -117,15 +117,15 @@ class Transfer(Container):
     ) -> Self:
         """Average or sum the gradients over processes, in buckets.
 
-        What any process has a gradient of, all have afterwards; what none has stays absent. The
-        weights are reduced alike, so that `mean_` is over all processes. For gradients that nobody
-        has reduced: those of plain models, or of DistributedDataParallel within `no_sync()`.
-        Sparse ones become dense where the backend does not sum them, as NCCL does not.
+        A target with a gradient in any process has one in all of them afterwards; the others stay
+        absent. The weights are reduced alike, so that `mean_` is over all processes. Use it for
+        gradients that are not yet reduced: those of plain models, or of DistributedDataParallel
+        within `no_sync()`. Sparse ones become dense where the backend (NCCL) cannot sum them.
 
         Args:
-            group: the processes; by default all.
+            group: the process group; by default all processes.
             op: "mean" or "sum".
-            bucket_bytes: how much goes into one message, at least.
+            bucket_bytes: the least size of a message, but for the last of each type.
 
         Raises:
             GradientError: there are no processes, they have other targets, or one cannot take
@@ -144,7 +144,7 @@ class Transfer(Container):
         return self
 
     def _why_not_reduced(self) -> Exception | None:
-        """Return what is wrong here, which the other processes have to be told."""
+        """Return the error if this process cannot take part in a reduction, else None."""
         try:
             self._check_is_whole()
         except GradientError as error:

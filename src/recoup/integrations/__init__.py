@@ -1,1 +1,1 @@
-"""Other libraries' training loops: each module imports its neighbour when it is used."""
+"""Callbacks for the training loops of other libraries; import the module of the library in use."""

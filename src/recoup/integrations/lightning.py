@@ -1,4 +1,4 @@
-"""A byte budget in a Lightning trainer."""
+"""A callback that keeps training in a Lightning trainer within a byte budget."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["MemoryBudget"]
 
 
 class MemoryBudget(Callback):
-    """Plan for a number of bytes with the first batch of training, and apply the plan.
+    """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
-    The step that is planned is the module's `training_step`, under the trainer's precision. What
-    it logs while it is planned is left out. Backward pays as the plan says.
+    The planned step is the module's `training_step`, under the trainer's precision. Its logging
+    is off while the plan is made. Backward pays as the plan says.
 
     Args:
-        budget: bytes, an int or such as ``"2 GiB"``.
-        blocks: as for `recoup.plan`; names are those within the module.
+        budget: bytes: an int, or a string such as ``"2 GiB"``.
+        blocks: as for `recoup.plan`; names are relative to the module.
         budget_of: as for `recoup.plan`; "total" counts the state of the first optimizer.
-        show: what to do with the plan once it is made, such as ``print``.
+        show: a function to call with the plan once it is made, such as ``print``.
 
     Raises:
-        BudgetError: at the begin of training, no plan keeps to the budget.
-        ValueError: `budget` is no number of bytes; or the module steps its optimizers itself.
+        BudgetError: at the beginning of training, no plan keeps to the budget.
+        ValueError: `budget` is not a number of bytes; or the module steps its optimizers itself.
 
     Example:
         >>> from recoup.integrations.lightning import MemoryBudget
@@ -80,7 +80,7 @@ class MemoryBudget(Callback):
             self.show(made)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the module its forwards back."""
+        """Remove the plan from the module."""
         if self.plan is not None:
             self.plan.remove()
             self.plan = None

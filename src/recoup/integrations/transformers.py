@@ -1,4 +1,4 @@
-"""A byte budget in a transformers trainer."""
+"""A callback that keeps training in a transformers trainer within a byte budget."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["MemoryBudget"]
 
 
 class MemoryBudget(TrainerCallback):
-    """Plan for a number of bytes with the first batch of training, and apply the plan.
+    """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
-    The first forward of training is met with its own arguments, precision and device. Backward
-    pays as the plan says.
+    The plan is made in the first forward of training, for its arguments, precision and device.
+    Backward pays as the plan says.
 
     Args:
-        budget: bytes, an int or such as ``"2 GiB"``.
+        budget: bytes: an int, or a string such as ``"2 GiB"``.
         loss: as for `recoup.plan`, where the trainer computes it outside of the model.
         blocks: as for `recoup.plan`.
         budget_of: as for `recoup.plan`; "total" counts the state of the optimizer.
-        show: what to do with the plan once it is made, such as ``print``.
+        show: a function to call with the plan once it is made, such as ``print``.
 
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
-        ValueError: `budget` is no number of bytes; or the trainer checkpoints the model itself
+        ValueError: `budget` is not a number of bytes; or the trainer checkpoints the model itself
             (`gradient_checkpointing`).
 
     Example:
@@ -85,7 +85,7 @@ class MemoryBudget(TrainerCallback):
                 blocks=self.blocks,
                 budget_of=self.budget_of,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
-                holds_output=False,  # the trainer has the loss alone by then
+                holds_output=False,  # the trainer holds only the loss by then
                 **named,
             )
             self.plan = made.apply()
@@ -102,7 +102,7 @@ class MemoryBudget(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Give the model its forwards back."""
+        """Remove the plan from the model."""
         self._stop_waiting()
         if self.plan is not None:
             self.plan.remove()

@@ -1,3 +1,3 @@
-"""What is called by hand: checkpoint, recompute, recomputing, and chains with a memory mode."""
+"""Regions that users mark: checkpoint, recompute, recomputing, and chains with a memory mode."""
 
 from __future__ import annotations

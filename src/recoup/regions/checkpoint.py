@@ -1,4 +1,4 @@
-"""One region by hand."""
+"""`recoup.checkpoint`: a checkpointed call of a function or module."""
 
 from __future__ import annotations
 
@@ -32,36 +32,37 @@ def checkpoint(
 
     Kept: the tensors in the arguments, wherever they are nested, and 5 KB of random state if `fn`
     draws from a default generator. Backward pays one more run of `fn`, and less than 100
-    microseconds. A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``
-    that raises where that goes wrong in silence. It takes the keywords of torch's function; as
-    there, a keyword of `fn` by one of these names is not passed on: bind it with
-    `functools.partial`.
+    microseconds. A drop-in replacement for
+    ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an error where
+    torch's function is silently wrong. It takes the same keywords; as in torch, a keyword of `fn`
+    with one of these names is not passed on: bind it with `functools.partial`.
 
     Args:
-        fn: a function or module. What it reads beside its arguments must not change before
-            backward: parameters, buffers and modes of the modules it is, belongs to, or closes
-            over are compared, and so are the tensors that it closes over and the numbers that it
-            reads as closure variables, globals and attributes.
+        fn: a function or module. Values that it reads besides its arguments must not change
+            before backward: parameters, buffers and modes of the modules it is, belongs to, or
+            closes over are compared, and so are the tensors that it closes over and the numbers
+            that it reads as closure variables, globals and attributes.
         args: its arguments; tensors may be nested in tuples, lists and dicts.
         use_reentrant: must not be True.
-        preserve_rng_state: taken as it comes. Draws are repeated either way, and the random state
-            is kept only where `fn` draws.
+        preserve_rng_state: accepted, but has no effect. Draws are repeated either way, and the
+            random state is kept only where `fn` draws.
         determinism_check: "default" or "none". Shapes and types are compared either way.
         context_fn: returns two context managers, for the first run and for the runs after it, as
-            ``create_selective_checkpoint_contexts`` of torch does. What these keep comes on top.
+            ``create_selective_checkpoint_contexts`` of torch does. The tensors that these contexts
+            keep come on top.
         debug: must not be True.
         early_stop: whether the second run may end with the last residual. Within
-            ``torch.utils.checkpoint.set_checkpoint_early_stop`` that decides.
-        kwargs: keyword arguments of `fn`; tensors may be nested in them likewise.
+            ``torch.utils.checkpoint.set_checkpoint_early_stop`` that setting decides.
+        kwargs: keyword arguments of `fn`; tensors may be nested in them, too.
 
     Returns:
         What `fn` returns.
 
     Raises:
-        ValueError: when a keyword asks for what there is not.
+        ValueError: when a keyword has a value that is not supported.
         ChangedError: in backward, when something that `fn` used has changed since.
         ReplayError: in backward, when the second run does not save what the first one saved; in
-            forward, when `fn` does what cannot be repeated.
+            forward, when `fn` does something that cannot be repeated.
 
     Example:
         >>> import recoup, torch
@@ -88,7 +89,7 @@ def checkpoint(
 
 
 class _CallWithin(Call):
-    """A call whose first run and whose later runs each have a context of the caller's."""
+    """A call with two contexts of the caller's: one for the first run, one for later runs."""
 
     __slots__ = ("_contexts", "_is_first")
 
@@ -137,5 +138,5 @@ def _check_keywords(
 
 
 def name_of(fn: object) -> str:
-    """Return what errors call `fn`."""
+    """Return the name of `fn` in errors."""
     return getattr(fn, "__qualname__", None) or type(fn).__name__

@@ -1,4 +1,4 @@
-"""What operators take and return: tensors in tuples and lists, and the rest."""
+"""Nested arguments and results of operators: finding and mapping the tensors in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["mapped", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what an operator takes or returns."""
+    """Yield the tensors in an argument or a result of an operator."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -20,7 +20,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return nested arguments with everything of a kind in them changed."""
+    """Return nested arguments with `change` applied to each instance of `kind` in them."""
     if isinstance(value, kind):
         return change(value)
     if type(value) is tuple:

@@ -1,15 +1,15 @@
-"""Draws that an operator repeats on its own, whatever was drawn since, and by whom.
+"""Draws of operators, repeated one operator at a time and independent of any later draw.
 
 NOTE [ One operator, one state ]
 
 Rule 1. An operator draws from the generator that it is given, or from the default one of the device
-        that it works on. It has drawn if that one has moved.
-Rule 2. A stream is a generator as a block saw it. Its state is kept where it is not what the draw
-        before has left: at the first draw, and where somebody seeded or drew in between. A
-        generator that was only seeded is kept as its seed, 8 bytes.
-Rule 3. The numbers come from a generator of our own in the same state, in forward too, since other
-        threads may draw from the one that it stands for. An operator that takes none draws from the
-        default one, which is put into that state and back when the draw is repeated.
+        that it works on. It has drawn if the state of that generator has changed.
+Rule 2. A stream stands for a generator that a block draws from. Its state is kept where it is not
+        the one that the previous draw left: at the first draw, and where other code seeded it or
+        drew from it in between. A generator that was only seeded is kept as its seed, 8 bytes.
+Rule 3. The numbers come from a private generator in the same state, in forward too, since other
+        threads may draw from the original one. An operator that takes no generator draws from the
+        default one; a replay sets that one to the kept state and restores it afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _lock = threading.RLock()  # blocks of several threads draw one after the other
 
 
 class _Stream:
-    """A generator as a block saw it."""
+    """A generator that a block draws from."""
 
     __slots__ = ("device",)
 
@@ -48,7 +48,7 @@ class _Stream:
 
 
 class Draw(NamedTuple):
-    """What an operator drew from, and where that stood if it does not follow (See Rule 2)."""
+    """The stream that an operator drew from, and its state if it is kept (See Rule 2)."""
 
     stream: _Stream
     state: Tensor | int | None
@@ -61,7 +61,7 @@ class Streams:
         self._seen: dict[int, tuple[_Stream, torch.Generator, Tensor]] = {}
 
     def draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
-        """Run an operator that may draw; return its result, and what it drew (See Rule 1)."""
+        """Run an operator that may draw; return its result, and a `Draw` if it drew (Rule 1)."""
         generator = kwargs.get("generator")
         if generator is None:
             generator = _default(_device_of(func, args, kwargs))
@@ -125,13 +125,13 @@ def _default(device: torch.device) -> torch.Generator | None:
 
 
 class Redrawing:
-    """The generators of one repetition (See Rule 3)."""
+    """The generators of one replay (See Rule 3)."""
 
     def __init__(self) -> None:
         self._generators: dict[_Stream, torch.Generator] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], draw: Draw) -> Any:
-        """Run an operator that draws what it drew."""
+        """Run an operator so that it repeats `draw`."""
         generator = self._generators.get(draw.stream)
         if generator is None:
             generator = self._generators[draw.stream] = own_generator(draw.stream.device, 0)

@@ -1,4 +1,4 @@
-"""Values that backward does not keep, named by the function that makes them."""
+"""`recoup.recompute`: functions whose outputs are recomputed in backward instead of kept."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ T = TypeVar("T")
 
 
 def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
-    """Return a callable whose output is not kept, even though the next operator would save it.
+    """Return a callable whose output is not kept, even if the next operator would save it.
 
     Kept: the tensors in the arguments, unless these are such outputs themselves, and 5 KB of random
     state if it draws. Backward pays one more run, however many operators saved the output.
-    In contrast, `checkpoint` frees what lies between arguments and output, and the operator after
-    it keeps the output again.
+    In contrast, `checkpoint` frees the tensors between arguments and output, and the operator after
+    it keeps the output.
 
     Args:
-        fn_or_module: a function or module. What it reads beside its arguments must not change
-            before backward, as for `checkpoint`.
+        fn_or_module: a function or module. Values that it reads besides its arguments must not
+            change before backward, as for `checkpoint`.
 
     Returns:
         A callable that takes the same arguments and returns the same. The tensors that it returns
-        are of a subclass of `Tensor`, through which the operators that take them are seen. An
+        are of a subclass of `Tensor`, which lets recoup see the operators that take them. An
         `autograd.Function` that saves one keeps it.
 
     Raises:
         ValueError: when `fn_or_module` cannot be called.
-        ChangedError: in backward, when what it used, or what it returned, has changed in place.
+        ChangedError: in backward, when a value that it used or returned has changed.
         ReplayError: as for `checkpoint`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Values that backward does not keep, named by the block of code that makes them."""
+"""`recoup.recomputing`: blocks of code whose values are recomputed in backward instead of kept."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ __all__ = ["recomputing"]
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """Return a context: what is made within is not kept, even though a later operator would.
+    """Return a context whose values are not kept, even if a later operator would save them.
 
     Kept: the tensors from outside that operators within take, and the random state that the first
     draw found (5 KB, or 8 bytes where a generator had just been seeded). Backward runs the
-    operators that it needs again, once, when it asks for the first value of the block. What they
-    compute and draw is what they computed and drew, whatever happened to a seed or generator since.
+    operators that it needs again, once, when it asks for the first value of the block. They repeat
+    their results and draws, whatever happened to a seed or generator since.
 
-    Kept nevertheless, so that it is right: memory that is allocated within and not overwritten as a
-    whole by an operator (a kernel of somebody's own may have written there), what other processes
-    sent, and of a tensor from before the block that is changed in place within it, a copy as it was
-    (the statistics of a batch norm; they are counted once). What such a kernel changes in memory
-    that operators had filled is not seen; make it an operator (`torch.library`).
+    Some memory is kept nevertheless, for correctness: memory that is allocated within and not
+    overwritten as a whole by an operator (a custom kernel may have written to it); data received
+    from other processes; and, for a tensor from before the block that is changed in place within
+    it, a copy from before the change (the statistics of a batch norm, which are updated only once).
+    Changes that a custom kernel makes to memory that operators had filled are not seen; register
+    such a kernel as an operator (`torch.library`).
 
     Returns:
         A context manager. It does nothing where no gradient is recorded. Blocks may be nested, and
         any number of them may be in use. Tensors that come out of it are of a subclass of `Tensor`,
-        through which the operators that take them are seen; an `autograd.Function` that saves one
+        which lets recoup see the operators that take them; an `autograd.Function` that saves one
         keeps it.
 
     Raises:
         ChangedError: in backward, when a tensor that the block took, or one that it made, was
             changed in place after it had been used.
         ReplayError: when backward is called after an exception in the block; when an operator
-            within cannot be repeated; when the block takes a gradient that it did not take before.
+            within cannot be repeated; when the block takes a gradient within, and took none when it
+            ran before.
         RecoupError: inside a transform of torch.func.
 
     Example:

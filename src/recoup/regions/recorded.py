@@ -1,16 +1,17 @@
-"""What is left of a block of code whose values are not kept: its operators, to be run again.
+"""The record of a block of code whose values are not kept: its operators, to be run again.
 
 NOTE [ Operators over storages ]
 
-Rule 1. Operators are those below autograd and autocast. What they take and make is told by its
-        storage (a `Memory`) and by how a tensor looks at it (a `Layout`); so views are no
-        operators, and operators in place need nothing of their own.
-Rule 2. A memory begins outside of the block, and is then kept; or an operator makes it; or it is
-        outside, and an operator of the block changes it. A repetition works on a copy then, made
-        of what it was before, and has no effect outside. What is overwritten as a whole is blank.
-Rule 3. A repetition runs what makes the values that can still be asked for, in the order in which
-        the block ran, gives them all, and lets go of everything else as soon as it can.
-Rule 4. What is made again lies in memory as it did the first time, or layouts would not fit.
+Rule 1. Operators are recorded below autograd and autocast. A tensor that they take or make is
+        identified by its storage (a `Memory`) and by its view of that storage (a `Layout`); so
+        views are not recorded, and in-place operators need no special treatment.
+Rule 2. A memory comes from outside of the block, and is kept; or an operator makes it; or it comes
+        from outside, and an operator of the block changes it. A replay then works on a copy from
+        before the change, and has no effect outside. Memory that is overwritten as a whole starts
+        blank.
+Rule 3. A replay runs the operators that make the values that backward may still ask for, in the
+        order of the block. It sets all of these values, and frees other tensors as soon as it can.
+Rule 4. A tensor that is made again has the strides of the first run, or layouts would not fit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = [
 
 
 class Layout(NamedTuple):
-    """How a tensor looks at its storage."""
+    """The view that a tensor has of its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,7 +58,7 @@ class Layout(NamedTuple):
 
 
 class Begins(Enum):
-    """Where the content of a memory comes from (See Rule 2)."""
+    """The origin of the content of a memory (See Rule 2)."""
 
     OUTSIDE = "outside"
     MADE = "made"
@@ -73,11 +74,11 @@ class Memory:
     """A storage that operators of a block take, make or change.
 
     Attributes:
-        begins: where its content comes from.
-        num_bytes: its size.
-        device: where it is.
+        begins: the origin of its content.
+        num_bytes: its size in bytes.
+        device: its device.
         kept: tensors from outside, by layout; None is for those that have no storage.
-        start: the bytes that it began with, if it begins as a copy.
+        start: its bytes at the beginning, if it begins as a copy.
     """
 
     __slots__ = ("begins", "device", "kept", "num_bytes", "start")
@@ -111,10 +112,10 @@ class Operator(NamedTuple):
 
 
 class Record:
-    """The operators of one block, and the values that can be asked for.
+    """The operators of one block, and the values that backward may ask for.
 
     Args:
-        name: what errors call the block.
+        name: the name of the block in errors.
     """
 
     __slots__ = (
@@ -141,7 +142,7 @@ class Record:
         self._sources: dict[tuple[Memory, int, torch.dtype], weakref.ref[Made]] = {}
 
     def source(self, memory: Memory, tensor: Tensor) -> Made:
-        """Return what makes `memory` again, as `tensor` looks at it now."""
+        """Return the source that makes `memory` again, for the current version of `tensor`."""
         # A value that was saved and then changed within the block is another one: the first is
         # an error if backward asks for it, as in plain torch.
         key = (memory, version_of(tensor), tensor.dtype)
@@ -154,19 +155,19 @@ class Record:
         return source
 
     def keep_at_hand(self, source: Made, tensor: Tensor) -> None:
-        """Keep what is saved until the block ends, if the block may ask for it before."""
+        """Keep a saved tensor until the block ends, if the block may ask for it before then."""
         if self.first_run.keeps and not self.is_whole:
             self.at_hand[source] = tensor.detach()
 
     def end(self, *, is_whole: bool) -> None:
-        """Say that the block has ended, by itself or by an exception."""
+        """Mark the block as ended: normally if `is_whole`, else by an exception."""
         self.is_whole = is_whole
         self.has_ended = True
         self.at_hand.clear()
         self.first_run.end(is_whole=is_whole)
 
     def run_again(self) -> None:
-        """Run the operators again and give the values (See Rule 3)."""
+        """Run the operators again and set the values (See Rule 3)."""
         if not self.is_whole:
             if not self.has_ended:
                 self.first_run.asked(self.name)
@@ -207,7 +208,7 @@ def _run(operator: Operator, args: Any, kwargs: dict[str, Any], redrawing: Redra
 
 
 class Made(Source):
-    """What makes the values of one storage that a block made."""
+    """The source of the values of one storage that a block made."""
 
     __slots__ = ("_record", "memory")
 
@@ -234,7 +235,7 @@ class Made(Source):
 def _needed(
     operators: list[Operator], wanted: set[Memory]
 ) -> Iterator[tuple[Operator, frozenset[Memory]]]:
-    """Yield the operators that make what is wanted, the last first, and what each uses last."""
+    """Yield the operators that make `wanted`, last first, each with what it uses last."""
     needed = set(wanted)
     streams: set[Any] = set()
     for operator in reversed(operators):
@@ -252,14 +253,14 @@ def _needed(
 
 
 class _Memories:
-    """What a repetition has in hand: tensors by the memory that they look at, and how."""
+    """The tensors of a replay, by memory and layout."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tensors: dict[Memory, dict[Layout | None, Tensor]] = {}
 
     def tensor(self, look: Look) -> Tensor:
-        """Return a tensor that looks at its memory as one of the first run did."""
+        """Return a tensor with the memory and the layout of one of the first run."""
         memory, layout = look
         tensors = self._tensors.get(memory)
         if tensors is None:
@@ -284,11 +285,11 @@ class _Memories:
         return tensor
 
     def whole(self, memory: Memory, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of all that is in a memory."""
+        """Return a flat tensor of a whole memory."""
         return _whole(next(iter(self._tensors[memory].values())), dtype)
 
     def take(self, operator: Operator, result: Any) -> None:
-        """Take what an operator has made."""
+        """Store the tensors that an operator has made, or raise if they do not fit."""
         tensors = list(tensors_in(result))
         for place, (memory, layout) in operator.makes.items():
             tensor = tensors[place] if place < len(tensors) else None
@@ -318,7 +319,7 @@ def _fits(tensor: Tensor, layout: Layout) -> bool:
 
 
 def _laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """Return `tensor` with the strides that it had (See Rule 4)."""
+    """Return `tensor` with the strides of the first run (See Rule 4)."""
     if layout is None or tensor.stride() == layout.stride or 0 in layout.stride:
         return tensor
     fresh = torch.empty_strided(
@@ -328,7 +329,7 @@ def _laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
 
 
 def _looking(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return a tensor that looks at the storage of another one."""
+    """Return a view, of the given layout, of the storage of `tensor`."""
     found = _whole(tensor, layout.dtype).as_strided(layout.size, layout.stride, layout.offset)
     found = found.conj() if layout.is_conj else found
     return cast("Any", torch)._neg_view(found) if layout.is_neg else found
@@ -339,7 +340,7 @@ def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Return how `tensor` looks at its storage."""
+    """Return the view that `tensor` has of its storage."""
     return Layout(
         tensor.size(),
         tensor.stride(),

@@ -1,17 +1,20 @@
-"""The storages that a block of code meets while it runs: those it makes, and those from outside.
+"""The storages that a block of code uses while it runs: those it makes, and those from outside.
 
 NOTE [ Ours or from outside ]
 
-Rule 1. A storage is known by its address and a weak reference: what the block makes is let go as in
-        plain torch. What it takes from outside is held until the block ends, and kept then.
-Rule 2. A tensor whose content came from no operator is from outside: memory that was allocated
-        and not overwritten as a whole (a kernel may have written there behind our back), constants,
-        sparse tensors and subclasses, what a function made that takes functions.
-Rule 3. A value from outside that is made of no other is asked for, and not kept. Any other is
-        kept, or a chain of blocks would be made again as a whole, at once; and so is one that comes
-        from outside of the hooks around, as `values` has it.
-Rule 4. What is kept, and in which order, follows from what the code does and not from what is
-        alive, so that hooks beneath (those of a checkpoint) count alike in a second run.
+Rule 1. A storage is identified by its address and a weak reference, so that storages that the block
+        makes are freed as in plain torch. Tensors that it takes from outside are held until the
+        block ends, and kept then.
+Rule 2. A tensor whose content came from no operator is from outside: memory that was allocated and
+        not overwritten as a whole (a custom kernel may have written to it unseen), constants,
+        sparse tensors and subclasses, and results of higher-order operators.
+Rule 3. A value from outside whose source asks no other source is not kept: a replay asks that
+        source for it. Any other value is kept, since a chain of blocks would otherwise be
+        recomputed as a whole, at once; so is one from outside of the saved-tensor hooks in force
+        (see `lazy_values`).
+Rule 4. The tensors that are kept, and their order, depend on what the code does and not on which
+        tensors are alive, so that hooks beneath (those of a checkpoint) count alike in a second
+        run.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter, Value))
 
 
 class _Met:
-    """A storage that a block has met, or a tensor without one."""
+    """A storage that a block has used, or a tensor without one."""
 
     __slots__ = ("is_ours", "memory", "reads", "start", "storage", "value")
 
@@ -42,16 +45,16 @@ class _Met:
         self.memory = memory
         self.storage = None if storage is None else weakref.ref(storage)
         self.is_ours = is_ours  # whether the block allocated it
-        self.value: tuple[Source, object] | None = None  # from outside, and its hooks
+        self.value: tuple[Source, object] | None = None  # its source and hooks
         self.reads: dict[Layout | None, tuple[Tensor, int]] = {}
         self.start: Tensor | None = None
 
 
 class Storages:
-    """What one block has met so far.
+    """The storages that one block has used so far.
 
     Args:
-        name: what errors call the block.
+        name: the name of the block in errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,7 +63,7 @@ class Storages:
         self._outside: dict[_Met, None] = {}  # in the order in which they were taken
 
     def look(self, tensor: Tensor) -> Look:
-        """Return what stands for a tensor that an operator takes."""
+        """Return the `Look` of a tensor that an operator takes."""
         met = self._met(tensor)
         layout = layout_of(tensor) if _is_plain(tensor) else None
         if met.memory.begins is Begins.OUTSIDE and layout not in met.reads:
@@ -69,13 +72,13 @@ class Storages:
         return Look(met.memory, layout)
 
     def note(self, args: Any) -> None:
-        """Remember the values among the arguments of a view: it is an alias that will be taken."""
+        """Remember the values among the arguments of a view, since operators will take the view."""
         for tensor in tensors_in(args):
             if isinstance(tensor, Value):
                 self._met(tensor)
 
     def will_change(self, tensor: Tensor, operator: str, *, is_overwritten: bool) -> None:
-        """Prepare for an operator that changes `tensor`, after what it takes was looked at."""
+        """Prepare for an operator that changes `tensor`; call it after `look` on what it reads."""
         if not _is_plain(tensor):
             raise ReplayError(
                 f"{operator} changes a {type(tensor).__name__} of layout {tensor.layout} in place "
@@ -96,20 +99,20 @@ class Storages:
         self._outside[met] = None
 
     def made(self, tensor: Tensor, *, is_blank: bool) -> Memory | None:
-        """Take a tensor that an operator has returned; return its memory if that is a new one."""
+        """Register a tensor that an operator has returned; return its memory if that is new."""
         if not _is_plain(tensor) or self._find(tensor) is not None:
             return None
         met = self._add(tensor, Begins.OUTSIDE if is_blank else Begins.MADE, is_ours=True)
         return None if is_blank else met.memory
 
     def forget(self, args: Any) -> None:
-        """Take the storages of `args` for ones from outside: we do not know what became of them."""
+        """Treat the storages of `args` as ones from outside, since their content is unknown now."""
         for tensor in tensors_in(args):
             if _is_plain(tensor):
                 self._known.pop(_storage_of(tensor)._cdata, None)
 
     def to_be_made(self, tensor: Tensor) -> Memory | None:
-        """Return the memory of a tensor that need not be kept, since the block makes it."""
+        """Return the memory of `tensor` if it need not be kept, since the block makes it."""
         if not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return None
         met = self._find(tensor)
@@ -118,17 +121,17 @@ class Storages:
         return met.memory
 
     def source_of(self, tensor: Tensor, pair: Pair | None) -> Source | None:
-        """Return what a tensor need not be kept for, since it is a value from outside.
+        """Return the source of `tensor` if it need not be kept, since it is a value from outside.
 
         Args:
-            tensor: what an operator within the block saves.
+            tensor: a tensor that an operator within the block saves.
             pair: the pair of hooks beneath.
         """
         met = self._met(tensor) if isinstance(tensor, Value) else self._find(tensor)
         return None if met is None else _asked(met, tensor, pair)
 
     def keep(self, pair: Pair | None) -> bool:
-        """Keep what was taken from outside; return whether other sources are asked for any of it.
+        """Keep the tensors from outside; return whether a replay asks other sources for any.
 
         Args:
             pair: the pair of hooks beneath.
@@ -185,7 +188,7 @@ class Storages:
 
 
 def _asked(met: _Met, tensor: Tensor, pair: Pair | None) -> Source | None:
-    """Return the source that is to be asked for a tensor from outside, if any (See Rule 3)."""
+    """Return the source that a replay asks for a tensor from outside, or None (See Rule 3)."""
     if met.value is None:
         return None
     source, within = met.value
@@ -196,19 +199,19 @@ def _asked(met: _Met, tensor: Tensor, pair: Pair | None) -> Source | None:
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    with torch._C.DisableTorchFunctionSubclass():  # it would take a value for exposed
+    with torch._C.DisableTorchFunctionSubclass():  # which would regard a value as exposed
         return tensor.untyped_storage()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether all there is to a tensor is its storage and how it looks at it."""
+    """Whether a storage and a layout describe all of `tensor`."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_quantized or tensor.is_nested)
 
 
 def _is_all(tensor: Tensor) -> bool:
-    """Whether a tensor looks at every byte of its storage once."""
+    """Whether `tensor` covers every byte of its storage exactly once."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1:

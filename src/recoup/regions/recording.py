@@ -1,16 +1,17 @@
-"""Around a block of code whose values are not kept.
+"""The context of `recoup.recomputing`, which records the operators of a block of code.
 
 NOTE [ A block ]
 
-Rule 1. A dispatch mode writes the operators down. For what operators within the block save there is
-        a pair of hooks around it; for what operators after it save, the values that came out of the
-        block bring hooks along (`values`). Mode and hooks are gone when the block ends.
+Rule 1. A dispatch mode records the operators. A pair of saved-tensor hooks around the block handles
+        the tensors that operators within save; values that come out of the block bring hooks along
+        for operators after it (`lazy_values`). Mode and hooks are removed when the block ends.
 Rule 2. A tensor is marked as a value when the block ends, since it may change until then, and since
-        operators take plain tensors faster.
-Rule 3. An operator says what it changes and whether it draws. Those of torch that change a
-        statistic without saying so are known; any other that is not torch's own may draw.
-Rule 4. An operator that takes functions may do anything, and one that talks to other processes must
-        not do it again. What they take and return is from outside after that.
+        operators are faster on plain tensors.
+Rule 3. The schema and tags of an operator say what it changes and whether it draws. Operators of
+        torch that change a statistic without declaring it are known by the names of their
+        arguments; an operator that is not torch's own is treated as one that may draw.
+Rule 4. A higher-order operator may do anything, and one that communicates with other processes must
+        not be repeated. Their arguments and results count as ones from outside after that.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Recording(Reusable):
     """A context around a block whose values are not kept.
 
     Args:
-        name: what errors call the block.
+        name: the name of the block in errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -117,7 +118,7 @@ def _enter(block: _Block) -> None:
 
 
 def place_in_code() -> str:
-    """Return the file and line of the code that called us."""
+    """Return the file and line of the code that called recoup."""
     frame = inspect.currentframe()
     while frame is not None and _is_passed_over(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -129,13 +130,13 @@ def _is_passed_over(module: str) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down the operators of one block."""
+    """The dispatch mode that records the operators of one block."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # that would import the compiler; `never_compiled` does without
+        return False  # True would import the compiler; `never_compiled` does not
 
     def __init__(self, name: str, beneath: Pair | None) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator and write it down."""
+        """Run an operator and record it."""
         kwargs = kwargs or {}
         if not hasattr(func, "_schema") or func.namespace in _BETWEEN_PROCESSES:  # See Rule 4
             result = func(*args, **kwargs)
@@ -209,8 +210,8 @@ class _Recorder(TorchDispatchMode):
         taken: set[Memory],
         changed: set[Memory],
     ) -> dict[Any, Any]:
-        """Return what an operator is given, with a `Look` in the place of each tensor."""
-        # What is read is looked at first: an operator may read what it overwrites.
+        """Return the arguments of an operator, with a `Look` in the place of each tensor."""
+        # Arguments that are read come first: an operator may read a tensor that it overwrites.
         looks = {
             key: mapped(value, Tensor, partial(self._look, taken))
             for key, value in given.items()
@@ -229,9 +230,9 @@ class _Recorder(TorchDispatchMode):
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Any:
-        """Keep what an operator within the block saves, unless the block makes it."""
+        """Keep a tensor that an operator within the block saves, unless the block makes it."""
         memory = self._storages.to_be_made(tensor)
-        with torch._C._DisableTorchDispatch():  # the mode need not see what we do
+        with torch._C._DisableTorchDispatch():  # the mode need not see our own operators
             if memory is not None:
                 made = self._record.source(memory, tensor)
                 self._record.keep_at_hand(made, tensor)
@@ -243,21 +244,21 @@ class _Recorder(TorchDispatchMode):
         return Kept(tensor, name, self._beneath)
 
     def finish(self) -> None:
-        """Keep what the block took, and mark what came out of it (See Rule 2)."""
+        """Keep the tensors that the block took, and mark the values that it made (See Rule 2)."""
         self._record.asks_others = self._storages.keep(self._beneath)
         self._record.end(is_whole=True)
         for ref in self._results:
             tensor = ref()
             memory = None if tensor is None else self._storages.to_be_made(tensor)
             if tensor is None or memory is None or (tensor.is_leaf and tensor.requires_grad):
-                continue  # a leaf that wants a gradient is somebody's parameter
+                continue  # a leaf that requires grad is a parameter
             if type(tensor) is Tensor:
                 _marked(tensor, self._record.source(memory, tensor))
             else:
-                read_anew(tensor)  # a value that was made by other means within
+                read_anew(tensor)  # a value already, of a source within the block
 
     def close(self) -> None:
-        """Let go of everything: what was saved holds on to the pair of hooks."""
+        """Drop all references: the saved tensors hold references to the pair of hooks."""
         if not self._record.is_whole:
             self._record.end(is_whole=False)
         self.__init__(self._record.name, None)
@@ -269,14 +270,14 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class _Traits(NamedTuple):
-    """What there is to know about an operator.
+    """The properties of an operator that decide how it is recorded.
 
     Attributes:
         writes: the arguments that it changes, by place or name.
-        is_view: whether it only returns another look at what it takes.
+        is_view: whether it only returns views of its arguments.
         is_recorded: whether it makes or changes anything.
-        overwrites: whether it takes no notice of what was in what it changes.
-        allocates: whether what it returns has no content yet.
+        overwrites: whether it ignores the previous content of the tensors that it changes.
+        allocates: whether it returns uninitialized memory.
         may_draw: whether it may draw random numbers.
     """
 
@@ -310,7 +311,7 @@ def _traits(func: Any) -> _Traits:
 
 
 def _with_devices(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `kwargs` with the index of a device: another one may be current in backward."""
+    """Return `kwargs` with a device index, since another device may be current in backward."""
     device = kwargs.get("device")
     if device is None or device.type != "cuda" or device.index is not None:
         return kwargs

@@ -1,4 +1,4 @@
-"""Any chain of modules, with a choice of what its backward remembers."""
+"""`recoup.Sequential`: a chain of modules with a choice of what its backward remembers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Sequential(HasMemoryMode, nn.Sequential):
     ``"2 GiB"``     what fits, by `recoup.plan`                 the least that this allows
     ==============  ==========================================  ================================
 
-    A state is what goes from one module to the next, a tape is what one module keeps. Gradients,
-    buffers and the random stream are those of ``nn.Sequential``, bit for bit; under "constant" to
-    rounding.
+    A state is a value passed from one module to the next, a tape the residuals of one module.
+    Gradients, buffers and the random stream are those of ``nn.Sequential``, bit for bit; under
+    "constant" to rounding.
 
     Args:
-        modules: the modules, or one ordered dictionary of them, as for ``nn.Sequential``. What
-            goes from one to the next may be tensors in tuples, lists and dicts.
+        modules: the modules, or one ordered dictionary of them, as for ``nn.Sequential``. Values
+            passed from one to the next may be tensors in tuples, lists and dicts.
         memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, bytes with a
             unit for a step of this chain alone (the plan is made in the first forward, and made
             anew for a larger input), or a `recoup.schedules.Schedule`; may be changed at any time
@@ -47,7 +47,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
             method ``inverse``): "recompute" it from its kept input, or "keep" its residuals. An
             invertible module may return ``(y, log_det)``; ``log_det`` is left out here, and
             `recoup.invertible.Chain` sums it.
-        drift: under "constant", what to do where inverses do not find their way back:
+        drift: under "constant", what to do where inverses do not reproduce the inputs:
             "recompute", "raise", "warn", "ignore", or a `recoup.invertible.DriftGuard`.
 
     Raises:
@@ -62,7 +62,8 @@ class Sequential(HasMemoryMode, nn.Sequential):
         >>> model(torch.ones(2, 8)).shape
         torch.Size([2, 8])
 
-    Chen et al., https://arxiv.org/abs/1604.06174; Griewank and Walther, "Algorithm 799: Revolve".
+    Source: Chen et al., https://arxiv.org/abs/1604.06174; Griewank and Walther, "Algorithm 799:
+    Revolve".
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Reparametrized weights: noise that is a seed, on any parameter of any module.
+"""Reparametrized weights: dropout, noise and norm on any parameter of any module.
 
-`weight_dropout`, `weight_noise` and `weight_norm` apply; the rest of this package says what is
-applied, takes it away, and controls what is drawn.
+`weight_dropout`, `weight_noise` and `weight_norm` apply a reparametrization, of which only a seed
+is kept where it is random. The other functions list and remove them, and control their draws.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = ["Applied", "applied", "apply_to", "places_of", "remove"]
 
 
 def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrization]) -> nn.Module:
-    """Apply what `make` returns to each parameter of `module` that `pattern` matches.
+    """Apply a reparametrization from `make` to each parameter of `module` that `pattern` matches.
 
     Everything is checked before anything is changed.
     """
@@ -54,7 +54,7 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
 
 
 def _covering(module: nn.Module, owners: set[int]) -> list[nn.Module]:
-    """Return the modules of the tree whose forwards give a draw to what is in them."""
+    """Return the modules of the tree that have a forward and contain a module of `owners` (ids)."""
     found = [
         part
         for part in module.modules()
@@ -73,7 +73,7 @@ class Applied:
 
     Attributes:
         name: the qualified name of the parameter.
-        reparametrization: what is applied to it.
+        reparametrization: the reparametrization that is applied to it.
     """
 
     def __init__(self, name: str, reparametrization: Reparametrization) -> None:
@@ -82,7 +82,7 @@ class Applied:
 
     @property
     def step(self) -> int:
-        """How many forwards in training there were; what `p` or `std` is called with."""
+        """The number of forwards in training so far: the argument of a schedule `p` or `std`."""
         return self.reparametrization.application.step
 
     @step.setter
@@ -94,14 +94,14 @@ class Applied:
 
 
 def applied(module: nn.Module) -> list[Applied]:
-    """Return what is applied to which parameter of `module`, in the order in which it runs.
+    """Return the reparametrizations of the parameters of `module`, in the order in which they run.
 
     Args:
         module: a module, or a tree of modules.
 
     Returns:
-        An entry for each reparametrization of each use of a parameter. Its `step` can be set, which
-        a schedule needs after training was resumed.
+        An entry for each reparametrization of each use of a parameter. Set its `step` when training
+        is resumed, so that a schedule continues.
 
     Example:
         >>> import recoup, torch
@@ -120,7 +120,7 @@ def applied(module: nn.Module) -> list[Applied]:
 
 
 def places_of(module: nn.Module) -> Iterator[Place]:
-    """Return every place within `module` to which something is applied."""
+    """Return an iterator over the reparametrized parameters within `module`."""
     check_is_module(module)
     return (place for _, place in _places(module))
 
@@ -133,10 +133,10 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Place]]:
 
 
 def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
-    """Remove what is applied to the parameters of `module` that `pattern` matches.
+    """Remove the reparametrizations of the parameters of `module` that `pattern` matches.
 
-    Weight norm leaves the product of magnitude and direction in the weight; otherwise the bytes of
-    the parameters are what they were. A module with nothing left has its own class again.
+    Weight norm leaves the product of magnitude and direction in the weight; the others leave the
+    bytes of the parameters unchanged. A module with none left has its own class again.
 
     Args:
         module: a module, or a tree of modules.
@@ -146,7 +146,7 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
         `module` itself.
 
     Raises:
-        ValueError: when nothing is applied to any parameter that matches.
+        ValueError: when no parameter that matches is reparametrized.
 
     Example:
         >>> import recoup, torch

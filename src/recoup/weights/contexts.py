@@ -17,20 +17,20 @@ __all__ = ["disabled", "enabled", "same_draw", "step"]
 
 @contextmanager
 def step(module: nn.Module) -> Generator[None, None, None]:
-    """Let what runs within be one forward of all that is applied in `module`.
+    """Run the code within as one forward of everything that is applied in `module`.
 
-    For what a step of training computes outside of a `forward`: `training_step` of a
+    Use it where a training step computes outside of a `forward`: `training_step` of a
     LightningModule, `model.encode(x)`, a loss that reads `model.embedding.weight`. Within, each
     weight has one draw, wherever it is read, and a schedule counts one step. In evaluation nothing
     is drawn, as in any forward.
 
-    Kept: 8 bytes a weight, as in a forward. Put `backward` and the step of the optimizer outside.
+    Kept: 8 bytes a weight, as in a forward. Call `backward` and the optimizer's step outside.
 
     Args:
         module: a module, or a tree of modules.
 
     Returns:
-        A context, for this thread; also a decorator.
+        A context manager, for this thread; also a decorator.
 
     Example:
         >>> import recoup, torch
@@ -39,7 +39,7 @@ def step(module: nn.Module) -> Generator[None, None, None]:
         ...     torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
         True
     """
-    # In the order in which they are found, each once.
+    # Each application once, in order.
     found = dict.fromkeys(each for place in places_of(module) for each in place.applications)
     with Forward(None, tuple(found)):
         yield
@@ -52,16 +52,16 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
     gradients that are accumulated) it makes them use the same noise; with a seed, that noise is a
     function of the seed and of the names of the parameters, so that a whole data set can be run
     through one sample, and every rank of a distributed run can have the same noise, as
-    ``same_draw(seed=step)``, or another, as ``same_draw(seed=step * world_size + rank)``.
+    ``same_draw(seed=step)``, or its own, as ``same_draw(seed=step * world_size + rank)``.
 
     Args:
-        seed: 0 or more; drawn from the default generator if None.
+        seed: an int from 0; drawn from the default generator if None.
 
     Returns:
-        A context.
+        A context manager.
 
     Raises:
-        ValueError: when `seed` is not an int from 0.
+        ValueError: when `seed` is not an int from 0, or None.
 
     Example:
         >>> import recoup, torch
@@ -76,7 +76,7 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
     is_whole = isinstance(given, Integral) and given is not True and given is not False
     if seed is not None and (not is_whole or seed < 0):
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
-    # Drawn in any case: code that others run again is told by its place in the stream.
+    # Drawn in any case: the place in the stream identifies code that torch runs again.
     drawn = draw_seed()
     return SameDraw(drawn if seed is None else int(seed))
 
@@ -84,13 +84,13 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
 def disabled(module: nn.Module) -> AbstractContextManager[None]:
     """Turn weight dropout and noise off in `module`, which may stay in training mode.
 
-    Weight norm is not noise, and stays. What was run within is also run again without noise.
+    Weight norm is not noise, and stays. Code that ran within is also run again without noise.
 
     Args:
         module: a module, or a tree of modules.
 
     Returns:
-        A context, for this thread.
+        A context manager, for this thread.
 
     Example:
         >>> import recoup, torch
@@ -112,7 +112,7 @@ def enabled(module: nn.Module) -> AbstractContextManager[None]:
         module: a module, or a tree of modules.
 
     Returns:
-        A context, for this thread.
+        A context manager, for this thread.
 
     Example:
         >>> import recoup, torch

@@ -1,19 +1,21 @@
-"""What was decided in code that others may run again.
+"""Decisions about draws, remembered for code that torch may run again in backward.
 
-NOTE [ Told by the frame, or by the place in the stream ]
+NOTE [ Decisions by frame, or by place in the stream ]
 
-Rule 1. A region of ours writes down what is decided in it. torch.utils.checkpoint and its likes run
-        code again in backward without telling anyone which forward it belonged to. The frame tells
-        that its hooks belong to; where there is none (a reentrant one, one within another), the
-        place tells at which the stream of the default generator stands, since they put it back.
-Rule 2. That happens under no_grad or under saved-tensor hooks only, and only there a decision is
-        written down; the last few hundred are remembered.
-Rule 3. Code that runs again gets what was decided, or an error. A hook of the user's decides for
-        itself: no hooks of a frame are around it, it builds no graph, and no Function calls it.
-Rule 4. A decision that is found holds for a tensor that has not changed since.
-Rule 5. An evaluation is not written down, since the next step may stand where it did; but it spoils
-        what was written there. What is not found was an evaluation only if this is one, and if
-        noise was never turned on in one.
+Rule 1. A region of recoup records the decisions made in it. torch.utils.checkpoint and similar
+        functions run code again in backward without saying which forward it belongs to. The
+        checkpoint frame of the saved-tensor hooks in force identifies it; where there is no frame
+        (a reentrant checkpoint, or one within another), the place in the stream of the default
+        generator does, since these functions restore it.
+Rule 2. Such functions run code under no_grad or under saved-tensor hooks only, so only there a
+        decision is recorded; the last few hundred are kept.
+Rule 3. Code that runs again gets the recorded decision, or an error. A user's hook makes a decision
+        of its own; it is recognized by running without saved-tensor hooks, without grad mode, and
+        not within the backward of an autograd.Function.
+Rule 4. A recorded decision holds only for a tensor that has not changed since.
+Rule 5. A decision in evaluation is not recorded by place, since the next step may stand at the same
+        one; but it spoils a decision recorded there. If no decision is found, that of the first
+        run was one in evaluation only if this one is, and if no context ever switched the noise.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _MOST = 512
 
 
 def may_run_again() -> bool:
-    """Whether code of others may run this again in backward, or does (See Rule 2)."""
+    """Whether torch may run this code again in backward, or does so now (See Rule 2)."""
     if torch._C._current_graph_task_id() != -1:
         return True
     if torch.is_inference_mode_enabled():
@@ -45,7 +47,7 @@ def may_run_again() -> bool:
 
 
 def _runs_again() -> bool:
-    """Whether this is code that runs again in a backward, and not a hook (See Rule 3)."""
+    """Whether the code that runs in a backward is a recomputation, and not a hook (See Rule 3)."""
     if torch.is_grad_enabled() or pair_in_force() is not None:
         return True
     node: Any = torch._C._current_autograd_node()
@@ -56,14 +58,14 @@ def _runs_again() -> bool:
 class _Made(NamedTuple):
     decision: Counted
     version: int
-    is_spoilt: bool = False  # two decisions at one place cannot be told apart
+    is_spoilt: bool = False  # two decisions at one place are ambiguous
 
 
 class Decisions:
     """The decisions of one kind, by frame and by the place in the stream (See Rule 1).
 
     Args:
-        draws: whether there is a draw in what was decided; without one it needs no memory.
+        draws: returns whether a decision has a random draw.
     """
 
     def __init__(self, draws: Callable[[Any], bool]) -> None:
@@ -79,14 +81,14 @@ class Decisions:
     def decide(
         self, make: Callable[[], T], name: str, version: int, *, is_open: bool, is_usual: bool
     ) -> T:
-        """Return what `make` decides, or what it decided when this code ran first.
+        """Return the decision of `make`, or the recorded one where this code runs again.
 
         Args:
             make: returns a value that can be compared.
-            name: what an error calls it.
-            version: of the tensor that it is decided for.
-            is_open: whether it may come out one way or the other; an evaluation does not.
-            is_usual: whether something is drawn if nobody turns it on or off.
+            name: the name of the weight in errors.
+            version: the version of the tensor that it is decided for.
+            is_open: whether something may be drawn; False in an evaluation without noise.
+            is_usual: whether something is drawn where no context turns noise on or off.
         """
         if not may_run_again():
             return make()
@@ -123,10 +125,10 @@ class Decisions:
             return make()
         place, frame = fingerprint(), frame_in_force()
         within: dict[int, _Made] = {} if frame is None else self._by_frame.get(frame, {})
-        # What was decided elsewhere at this place is of no use where the frame is known.
+        # Where the frame is known, decisions at this place outside of it do not count.
         made = within.get(place) if within else self._made.get(place)
         values = {each.decision.value: each for each in within.values()}
-        if made is None and len(values) == 1:  # the stream was not put back, and need not be
+        if made is None and len(values) == 1:  # the stream was not restored, and need not be
             ((value, each),) = values.items()
             made = each._replace(decision=Counted(value, 0))
         if made is None:

@@ -1,4 +1,4 @@
-"""From a seed to a dropped or noisy weight.
+"""Dropped and noisy weights, computed from a seed.
 
 NOTE [ An entry of a draw depends on the seed and on its place ]
 
@@ -8,7 +8,7 @@ Rule 1. A draw is cut in chunks of 131072 entries, and each has a generator of i
 Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if they are below
         p * 65536: one draw for four entries, and the same entries in any dtype and layout. p counts
         as the nearest multiple of 1/65536, in the mask and in the scale 1/(1 - p), so the mean over
-        seeds is the raw weight. For a multiple of 1/256, 8 bits say the same.
+        seeds is the raw weight. For a multiple of 1/256, 8 bits suffice.
 Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
         none is alive at a fork or at exit. Operators leave the interpreter to the other threads
         while they run, and on 32768 elements or fewer they start no threads of their own. (Bits
@@ -16,7 +16,7 @@ Rule 3. Torch's generators draw in one thread. So threads are started for a call
         threads, took as long on idle cores and ten times as long on busy ones: each of a thousand
         operators waits for the slowest thread. `normal_` takes as long as the bits for it.)
 Rule 4. A thread works in the grad and inference mode of its caller, in buffers of its own, into a
-        result that the caller has made. What goes wrong in it is raised by the caller.
+        result that the caller has made. The caller raises an exception that occurs in it.
 Rule 5. A GPU draws with the kernels of `kernels.py` where they run, else with the operators.
 """
 
@@ -58,7 +58,7 @@ def dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> 
         axes: along which entries are dropped together, from 0 to `weight.dim() - 1`.
 
     Returns:
-        As `weight`; all zeros if p is 1.
+        A tensor of the shape, dtype and device of `weight`; all zeros if p is 1.
 
     Raises:
         ValueError: if `seed` or `p` is out of range, or `weight` has no floating-point numbers.
@@ -68,7 +68,7 @@ def dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> 
 
 
 def dropped_(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Tensor:
-    """Do what `dropped` does, in place; a weight that is not contiguous is copied on the way."""
+    """Apply `dropped` in place; a weight that is not contiguous is copied on the way."""
     _check(weight.dtype, seed)
     if weight.is_contiguous():
         return _drop(weight, weight, seed, p, axes)
@@ -87,7 +87,7 @@ def noised(weight: Tensor, seed: int, std: float) -> Tensor:
         std: standard deviation of the noise, in the unit of `weight`.
 
     Returns:
-        As `weight`.
+        A tensor of the shape, dtype and device of `weight`.
 
     Raises:
         ValueError: if `seed` is out of range, or `weight` has no floating-point numbers.
@@ -97,7 +97,7 @@ def noised(weight: Tensor, seed: int, std: float) -> Tensor:
 
 
 def noised_(weight: Tensor, seed: int, std: float) -> Tensor:
-    """Do what `noised` does, in place; a weight that is not contiguous is copied on the way."""
+    """Apply `noised` in place; a weight that is not contiguous is copied on the way."""
     _check(weight.dtype, seed)
     if weight.is_contiguous():
         return _add_noise(weight, weight, seed, std)
@@ -107,17 +107,17 @@ def noised_(weight: Tensor, seed: int, std: float) -> Tensor:
 def scales(
     shape: tuple[int, ...], seed: int, p: float, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return what `dropped` multiplies with: 0 where an entry is dropped, else 1/(1 - p).
+    """Return the mask that `dropped` multiplies by: 0 where an entry is dropped, else 1/(1 - p).
 
     Args:
-        shape: of the mask.
+        shape: the shape of the mask.
         seed: as for `dropped`.
         p: as for `dropped`.
-        dtype: of the result.
-        device: of the result.
+        dtype: the dtype of the result.
+        device: the device of the result.
 
     Raises:
-        ValueError: as `dropped`.
+        ValueError: as for `dropped`.
     """
     _check(dtype, seed)
     out = torch.empty(shape, dtype=dtype, device=device)
@@ -167,7 +167,7 @@ def _scale(num_dropped: int, dtype: torch.dtype) -> float:
     return scale
 
 
-# --- what is done with a draw --------------------------------------------------------------------
+# --- applying a draw -----------------------------------------------------------------------------
 
 
 def _drop(weight: Tensor, out: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
@@ -244,7 +244,7 @@ def _generator(out: Tensor, seed: int) -> torch.Generator:
 
 
 def _bits(num_dropped: int) -> tuple[torch.dtype, int, int]:
-    """Return as what to see a word, how many entries that makes, and the least that is kept."""
+    """Return the dtype to view words in, the entries per word, and the least value that is kept."""
     if num_dropped % 256 == 0:
         return torch.int8, 8, num_dropped // 256 - 128
     return torch.int16, 4, num_dropped - 32768
@@ -256,7 +256,7 @@ def _drawn(words: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _is_small(out: Tensor) -> bool:
-    """Whether a draw is one piece: then the number of operators is what it costs."""
+    """Whether a draw is one piece, so that its cost is the number of operators."""
     return out.numel() <= _PIECE and out.device.type == "cpu"
 
 
@@ -271,7 +271,7 @@ def _few(out: Tensor, seed: int, num_dropped: int) -> Tensor:
 def _masks(
     chunks: _Chunks, num_at_once: int, out: Tensor, num_dropped: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield 0 where an entry is dropped, else 1, each piece with its place (See Rule 2)."""
+    """Yield pieces of a mask with their places: 0 for a dropped entry, else 1 (See Rule 2)."""
     numel, piece = out.numel(), _PIECE if out.device.type == "cpu" else _GPU_PIECE
     kind, num_each, least = _bits(num_dropped)
     num_words = -(-min(num_at_once, numel) // num_each)
@@ -288,7 +288,7 @@ def _masks(
 
 
 def _normals(chunks: _Chunks, out: Tensor, std: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield noise, each piece with its place."""
+    """Yield pieces of noise with their places."""
     piece = _PIECE if out.device.type == "cpu" else _GPU_PIECE
     dtype = torch.promote_types(out.dtype, torch.float32)
     noise = torch.empty(min(piece, out.numel()), dtype=dtype, device=out.device)
@@ -305,8 +305,8 @@ def _normals(chunks: _Chunks, out: Tensor, std: float) -> Iterator[tuple[slice, 
 def _share(out: Tensor, seed: int, write: Callable[[_Chunks, int], None]) -> None:
     """Have `write` write all chunks, by as many threads as torch has (See Rules 3 and 4).
 
-    `write` is given chunks, and how many entries to draw at once: with others around, as many as
-    it can, to meet them less often.
+    `write` takes chunks, and the number of entries to draw at once: whole chunks where several
+    threads work, so that they contend less often.
     """
     numel, device = out.numel(), out.device
     if device.type == "meta":
@@ -372,7 +372,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
         kernels.write_scales(torch.empty(1, device=device), 0, 1, 1.0)
     except ImportError:
         return None
-    except Exception as error:  # noqa: BLE001  # Compilers raise whatever they like.
+    except Exception as error:  # noqa: BLE001  # A compiler may raise any exception.
         warnings.warn(
             f"Triton is installed but does not run on {device}, so draws take more passes: {error}",
             stacklevel=2,

@@ -36,12 +36,12 @@ def weight_dropout(
 
     Kept: 8 bytes a weight; neither the mask nor the dropped weight, whichever operator saves it.
     Backward pays two draws a weight: one for the weight, one for the mask of its gradient. The
-    parameters stay the objects they are, under their names; in evaluation the raw one is used.
+    parameters remain the same objects under the same names; evaluation uses the raw weight.
 
     Args:
         module: the module, or a tree of modules. One forward of it has one draw.
         pattern: a regular expression for the qualified names of its parameters (fullmatch).
-        p: the probability of an entry to be dropped, rounded to a multiple of 2^-16; what stays is
+        p: the probability that an entry is dropped, rounded to a multiple of 2^-16; the others are
             scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the step (forwards
             in training so far) to a number.
         axes: the axes along which the mask is shared; ``axes=(1,)`` drops whole rows, which for an
@@ -71,7 +71,7 @@ def weight_dropout(
 
 
 class WeightDropout(Reparametrization):
-    """Entries of a weight left out, the others scaled up."""
+    """Weight dropout: sets entries of a weight to zero, and scales up the others."""
 
     kind = "weight_dropout"
     order = 1
@@ -93,7 +93,7 @@ class WeightDropout(Reparametrization):
         return f"weight_dropout(p={shown(self.p)}{axes}{mode})"
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
-        """Bring `axes` into the form that draws take, or raise if the weight has not so many."""
+        """Normalize `axes` for `draws`, or raise if the weight does not have them."""
         weight = cast("Tensor", module._parameters[key])
         for axis in self.axes:
             if not -weight.dim() <= axis < weight.dim():

@@ -1,4 +1,4 @@
-"""Embeddings whose rows are dropped: on the rows that were looked up, not on a copy of all."""
+"""Row dropout of embeddings, applied to the rows that were looked up and not to a copy of all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["forward_by_rows"]
 
 
 def forward_by_rows(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a forward of an embedding that drops rows of its output where that is all there is.
+    """Return a forward of an embedding that drops rows of its output where only rows are dropped.
 
-    A forward of a user's own may do more with the weight, and gets one whose rows are dropped.
+    A custom forward may do more with the weight; it reads a weight whose rows are dropped.
     """
     if forward is not nn.Embedding.forward:
         return forward

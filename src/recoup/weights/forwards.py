@@ -1,18 +1,18 @@
-"""The forwards in progress, and which draw they give to a weight.
+"""The forwards in progress, and the draw that they give to a weight.
 
 NOTE [ One draw per forward ]
 
 Rule 1. A draw lasts for one forward of the module that the reparametrization was applied to: it is
-        made at the first read and is the same at every other. If that module is not running, but
-        one within it, the draw lasts for the forward of the outermost one that is.
-Rule 2. `same_draw` around forwards keeps their draws; the innermost one counts.
-Rule 3. `disabled` and `enabled` count from the innermost outwards, and before training mode does.
-Rule 4. What is in force is a matter of the thread, and is not in force in backward; what was
-        decided in code that runs again there is written down by it.
-Rule 5. A noisy weight lives while the forward of its module does. Where a tree runs that module
-        again it is made again, and then lives as long as the tree's forward; its gradients meet at
-        the first one's node, so that they are summed before they are scaled, as those of one
-        weight are. A cell is expected to be run again.
+        made at the first read and is the same at every other. If only
+        modules within it are running, the draw lasts for the forward of the outermost of them.
+Rule 2. `same_draw` around forwards keeps their draws; the innermost one takes precedence.
+Rule 3. The innermost `disabled` or `enabled` takes precedence, and over training mode, too.
+Rule 4. Frames are in force in one thread, and not in backward; decisions in code that runs again
+        there are recorded (see `decisions`).
+Rule 5. A noisy weight lives as long as the forward of its module. Where a tree runs that module
+        again, the weight is made again, and then lives as long as the tree's forward; its gradients
+        flow to the node of the first one, so that they are summed before they are scaled, as those
+        of a single weight. A recurrent cell is expected to be run again.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _stack = _Stack()
 
 
 def frames() -> list[Frame]:
-    """Return what is in force in this thread, the innermost last."""
+    """Return the frames in force in this thread, the innermost last."""
     return _stack.frames
 
 
 class Frame:
-    """What is in force from entering to leaving it."""
+    """A forward or a user's context, in force from entering to leaving it."""
 
 
 class _InForce(Restoring):
-    """Around code in which a frame is in force."""
+    """A context in which a frame is in force."""
 
     __slots__ = ("_frame", "_num_before")
 
@@ -88,7 +88,7 @@ def _remove(frames: list[Any], frame: object, num_left: int) -> None:
 
 
 class Made(NamedTuple):
-    """A noisy weight of a forward, and what it was made from."""
+    """A noisy weight of a forward, and the values that it was made from."""
 
     weight: weakref.ref[Tensor]
     held: Tensor | None
@@ -144,7 +144,7 @@ class SameDraw(Frame, Reusable):
         return _InForce(self)
 
     def seed_for(self, name: str) -> int:
-        """Return a seed for the weight: the same in every context of this seed, by its name."""
+        """Return the next seed for a name: the same in every context with the same seed."""
         again = self._num_named[name] = self._num_named.get(name, -1) + 1
         text = f"{self._seed} {name} {again}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
@@ -166,7 +166,7 @@ class Override(Frame, Reusable):
 
 
 class _Overriding(_InForce):
-    """Around code in which noise is turned on or off."""
+    """A context in which noise is turned on or off."""
 
     __slots__ = ("override",)
 
@@ -193,7 +193,7 @@ def is_turned_on() -> bool:
 
 
 def is_overridden() -> bool:
-    """Whether any weight may be noisy that would not be otherwise, or the other way round."""
+    """Whether any weight may be noisy or raw that would not be otherwise."""
     return len(_overriding) > 0
 
 
@@ -208,7 +208,7 @@ def is_due(step: Reparametrization, place: object, *, is_training: bool) -> bool
 def drawn_for(
     step: Reparametrization, place: object, path: str, *, is_training: bool
 ) -> Drawn | None:
-    """Return what a reparametrization does in the forward that is running, or None."""
+    """Return the seed and magnitude of `step` in the forward in progress, or None."""
     around: Forward | None = None
     kept: SameDraw | None = None
     for frame in reversed(_stack.frames):
@@ -231,7 +231,7 @@ def drawn_for(
 
 
 def _step_of(application: Application, steps: dict[Application, int], is_training: bool) -> int:
-    """Return the step of a forward, which is the same for all its weights."""
+    """Return the step number of a forward, which is the same for all its weights."""
     step = steps.get(application)
     if step is None:
         step = steps[application] = application.step

@@ -3,16 +3,16 @@
 NOTE [ Two operators ]
 
 Rule 1. A graph cannot hold seeds, or every call would draw the same. So it holds an operator that
-        decides when the graph runs, as any eager read does, and gives a tensor of seeds.
+        decides when the graph runs, as any eager read does, and returns a tensor of seeds.
 Rule 2. The second operator makes the weight from the raw one and these seeds, and depends on
-        nothing else; so the compiler may keep its result or make it again, as it thinks best.
+        nothing else; so the compiler may keep its result or recompute it.
 Rule 3. One forward has one draw also in a graph: while it is traced, the first read makes the
-        weight, and the other reads of that forward that are covered alike are given the same.
-Rule 4. A step is counted once in a forward, and drawn for once: of each thing that was applied, the
-        first read in a forward begins, and the others join, by being given the seeds of that read.
-Rule 5. What covers a read is known when it is traced: a forward that is traced, for each thing that
-        was applied. A norm that is not covered depends on what is in force around the graph, so the
-        graph breaks there.
+        weight, and other reads in that forward with the same coverage get the same weight.
+Rule 4. A forward counts one step for each application and draws once for each weight: the first
+        read of an application begins, and the others join it by taking its tensor of seeds.
+Rule 5. The coverage of a read is known when it is traced: an application is covered where a forward
+        of it is traced, too. A norm that is not covered depends on the contexts in force around the
+        graph, so the graph breaks there.
 Rule 6. Operators are registered when something is first applied, not on import.
 """
 
@@ -34,11 +34,11 @@ from recoup.weights.reparametrization import Application, Drawn, Reparametrized
 
 __all__ = ["forward_in_graph", "new_handle", "read_in_graph", "register_operators"]
 
-Seeds = tuple[Reparametrized, int, Tensor]  # of which weight, of which of its steps, and the tensor
+Seeds = tuple[Reparametrized, int, Tensor]  # the weight, the index of its step, and the tensor
 
 
 class Traced(NamedTuple):
-    """A forward that is traced: what it covers, what was made in it, and what began in it."""
+    """A forward that is traced: its applications, the weights made, and the draws begun."""
 
     applications: tuple[Application, ...]
     made: dict[tuple[Any, bool, int], Tensor]
@@ -109,7 +109,7 @@ def _made(place: Reparametrized, module: nn.Module, raw: Tensor, covered: int) -
         around = _around(step.application)
         before = None if around < 0 else _traced[around].begun.get(step.application)
         if before is not None:
-            # Its own seeds again if they are of the same weight, else the step that was counted.
+            # Take the seeds again if they are of the same weight, else only the step number.
             begun.append(before[2])
             joins += [number, before[1], int(before[0] is place)]
         elif around >= 0:
@@ -124,7 +124,7 @@ def _made(place: Reparametrized, module: nn.Module, raw: Tensor, covered: int) -
 
 
 def _around(application: Application) -> int:
-    """Return which is the outermost forward being traced that covers something, or -1."""
+    """Return the index of the outermost traced forward that covers `application`, or -1."""
     for number, traced in enumerate(_traced):
         if application in traced.applications:
             return number
@@ -163,13 +163,13 @@ def _seeds(
 
     Args:
         anchor: the raw weight.
-        handle: of the place.
-        num_steps: how many things are applied to the weight.
+        handle: the handle of the place.
+        num_steps: the number of reparametrizations of the weight.
         is_training: whether its module is in training mode.
-        covered: as bits, which of them a forward in the graph covers.
-        begun: what this returned for earlier reads in the same forward (See Rule 4).
-        joins: for each of those three numbers: which of what is applied here joins, which it is
-            there, and whether it is of the same weight.
+        covered: as bits, those of them that a forward in the graph covers.
+        begun: the results for earlier reads in the same forward (See Rule 4).
+        joins: three numbers for each of those results: the index here of the step that joins, its
+            index there, and whether it is of the same weight.
     """
     place = _places[int(handle)]
     applications = [each.application for n, each in enumerate(place.steps) if covered >> n & 1]

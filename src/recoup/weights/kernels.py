@@ -1,7 +1,7 @@
 """Draws on a GPU: one kernel that reads a weight, draws, and writes the result.
 
 Imports Triton, so `draws.py` imports it late. Bits come from Triton's Philox, whose counter is the
-place of what is drawn: four words of 32 bits a count.
+place of the entries: four words of 32 bits a count.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -20,9 +20,9 @@ from torch import Tensor
 __all__ = ["add_noise", "drop", "write_scales"]
 
 _NUM_COUNTS = 512  # in a program of four warps
-# Else a kernel is compiled again, in the middle of training, for a seed that divides by 16.
+# Else Triton compiles a kernel again, during training, for a seed that is a multiple of 16.
 _NUMBERS = ("num_units", "seed", "num_dropped")
-# Noise is a product. Fused with the addition, it would not be what it is when added to zeros.
+# Noise is a product. Fused with the addition, it would differ from noise added to zeros.
 _EXACTLY = {"enable_fp_fusion": False}
 
 
@@ -46,8 +46,8 @@ def _launch(kernel: Any, num_each: int, weight: Tensor, out: Tensor, *args: Any)
     numel = out.numel()
     if numel == 0:
         return
-    # That a number is a multiple of 16 is known from how it is made: a thread then loads and stores
-    # 16 bytes at once.
+    # From `num_units * 16` Triton sees that a number is a multiple of 16: a thread then loads and
+    # stores 16 bytes at once.
     unit = 16 if numel % 16 == 0 else 1
     grid = (-(-numel // (num_each * _NUM_COUNTS)),)
     with torch.cuda.device_of(out):  # Triton launches on the current device.
@@ -130,13 +130,13 @@ def _add_noise(
 
 @triton.jit
 def _number(word):
-    """From -1 to 1."""
+    """Return a number from -1 to 1."""
     return word.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10  # 2 ** -31
 
 
 @triton.jit
 def _normals(radius, angle, std):
-    """Box and Muller's method; a radius is not zero."""
+    """Return two normals by Box and Muller's method; `radius` must not be zero."""
     radius = tl.sqrt(tl.log(tl.abs(radius)) * -2.0) * tl.full([], std, radius.dtype)
     angle *= 3.141592653589793
     return radius * tl.cos(angle), radius * tl.sin(angle)

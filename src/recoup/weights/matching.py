@@ -1,4 +1,4 @@
-"""Which parameters of a tree a pattern means, and whether anything may be applied to them."""
+"""Matching the parameters of a tree by a pattern, and checking that they can be reparametrized."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Named(NamedTuple):
 
 
 def matching(module: nn.Module, pattern: str) -> list[Named]:
-    """Return the parameters that match, those of a shared module once."""
+    """Return the parameters that `pattern` matches, those of a shared module once."""
     check_is_module(module)
     try:
         matches = re.compile(pattern).fullmatch
@@ -64,7 +64,7 @@ def matching(module: nn.Module, pattern: str) -> list[Named]:
 
 def named(module: nn.Module) -> Iterator[Named]:
     """Yield the parameters of a tree, each under all of its names."""
-    named_modules = cast("Any", module.named_modules)  # torch says less of it than it knows
+    named_modules = cast("Any", module.named_modules)  # torch's annotation is incomplete
     modules: Iterator[tuple[str, nn.Module]] = named_modules(remove_duplicate=False)
     for prefix, owner in modules:
         for key, parameter in owner._parameters.items():
@@ -73,7 +73,7 @@ def named(module: nn.Module) -> Iterator[Named]:
 
 
 def check_is_module(module: object) -> None:
-    """Raise if `module` is something else."""
+    """Raise if `module` is not a module."""
     if not isinstance(module, nn.Module):
         got = module.__name__ if isinstance(module, type) else type(module).__name__
         raise ValueError(f"`module` is {got}, but must be an nn.Module that exists already.")
@@ -118,7 +118,7 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
 
 
 def check_types(kind: str, pattern: str, found: list[Named]) -> None:
-    """Raise if parameters that match have a type without noise, and name a pattern without them."""
+    """Raise if parameters have an unsupported type, and suggest a pattern that leaves them out."""
     others = [each for each in found if each.parameter.dtype not in _DTYPES]
     if not others:
         return

@@ -30,8 +30,8 @@ def weight_noise(
     """Add Gaussian noise to weights in each forward, and keep nothing for it but a seed.
 
     Kept: 8 bytes a weight; neither the noise nor the noisy weight, whichever operator saves it.
-    Backward pays one draw a weight. The parameters stay the objects they are, under their names; in
-    evaluation the raw one is used.
+    Backward pays one draw a weight. The parameters remain the same objects under the same names;
+    evaluation uses the raw weight.
 
     Args:
         module: the module, or a tree of modules. One forward of it has one draw.
@@ -63,7 +63,7 @@ def weight_noise(
 
 
 class WeightNoise(Reparametrization):
-    """Gaussian noise added to a weight."""
+    """Weight noise: adds Gaussian noise to a weight."""
 
     kind = "weight_noise"
     order = 2

@@ -1,4 +1,4 @@
-"""Weight norm: direction and magnitude of a weight as two parameters."""
+"""Weight norm: the direction and the magnitude of a weight as two parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["WeightNorm", "weight_norm"]
 def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0) -> nn.Module:
     """Give weights a magnitude of their own: forward uses ``g * v / ||v||``.
 
-    The parameter `weight` becomes the direction v and stays the object it is, and `weight_g` stands
-    beside it, from ``||v||`` at first, so that nothing changes yet; optimizers that exist have to
-    be given it, and DistributedDataParallel has to come after. Kept: nothing but these two.
+    The parameter `weight` becomes the direction v and remains the same object. A new parameter
+    `weight_g` begins as ``||v||``, so that the output does not change at first; add it to existing
+    optimizers, and wrap in DistributedDataParallel afterwards. Kept: nothing but these two.
     Backward pays two more products a weight.
 
     A `state_dict` has `weight_g` too; one without it can be loaded, and sets it to the norms.
@@ -28,7 +28,7 @@ def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0)
     Args:
         module: the module, or a tree of modules.
         pattern: a regular expression for the qualified names of its parameters (fullmatch).
-        dim: the axis that has a magnitude for each index; None for a single magnitude.
+        dim: the axis with a magnitude for each of its indices; None for a single magnitude.
 
     Returns:
         `module` itself.
@@ -50,7 +50,7 @@ def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0)
 
 
 class WeightNorm(Reparametrization):
-    """The product of a magnitude and a direction."""
+    """Weight norm: makes a weight the product of a magnitude and a direction."""
 
     kind = "weight_norm"
     order = 0
@@ -66,7 +66,7 @@ class WeightNorm(Reparametrization):
         return f"weight_norm(dim={self.dim})"
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
-        """Bring `dim` into the form that torch takes, or raise if the weight has not so many."""
+        """Normalize `dim` for torch, or raise if the weight does not have it."""
         if hasattr(module, f"{key}_g"):
             raise ValueError(
                 f"`{name}_g` exists already, which is what the magnitude of `{name}` would be "
@@ -127,10 +127,10 @@ class WeightNorm(Reparametrization):
 
 
 class _Product(torch.autograd.Function):
-    """What torch computes, with a second derivative that is right, and no copy of the weight.
+    """The product as torch computes it, with a correct second derivative and no copy of the weight.
 
-    It saves nothing by autograd's means: a region around would count it, and a weight that was made
-    before the region began is not made in its first run, but is in its second one.
+    It does not use `save_for_backward`: a region around it would count the residuals, and a weight
+    that was made before the region began is made only in the region's second run.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ class _Product(torch.autograd.Function):
             given = (value.contiguous() for value in (gradients[0], weight, norms))
             backward = torch.ops.aten._weight_norm_interface_backward
             return (*backward(*given, lengths, ctx.dim), None, None)
-        # Differentiated again, the fused one would take the lengths for constants.
+        # The fused backward treats the lengths as constants, wrong for a second derivative.
         wants = tuple(value.requires_grad for value in ctx.inputs)
         if is_again:
             weight, norms = ctx.inputs

@@ -1,16 +1,16 @@
-"""Warnings about code outside of a forward of the tree, where a weight is not what is expected.
+"""Warnings about code that probably does not expect the weight it reads outside of a forward.
 
-NOTE [ What is expected outside of a forward ]
+NOTE [ Reads outside of a forward ]
 
 Rule 1. A draw belongs to a forward of the module that the reparametrization was applied to. A
         method beside `forward` (`encode`, `training_step`) that calls parts of that module gives
-        each part a draw and a step of its own. That is an accident if two such forwards wait for
+        each part a draw and a step of its own. That is a mistake if two such forwards wait for
         one backward, and a schedule counts them or they draw for the same weight.
-Rule 2. A weight that is read outside of a forward is the parameter, which is what optimizers,
-        initialisation, ties and sums of squares want. It is an accident where a function of a model
-        reads it to compute with it. That is guessed by who reads, in which mode, and what is asked
-        of the tensor next; the guess decides about a warning alone, never about a number.
-Rule 3. One warning for each call that applied something, with the way out.
+Rule 2. A weight that is read outside of a forward is the raw parameter, as optimizers,
+        initialisation, weight tying and penalties need it. It is a mistake where a method of a
+        model reads it to compute with it. That is guessed from the reading function, the mode, and
+        the next use of the tensor; the guess decides about a warning only, never about a value.
+Rule 3. There is one warning for each call that applied a reparametrization; it names the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from recoup.weights.reparametrization import Application, Drawn, Reparametrizati
 __all__ = ["look_at_part", "look_at_read", "warn_of_read"]
 
 _WAY_OUT = "with recoup.weights.step(model):"
-# What is asked of a weight in order to compute with it.
+# Attributes of a weight that code uses to compute with it.
 _USES = re.compile(
     "[TH]|mT|mH|t|transpose|permute|view|reshape|flatten|unflatten|squeeze|unsqueeze|expand|chunk|"
     "split|unbind|narrow|contiguous|to|type|type_as|float|double|half|bfloat16|matmul|mm|bmm|mv|"
@@ -47,7 +47,7 @@ _ASKED_AFTER = re.compile(r"\s+is\b")
 _SETTING_UP = re.compile(r"init|reset|tie|share|optim|param|state|load|save|copy|remove|^on_")
 
 _MACHINERY = ("torch.", "recoup.weights.", "recoup._core.")
-_NUM_HOLDERS = 3  # of a copy of variables: the frame, the name here and the argument of the count
+_NUM_HOLDERS = 3  # of a copy of variables: the frame, the name here and getrefcount's argument
 _PASSING = (nn.ParameterList.__module__, "recoup.weights.swapped")
 
 _waiting: weakref.WeakKeyDictionary[Application, list[weakref.ref[_Waiting]]]
@@ -63,7 +63,7 @@ class _Waiting:
         self.is_over = False
 
     def __call__(self, gradients: Any) -> None:
-        """Take note that a backward has come."""
+        """Note that a backward has reached this forward."""
         self.is_over = True
 
 
@@ -78,9 +78,9 @@ def look_at_part(
 
     Args:
         module: the module that ran.
-        roots: what was applied to it itself, rather than to a tree that it is in.
-        drawn: what its forward drew, being the outermost one.
-        result: what it returned.
+        roots: the applications to the module itself, rather than to a tree that contains it.
+        drawn: the draws of its forward, which was the outermost one.
+        result: the value that it returned.
     """
     by_application: dict[Application, set[Reparametrization]] = {}
     for step in drawn:
@@ -114,7 +114,7 @@ def _warn_of_part(module: nn.Module, application: Application, step: Reparametri
 
 
 def look_at_read(place: Reparametrized, module: nn.Module) -> None:
-    """Warn if what was read just now is the parameter, and was expected not to be (See Rule 2)."""
+    """Warn if the read was of the raw parameter where that is probably a mistake (See Rule 2)."""
     if module.training and not torch.is_grad_enabled():
         return  # initialising, averaging, copying
     around = frames()
@@ -128,7 +128,7 @@ def look_at_read(place: Reparametrized, module: nn.Module) -> None:
 
 
 def _missing(place: Reparametrized, *, is_training: bool) -> list[Reparametrization]:
-    """Return what a forward would apply to the weight, and no forward in progress does."""
+    """Return the reparametrizations that a forward would apply and none in progress covers."""
     if torch._C._current_graph_task_id() != -1:
         return []  # a hook: no forward is in force in backward
     covered = [
@@ -146,11 +146,11 @@ def _missing(place: Reparametrized, *, is_training: bool) -> list[Reparametrizat
 def warn_of_read(
     place: Reparametrized, frame: FrameType | None = None, *, is_training: bool
 ) -> None:
-    """Warn if a weight is computed with outside of a forward that applies to it what it should.
+    """Warn if code computes with a weight outside of a forward that reparametrizes it.
 
     Args:
         place: the weight.
-        frame: of who reads it, if that is known.
+        frame: the frame of the reader, if that is known.
         is_training: whether the module that has the weight is in training mode.
     """
     missing = _missing(place, is_training=is_training)
@@ -173,7 +173,7 @@ def _reader(frame: FrameType | None) -> FrameType | None:
     if frame is None or not _computes(frame.f_code, frame.f_lasti):
         return None
     while frame is not None and (frame.f_code.co_name.startswith("<") or _name(frame) in _PASSING):
-        # A comprehension or a lambda of the function around, or a list that returns what it holds.
+        # A comprehension or a lambda of the function around it, or a list that returns its items.
         frame = frame.f_back
     if frame is None:
         return None
@@ -181,7 +181,7 @@ def _reader(frame: FrameType | None) -> FrameType | None:
     if not code.co_argcount or _SETTING_UP.search(code.co_name):
         return None
     if _name(frame) in (nn.Module.__module__, nn.RNNBase.__module__):
-        return None  # `get_parameter` and its likes; whether the list of weights is that of them
+        return None  # `get_parameter` and the like; the check of an RNN's list of weights
     around, _, _ = code.co_qualname.rpartition(".")
     is_method = bool(around) and not around.endswith(">")
     return frame if is_method and isinstance(_first_argument(frame), nn.Module) else None
@@ -192,7 +192,7 @@ def _first_argument(frame: FrameType) -> object:
     variables: Any = frame.f_locals
     first = variables.get(frame.f_code.co_varnames[0])
     # Before Python 3.13 a frame keeps this copy until it ends, and with it a loss that the function
-    # has let go of. The copy is also what `locals()` returned to the function, if it was called.
+    # has deleted. The copy is also what `locals()` returned to the function, if it was called.
     if isinstance(variables, dict) and sys.getrefcount(variables) == _NUM_HOLDERS:
         cast("dict[str, Any]", variables).clear()
     return first
@@ -200,7 +200,7 @@ def _first_argument(frame: FrameType) -> object:
 
 @functools.lru_cache(maxsize=256)
 def _computes(code: CodeType, place: int) -> bool:
-    """Whether code computes with what it has just read, as far as it shows."""
+    """Whether code computes with the weight that it has just read, as far as the code shows."""
     instructions = dis.get_instructions(code)
     read = next((each for each in instructions if each.offset == place), None)
     then = next(instructions, None)

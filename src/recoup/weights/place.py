@@ -1,4 +1,4 @@
-"""One parameter of one module, with all that is applied to it."""
+"""A parameter of a module, with the reparametrizations that are applied to it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place:
     Args:
         key: its name in the module that owns it.
         path: its qualified name, on which the draws of `same_draw(seed)` depend.
-        name: what errors call it.
+        name: its name in errors.
     """
 
     def __init__(self, key: str, path: str, name: str) -> None:
@@ -69,7 +69,7 @@ class Place:
 
     @never_compiled
     def drawn(self, module: nn.Module, raw: Tensor) -> Resolution:
-        """Return what is done to the weight in the forward in progress: nothing if it is raw."""
+        """Return the draws for the weight in the forward in progress; none if it is raw."""
         around = frames()
         if around:
             top = around[-1]
@@ -80,7 +80,7 @@ class Place:
         return self.resolution(raw, is_training=module.training)
 
     def resolution(self, raw: Tensor, *, is_training: bool) -> Resolution:
-        """Return what is done in the forward in progress, or what was when this code ran first."""
+        """Return the draws of the forward in progress, or those recorded if code runs again."""
         if not is_repeated() and not may_run_again():
             return self._resolve(is_training=is_training)
         resolve = partial(self._resolve, is_training=is_training)

@@ -1,7 +1,7 @@
 """Recurrent layers: torch runs them on a list of their weights, made once.
 
 The list that a forward runs on has the reparametrized weights in the places of the raw ones, so the
-fused kernels are used. The list that the layer keeps has the parameters, as without us.
+fused kernels are used. The list that the layer keeps has the parameters, as without recoup.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["members_of_recurrent"]
 
 
 def members_of_recurrent(base: type[nn.RNNBase]) -> dict[str, Any]:
-    """Return what a class for reparametrized layers of class `base` needs beside its forward."""
+    """Return the members besides `forward` of a class for reparametrized layers of class `base`."""
 
     def weights(self: nn.RNNBase) -> list[Tensor]:
         kept: list[Tensor] = self.__dict__["_flat_weights"]
@@ -37,7 +37,7 @@ def members_of_recurrent(base: type[nn.RNNBase]) -> dict[str, Any]:
         if not isinstance(top, Forward) or top.owner is not self:
             base._update_flat_weights(self)
             return
-        # Whether the layer's parameters are the ones in its list is asked of the parameters.
+        # torch checks here that its list holds the layer's parameters: it must read the raw ones.
         top.reads_raw = True
         try:
             base._update_flat_weights(self)

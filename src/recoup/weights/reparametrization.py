@@ -1,4 +1,4 @@
-"""What every reparametrization of a weight has: a kind, a mode, a magnitude, and two ways to run.
+"""The base class of reparametrizations: each has a kind, a mode, a magnitude, and two ways to run.
 
 A weight is made twice from the same numbers: in forward with a graph (`apply`), and in backward
 without one (`remake`). Both must give the same bits.
@@ -56,16 +56,16 @@ class Reparametrization:
         return False
 
     def magnitude(self, step: int) -> float:
-        """Return how strong it is at a step; 0 is not at all."""
+        """Return the magnitude at a step; at 0 nothing is applied."""
         del step
         return 1.0
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
-        """Take the weight `key` of `module` into account, or raise if that is impossible."""
+        """Adapt to the weight `key` of `module`, or raise if it cannot be applied to it."""
         del module, key, name
 
     def applied_to(self, module: nn.Module, key: str) -> None:
-        """Give the module the parameters that this takes beside the weight."""
+        """Register the parameters that it takes in addition to the weight."""
         del module, key
 
     def removed_from(self, module: nn.Module, key: str) -> None:
@@ -73,12 +73,12 @@ class Reparametrization:
         del module, key
 
     def complete(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Return `state_dict` with what it lacks if it was saved before this was applied."""
+        """Return `state_dict` with the entries it lacks if it was saved before this was applied."""
         del name
         return state_dict
 
     def operands(self, module: nn.Module, name: str) -> Operands:
-        """Return the parameters that it takes beside the weight."""
+        """Return the parameters that it takes in addition to the weight."""
         del module, name
         return ()
 
@@ -87,11 +87,11 @@ class Reparametrization:
         raise NotImplementedError
 
     def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        """Return the same by differentiable operators of torch alone, which keep what they do."""
+        """Return the same by differentiable operators of torch, which keep their residuals."""
         return self.apply(weight, operands, drawn)
 
     def apply_to_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
-        """Return the rows that were looked up in the raw weight as the weight would have them."""
+        """Return rows, looked up in the raw weight, as the reparametrized weight has them."""
         raise NotImplementedError
 
     def transpose_(self, gradient: Tensor, drawn: Drawn) -> Tensor:
@@ -99,7 +99,7 @@ class Reparametrization:
         raise NotImplementedError
 
     def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
-        """Return the same without a graph; a weight that is our own may be changed in place."""
+        """Return the same without a graph; with `is_own`, `weight` may be changed in place."""
         raise NotImplementedError
 
 
@@ -114,10 +114,10 @@ class Drawn(NamedTuple):
 def value_of(
     magnitude: Magnitude, step: int, name: str, *, least: float, most: float, needed: str
 ) -> float:
-    """Return a magnitude as a number, or raise if it is not what is `needed`."""
+    """Return a magnitude as a number, or raise if it is not valid; `needed` is for the error."""
     value: Any = magnitude
     if type(value) is float and least <= value <= most and math.isfinite(value):
-        return value  # spared what the other forms need
+        return value  # without the checks of the other forms
     if callable(value) and not isinstance(value, Tensor):
         value = value(step)
     if isinstance(value, Tensor):
@@ -130,7 +130,7 @@ def value_of(
                 "shares its memory, or a function from the step to a number."
             )
         value = value.item()
-    is_number = isinstance(value, Real)  # numpy's are among them
+    is_number = isinstance(value, Real)  # includes numpy's numbers
     number = float(value) if is_number and value is not True else math.nan
     if not (math.isfinite(number) and least <= number <= most):
         raise ValueError(
@@ -167,5 +167,5 @@ class Reparametrized(Protocol):
         ...
 
     def resolution(self, raw: Tensor, *, is_training: bool) -> tuple[Drawn, ...]:
-        """Return what is done to the weight in the forward in progress."""
+        """Return the draws for the weight in the forward in progress."""
         ...

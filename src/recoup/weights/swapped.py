@@ -4,14 +4,14 @@ NOTE [ A module changes its class and nothing else ]
 
 Rule 1. The class is a subclass of the module's own, with the same name and signature, in which
         each reparametrized parameter is a property. In a forward it reads as the weight that the
-        forward uses, and otherwise as the parameter itself, so that whatever initialises, assigns,
+        forward uses, and otherwise as the parameter itself, so that code that initialises, assigns,
         saves or steps sees the parameter. Parameters are never replaced or registered anew.
 Rule 2. There is one such class for each class and set of names. It cannot be imported, so a module
         is copied and pickled as its own class and the names.
-Rule 3. Whatever belongs to one module is in its `__dict__`, and travels with it.
-Rule 4. The forward of each class has a code object of its own. The compiler writes down by code
-        object what it compiled, how often, and what it found that it cannot compile; shared by all
-        classes, one recurrent layer would keep every other layer from being compiled.
+Rule 3. The state of one module is in its `__dict__`, and is copied and pickled with it.
+Rule 4. The forward of each class has a code object of its own. The compiler records by code
+        object what it compiled, how often, and what it cannot compile; if all classes shared one,
+        one recurrent layer would keep every other layer from being compiled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BASE = "_recoup_base"
 
 
 class Attached:
-    """What a module carries: its reparametrized parameters, and what was applied to its tree."""
+    """The state of a reparametrized module: its parameters, and the applications to its tree."""
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
@@ -50,7 +50,7 @@ class Attached:
         self.breaks = False  # whether a graph of its forward breaks at a recurrent layer
 
     def check(self, module: nn.Module) -> None:
-        """Raise if a parameter was taken away, which would lose what is applied to it."""
+        """Raise if a parameter was removed, which would lose its reparametrizations."""
         parameters = module._parameters
         for key in self.places:
             if key not in parameters and key not in module.__dict__:
@@ -67,17 +67,17 @@ class Attached:
 
 
 def attached_to(module: nn.Module) -> Attached | None:
-    """Return what `module` carries, if anything was applied to it."""
+    """Return the state that `module` carries, or None if nothing was applied to it."""
     return module.__dict__.get(_KEY)
 
 
 def is_swapped(module: nn.Module) -> bool:
-    """Whether the class of `module` is one of these, and not a subclass of one."""
+    """Whether the class of `module` is such a stand-in, and not a subclass of one."""
     return _NAMES in vars(type(module))
 
 
 def attach(module: nn.Module) -> Attached:
-    """Return what `module` carries; nothing yet, if nothing was applied to it."""
+    """Return the state that `module` carries; give it an empty one if it has none."""
     return module.__dict__.setdefault(_KEY, Attached())
 
 
@@ -91,9 +91,9 @@ def swap_class(module: nn.Module) -> None:
 
 
 def restore_class(module: nn.Module) -> None:
-    """Give `module` its own class back, and forget what it carried."""
+    """Give `module` its own class back, and delete the state that it carried."""
     del module.__dict__[_KEY]
-    if is_swapped(module):  # not where a wrapper has put its class on top of ours: it passes on
+    if is_swapped(module):  # not if a wrapper's class is on top of ours, which then passes calls on
         module.__class__ = vars(type(module))[_BASE]
 
 
@@ -102,7 +102,7 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         if vars(known).get(_NAMES) == names:
             return known
     members: dict[str, Any] = {name: _property(name) for name in names}
-    is_recurrent = issubclass(base, nn.RNNBase)  # the compiler does not go into those either
+    is_recurrent = issubclass(base, nn.RNNBase)  # the compiler does not trace those either
     if is_recurrent:
         members |= members_of_recurrent(base)
     if issubclass(base, nn.ParameterList):
@@ -125,7 +125,7 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     }
     if type(base) is type:
         with suppress(TypeError):  # a base with slots
-            # The base comes in afterwards, so that it is not told of a subclass to register.
+            # The base is set afterwards, so that its `__init_subclass__` does not run.
             made = cast("type[nn.Module]", type(base.__name__, (nn.Module,), members))
             made.__bases__ = (base,)
             return made
@@ -138,7 +138,7 @@ def _property(name: str) -> property:
         own = module.__dict__
         parameters = own.get("_parameters") or own
         if name not in parameters and name not in own:
-            raise AttributeError(name)  # which asks the class, as for any other attribute
+            raise AttributeError(name)  # Python then calls `__getattr__`
         raw = parameters[name] if name in parameters else own[name]
         attached = attached_to(module)
         place = None if attached is None else attached.places.get(name)
@@ -174,8 +174,8 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
             return in_progress(self, attached, args, kwargs)
         if may_be_compiled and not attached.breaks:
             return forward_in_graph(run, self, attached.applications, args, kwargs)
-        # With a recurrent layer within, what is around it is compiled, and the forward is in
-        # force for all of it.
+        # With a recurrent layer within, the code around that layer is compiled, and the forward
+        # is in force for all of it.
         return uncompiled(in_progress, recursive=not may_be_compiled)(self, attached, args, kwargs)
 
     return forward_in_progress
@@ -190,7 +190,7 @@ def _with_own_code(forward: Any, qualname: str) -> Any:
 def _slicing(base: type[nn.ParameterList]) -> Any:
     def get_item(self: nn.ParameterList, index: Any) -> Any:
         if isinstance(index, slice) and frames():
-            # A list of parameters would make parameters of its own of what is none.
+            # `ParameterList` would make new parameters of reparametrized weights.
             return [self[place] for place in range(*index.indices(len(self)))]
         get: Any = base.__getitem__
         return get(self, index)
@@ -213,7 +213,7 @@ def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 def _registering(base: type[nn.Module]) -> Any:
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        # It asks whether there is such an attribute, which is no read of the weight.
+        # It calls `hasattr`, which is no read of the weight.
         asking = Forward(self, ())
         asking.reads_raw = True
         with asking:
