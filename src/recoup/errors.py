@@ -17,7 +17,7 @@ __all__ = [
 
 
 class RecoupError(RuntimeError):
-    """Base of the errors that recoup raises on its own account."""
+    """Base class of the errors of recoup."""
 
 
 class ChangedError(RecoupError):
@@ -25,15 +25,15 @@ class ChangedError(RecoupError):
 
 
 class ReplayError(RecoupError):
-    """A second run of a region did not make the residuals that the first one made."""
+    """The recomputation of a region did not make the residuals of the first run."""
 
 
 class NotInvertibleError(RecoupError, ValueError):
-    """A stage was asked to be inverted and cannot be."""
+    """A stage that cannot be inverted was to be inverted."""
 
 
 class DriftError(RecoupError):
-    """What an inverse delivers in backward is too far from what forward was given."""
+    """The result of an inverse in backward is too far from the input of forward."""
 
 
 class GridError(RecoupError, ValueError):
@@ -41,23 +41,23 @@ class GridError(RecoupError, ValueError):
 
 
 class ConvergenceError(RecoupError, ArithmeticError):
-    """An inverse by repetition did not come as near as it was asked to."""
+    """An iterative inverse did not converge to its tolerance."""
 
 
 class ScheduleError(RecoupError, ValueError):
-    """A schedule asks for an action that is impossible where it stands."""
+    """A schedule contains an action that is impossible at its position."""
 
 
 class GradientError(RecoupError):
-    """Gradients could not be collected, merged or applied as they should be."""
+    """Gradients could not be collected, merged or applied."""
 
 
 class BudgetError(RecoupError, ValueError):
-    """No plan keeps to a number of bytes.
+    """No plan keeps to the byte budget.
 
     Args:
-        message: what was asked for, and what is possible.
-        least_bytes: the least number of bytes that a plan keeps to.
+        message: the budget, and the smallest one that is possible.
+        least_bytes: the smallest budget that a plan keeps to.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:

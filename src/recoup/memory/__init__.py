@@ -1,4 +1,4 @@
-"""What training costs: a meter, a census of what a call keeps, and curves against depth."""
+"""Memory and time of training: a meter, a census of residuals, and curves against depth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that are named on a command line."""
+"""Builders: functions that are named by a string, as on a command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["BuildError", "load_builder"]
 
 
 class BuildError(ValueError):
-    """What is wrong with the builder itself."""
+    """The builder cannot be found, or its result cannot be used as a training step."""
 
 
 def load_builder(name: str) -> Callable[..., object]:
@@ -23,7 +23,7 @@ def load_builder(name: str) -> Callable[..., object]:
         spec = importlib.util.spec_from_file_location("__recoup_build__", path)
         if not path.is_file() or spec is None or spec.loader is None:
             raise BuildError(f"there is no file {path}.")
-        sys.path.insert(0, str(path.parent))  # As when it is run as a script.
+        sys.path.insert(0, str(path.parent))  # as Python does for a script
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
@@ -32,7 +32,7 @@ def load_builder(name: str) -> Callable[..., object]:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # The module is there, but one that it needs is not.
+                raise  # the module was found, but not one that it imports
             raise BuildError(
                 f"{error}. Run where it can be imported, or name its file, "
                 f'"path/to/file.py:{function_name}".'

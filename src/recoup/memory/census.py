@@ -1,4 +1,4 @@
-"""What autograd keeps after a forward: who keeps it, and in which way."""
+"""The census of residuals: the tensors that backward will need after a forward."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _VALUE_WIDTH, _MODULE_WIDTH = 40, 28  # of 100 columns
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A tensor that backward will ask for.
+    """A residual: a tensor that backward will need.
 
     Args:
         value: the operator that saved it, its shape and its type.
         module: qualified name of the module that was running; the name of its class for the
-            outermost one, "-" outside of any.
-        num_bytes: what it keeps or, if it is not kept, what keeping it would cost; 0 if another
-            residual looks at the same memory and counts it.
-        way: "keep", "recompute", "regenerate", "invert" or "offload".
+            outermost one, "-" outside any module.
+        num_bytes: the bytes that it keeps or, if it is not kept, that keeping it would cost; 0 if
+            another residual counts the same memory.
+        way: how backward gets it: "keep", "recompute", "regenerate", "invert" or "offload".
     """
 
     value: str
@@ -35,7 +35,7 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """The residuals of a call, in the order in which they were saved; printable.
+    """The residuals of a call, in the order in which they were saved. Printing shows a table.
 
     Args:
         entries: the residuals.
@@ -53,7 +53,7 @@ class Residuals:
         """Return the bytes of the residuals of one way, or of all.
 
         Raises:
-            ValueError: if there is no such way.
+            ValueError: if `way` is unknown.
         """
         if way is not None and way not in _WAYS:
             raise ValueError(f"`way` is {way!r}, but must be one of {', '.join(_WAYS)}, or None.")
@@ -88,21 +88,22 @@ class Residuals:
 
 
 def residuals(fn: Callable[[], object]) -> Residuals:
-    """List what autograd keeps for backward, and what it will make again instead.
+    """List the residuals that a call leaves for backward, kept or to be recomputed.
 
-    `fn` is called once, with grad, and what it returns is let go. It is a forward like any other:
-    statistics of normalization and the random stream move on. What counts is what autograd holds
-    when `fn` returns, so a backward within leaves little to see.
+    `fn` is called once, with grad, and its result is released. The call is a forward like any
+    other: it updates running statistics and advances the random stream. The residuals are those
+    that autograd holds when `fn` returns, so a backward within `fn` leaves few of them.
 
-    Bytes are counted in distinct storages, each for the first residual that looks at it, parameters
-    and buffers left out. So the kept bytes are those that `fn` leaves allocated for backward, and
-    those of its inputs. With hooks of others, "offload" is what they put on another device, into
-    pinned memory, into a copy, or out of sight. Not seen: what other threads save; what runs
-    without a graph (reentrant checkpoints); what a checkpoint that selects has cached. Compiled
-    code runs as if it were not.
+    Bytes are counted by distinct storages, each for the first residual that uses it, without
+    parameters and buffers. So the kept bytes are those that `fn` leaves allocated for backward, and
+    those of its inputs. With saved-tensor hooks of other libraries, a residual counts as "offload"
+    if the hooks moved it to another device, to pinned memory, into a copy, or to a place that
+    cannot be inspected. Not listed are residuals of other threads, of code that runs without a
+    graph (reentrant checkpoints), and those that a selective checkpoint has cached. Compiled code
+    runs eagerly.
 
     Args:
-        fn: takes no arguments, and returns what holds the graph, such as a loss.
+        fn: a function without arguments that returns a value with the graph, such as a loss.
 
     Returns:
         The residuals, printable: values, modules, bytes and ways, the largest first.
@@ -152,7 +153,7 @@ def _shown(operator: str, shape: tuple[int, ...], dtype: str) -> str:
 
 
 def _cut_operator(text: str, width: int) -> str:
-    """Shorten the name of the operator: shape and type tell more."""
+    """Shorten the name of the operator, and keep shape and type."""
     operator, bracket, shape = text.rpartition(" [")
     if len(text) <= width:
         return text

@@ -1,4 +1,4 @@
-"""Memory and time against depth: a table, a file, a picture."""
+"""Curves of memory and time against depth, as a table, a file or a picture."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Curve", "curve"]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What a training step costs at several depths, in several memory modes.
+    """The memory and time of a training step at several depths, in several memory modes.
 
     Args:
         build: name of the builder.
-        device: where it ran.
-        points: one for each depth and memory mode.
+        device: the device on which it ran.
+        points: one point for each depth and memory mode.
 
     Example:
         >>> points = [Point(n, "linear", 2**20 * n, 0) for n in (4, 8, 16)]
@@ -49,21 +49,21 @@ class Curve:
         return list(dict.fromkeys(point.memory for point in self.points))
 
     def of(self, memory: str | int) -> list[Point]:
-        """Return the points of one memory mode, by rising depth."""
+        """Return the points of one memory mode, in order of depth."""
         points = [point for point in self.points if point.memory == memory]
         return sorted(points, key=lambda point: point.depth)
 
     def exponents(self) -> dict[str | int, float]:
-        """Return how the peak grows: the exponent of depth, for each memory mode.
+        """Return the exponent with which the peak grows with depth, for each memory mode.
 
-        It is the slope of a straight line through the logarithms, by least squares: 1 where memory
-        grows with depth, 0.5 where it grows with its square root, 0 where it is constant. A fixed
-        part of the peak lowers it. NaN with fewer than two depths, or a peak of 0 bytes.
+        The exponent is the slope of a least-squares line through the logarithms: 1 where memory
+        grows with depth, 0.5 where it grows with the square root of depth, 0 where it is constant.
+        A fixed part of the peak lowers it. It is NaN for fewer than two depths, or if a peak is 0.
         """
         return {memory: _exponent(self.of(memory)) for memory in self.memories()}
 
     def table(self) -> str:
-        """Return the points as text, a line each; times are those of one step."""
+        """Return the points as text, one per line; times are those of one step."""
         header = ["depth", "memory", "peak MiB", "held MiB"]
         timed = any(point.seconds is not None for point in self.points)
         resident = any(point.resident_bytes is not None for point in self.points)
@@ -95,12 +95,12 @@ class Curve:
         return "\n".join([*lines, f"peak grows as {', '.join(growth)}"] if growth else lines)
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write the points to a file, a row each; return its path.
+        """Write the points to a CSV file, one per row; return its path.
 
-        The file is there whole or not at all; missing folders are made.
+        The file is written completely or not at all; missing folders are created.
 
         Args:
-            path: of the file.
+            path: the path of the file.
 
         Returns:
             The path.
@@ -117,18 +117,18 @@ class Curve:
     def figure(self, path: str | os.PathLike[str]) -> Path:
         """Draw peak memory and step time against depth; return the path of the picture.
 
-        The file is there whole or not at all; missing folders are made. Drawing needs matplotlib
-        (``pip install 'recoup[plots]'``), and leaves its global state as it is.
+        The file is written completely or not at all; missing folders are created. Drawing needs
+        matplotlib (``pip install 'recoup[plots]'``), and does not change its global state.
 
         Args:
-            path: of the file; its ending says the format: ``.png``, ``.svg``, ``.pdf``.
+            path: the path of the file; its ending sets the format: ``.png``, ``.svg``, ``.pdf``.
 
         Returns:
             The path.
 
         Raises:
             ImportError: if matplotlib is missing.
-            ValueError: if the ending of `path` is another.
+            ValueError: if `path` has another ending.
         """
         from recoup.memory.figures import render
 
@@ -150,15 +150,15 @@ def curve(
     """Measure memory and time of a training step against depth, each point in a fresh process.
 
     Each process seeds torch with 0, calls ``build(depth=..., memory=...)`` with `device` as the
-    default device, runs one step that is not counted, one whose memory is followed, and `repeats`
-    steps under the clock, as `recoup.measure` does; what that cannot see is not seen here.
+    default device, and runs one warm-up step, one step whose memory is measured, and `repeats`
+    timed steps. It measures as `recoup.measure` does, with the same limits.
 
-    `build` returns either of
+    `build` returns one of
 
     - ``(module, inputs)``, with `inputs` one value or a tuple of arguments: a step is forward, the
       sum of the outputs that require a gradient, and backward. Both are moved to `device`. The
-      gradients of parameters are allocated before and added to, so that they are not in the peak;
-    - a function without arguments that runs a whole step of your own.
+      gradients of parameters are allocated before the measured step, so they are not in the peak;
+    - a function without arguments that runs a whole training step.
 
     With ``chain.py`` in the current folder,
 
@@ -173,23 +173,23 @@ def curve(
     Args:
         build: a function that another process can import, or its name: ``"module:function"`` or
             ``"path/to/file.py:function"``. A script that calls `curve` with a function of its own
-            does so under ``if __name__ == "__main__":``.
-        depths: number of blocks, or whatever `build` takes it for; each at least 1.
-        memories: memory modes, as `build` takes them.
+            must do so under ``if __name__ == "__main__":``.
+        depths: the values of `depth` for `build`, such as numbers of blocks; each at least 1.
+        memories: the values of `memory` for `build`, such as memory modes.
         device: ``"cpu"`` or a CUDA device.
-        repeats: steps under the clock, of which the best counts; 0 for no times.
-        num_threads: threads of torch on CPU.
-        resident: check the peak by another way, on CPU under Linux: the resident memory that the
-            system reports for a process of its own, with glibc told to give memory back at once.
-            It is right where activations are much larger than 64 KiB.
-        progress: called with each point once it is measured.
+        repeats: number of timed steps, of which the fastest counts; 0 for no times.
+        num_threads: number of threads of torch on the CPU.
+        resident: whether to check the peak in a second way, on the CPU under Linux: by the resident
+            memory that the system reports for a separate process, in which glibc returns memory at
+            once. It is accurate if activations are much larger than 64 KiB.
+        progress: a function that is called with each point once it is measured.
 
     Returns:
-        The points; printable, with `Curve.to_csv` and `Curve.figure`.
+        The points, printable; see also `Curve.to_csv` and `Curve.figure`.
 
     Raises:
-        ValueError: if an argument is not as above.
-        RecoupError: if the builder or its step failed, with the last line of its error.
+        ValueError: if an argument is invalid.
+        RecoupError: if the builder or its step failed; the message has the last line of the error.
 
     Example:
         >>> curve("chain:build", depths=[], memories=["linear"])

@@ -24,8 +24,8 @@ __all__ = [
 FORMATS = (".png", ".svg", ".pdf")
 
 INK, QUIET = "#222222", "#8a8a8a"
-# Told apart by readers who do not see red or green (after Okabe and Ito). A mode keeps its colour
-# in every picture.
+# Colours that readers with colour blindness can distinguish (after Okabe and Ito). A mode has the
+# same colour in every picture.
 COLORS = {"linear": "#d55e00", "sqrt": "#0072b2", "constant": "#009e73", "log": "#cc79a7"}
 _OTHERS = ("#e69f00", "#56b4e9", "#6a3d9a", "#7f7f7f")
 _MARKERS = ("o", "s", "D", "^", "v", "P")
@@ -33,7 +33,7 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2
 
 
 def require_matplotlib() -> None:
-    """Raise an ImportError that says what to do if matplotlib is missing."""
+    """Raise an ImportError with a remedy if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError as error:
@@ -44,7 +44,7 @@ def require_matplotlib() -> None:
 
 
 def check_format(suffix: str) -> None:
-    """Raise a ValueError if no picture can be written to a file that ends so."""
+    """Raise a ValueError if `suffix` is not that of a supported picture format."""
     if suffix.lower() not in FORMATS:
         raise ValueError(
             f'`path` of the figure ends in "{suffix}", but must end in one of {", ".join(FORMATS)}.'
@@ -55,8 +55,8 @@ def render(points: Mapping[str | int, Sequence[Point]], suffix: str) -> bytes:
     """Draw a curve, and return the content of the file.
 
     Args:
-        points: of each memory mode, by rising depth.
-        suffix: of the file, such as ".png".
+        points: the points of each memory mode, in order of depth.
+        suffix: the suffix of the file, such as ".png".
     """
     everything = [point for each in points.values() for point in each]
     timed = all(point.seconds is not None for point in everything)
@@ -83,14 +83,14 @@ def rendered(
     """Return the content of a picture file.
 
     Args:
-        draw: draws on the axes that it is given, one for each panel, side by side.
-        suffix: of the file, such as ".png".
-        size: in inches.
-        num_panels: how many.
+        draw: a function that draws on a sequence of axes, one for each panel, side by side.
+        suffix: the suffix of the file, such as ".png".
+        size: the size in inches.
+        num_panels: the number of panels.
     """
     check_format(suffix)
     require_matplotlib()
-    # Objects of our own instead of pyplot: no window, no global state, whatever the backend.
+    # Separate objects instead of pyplot: no window and no global state, with any backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -106,7 +106,7 @@ def rendered(
 
 
 def finish(axes: Any, title: str, below: str) -> None:
-    """Give `axes` a title, a name of the axis below, and the looks of all our pictures."""
+    """Give `axes` a title, a label of the x axis, and the common style of all pictures."""
     axes.set_title(title, loc="left", fontsize=12, color=INK, pad=12)
     axes.set_xlabel(below, fontsize=10, color=INK)
     axes.tick_params(colors=QUIET, labelcolor=INK, labelsize=9, length=3)
@@ -133,7 +133,7 @@ def _panel(
         if color is None:
             color, others = _OTHERS[others % len(_OTHERS)], others + 1
         values = [value(point) for point in line]
-        # Later lines are thinner and dashed, so that a line beneath another shows.
+        # Later lines are thinner and dashed, so that a line beneath another one is visible.
         axes.plot(
             [point.depth for point in line],
             values,
@@ -158,7 +158,7 @@ def _panel(
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]], depth: int, height: float) -> None:
-    """Write each line's name and last value beside its end, apart from each other."""
+    """Write the name and last value of each line beside its end, without overlap."""
     ends = sorted(ends)
     places = _spread([last / height for last, _, _ in ends], gap=0.068)
     for place, (last, text, color) in zip(places, ends, strict=True):
@@ -176,7 +176,7 @@ def _label_ends(axes: Any, ends: list[tuple[float, str, str]], depth: int, heigh
 
 
 def _spread(places: list[float], gap: float) -> list[float]:
-    """Move sorted places apart to at least `gap`: those too close become a group about its mean."""
+    """Move sorted places at least `gap` apart: those too close form a group around their mean."""
     groups: list[list[float]] = []
     for place in places:
         groups.append([place])
@@ -186,14 +186,14 @@ def _spread(places: list[float], gap: float) -> list[float]:
 
 
 def _span(group: list[float], gap: float) -> tuple[float, float]:
-    """Lowest and highest place of a group whose members are `gap` apart; never below the axis."""
+    """Return the lowest and highest place of a group with `gap` between members, at least 0."""
     length = gap * (len(group) - 1)
     low = max(sum(group) / len(group) - length / 2, 0.0)
     return low, low + length
 
 
 def _ticks(depths: list[int]) -> list[int]:
-    """The depths that were measured, without those too close to be written side by side."""
+    """Return the measured depths, without those too close to label side by side."""
     ticks: list[int] = []
     for depth in reversed(depths):
         if not ticks or ticks[-1] - depth >= 0.05 * depths[-1]:
@@ -202,7 +202,7 @@ def _ticks(depths: list[int]) -> list[int]:
 
 
 def _number(value: float) -> str:
-    """Three significant digits."""
+    """Return `value` as text with at least three significant digits."""
     if value <= 0:
         return "0"
     return f"{value:.{max(2 - math.floor(math.log10(value)), 0)}f}"

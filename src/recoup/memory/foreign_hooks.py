@@ -1,4 +1,4 @@
-"""What hooks of others do with a saved tensor, told by what they give to autograd."""
+"""The treatment of a saved tensor by hooks of other libraries, inferred from their result."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ _DEEPEST = 3
 
 
 def way_beneath(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]:
-    """Return what hooks of others do with `tensor`, and whose bytes count.
+    """Return the way in which hooks of other libraries treat `tensor`, and the tensors that count.
 
-    What a checkpoint left is recomputed. What went out of sight, to another device, to pinned
-    memory, or into a copy of the same shape and type was offloaded; anything else is kept.
+    A tensor that a checkpoint replaced is recomputed. One that was moved to another device, to
+    pinned memory, into a copy of the same shape and type, or to a place that cannot be inspected is
+    offloaded. Any other is kept.
+
+    Args:
+        tensor: the saved tensor.
+        packed: the result of the pack hook.
+        pair: the hooks.
     """
     held = list(_tensors(packed))
     own = {storage_id(part) for part in parts_of(tensor)}
@@ -36,7 +42,7 @@ def way_beneath(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tens
 
 
 def _tensors(packed: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors within what a hook returned."""
+    """Yield the tensors within the result of a hook."""
     if isinstance(packed, Tensor):
         yield packed
     elif depth < _DEEPEST:

@@ -1,4 +1,4 @@
-"""What one call costs: bytes and seconds."""
+"""The memory and the time of one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Measurement", "check_device", "measure"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a call cost.
+    """The measured memory and time of a call.
 
     Args:
         peak_bytes: highest number of bytes alive at one time while it ran, beyond what was alive
@@ -24,8 +24,9 @@ class Measurement:
         held_bytes: bytes still alive after it returned, its return value included, beyond what
             was alive before it.
         seconds: wall time of the fastest repetition; None without repetitions.
-        cpu_seconds: least processor time, over all threads, of a repetition; None without.
-        device: where bytes were counted.
+        cpu_seconds: least processor time of a repetition, over all threads; None without
+            repetitions.
+        device: the device whose bytes were counted.
     """
 
     peak_bytes: int
@@ -46,35 +47,35 @@ def measure(
 ) -> Measurement:
     """Measure the memory and the time of a call.
 
-    `fn` is called ``1 + repeats`` times: once with its memory followed, then `repeats` times with
-    the clock alone. Nothing is kept: each return value is let go before the next call. What only
-    the first call allocates (``.grad`` of each parameter, workspaces of CUDA libraries) belongs to
-    the peak; call `fn` once beforehand to leave it out.
+    `fn` is called ``1 + repeats`` times: once to measure memory, then `repeats` times to measure
+    time. Nothing is kept: each return value is released before the next call. Memory that only the
+    first call allocates (``.grad`` of each parameter, workspaces of CUDA libraries) is part of the
+    peak; call `fn` once beforehand to leave it out.
 
     On CPU the numbers are those that torch's allocator reports to profilers, temporaries within
-    kernels included. Not seen: allocations on other threads, but for those of autograd; memory that
-    libraries and others (numpy) allocate by themselves; what the allocator holds back, so that
-    resident memory (RSS) is larger; and memory that was alive before and is freed by `fn`, which is
-    not subtracted (unless an earlier measurement saw it begin and memory of its size is alive).
+    kernels included. Not counted are allocations on other threads, except those of autograd; memory
+    that libraries such as numpy allocate themselves; and memory that the allocator caches, so that
+    resident memory (RSS) is larger. Memory that was alive before and is freed by `fn` is not
+    subtracted (unless an earlier measurement saw its allocation and memory of its size is alive).
     Torch may write a line to stderr about memory "allocated before the profiling started".
 
-    A thread has one profiler. If one runs already, storages that operators return are followed
-    instead, with a warning: then the peak is too low by what kernels allocate for a moment, 5
+    A thread can have only one profiler. If one is active already, the storages that operators
+    return are tracked instead, with a warning. The peak then lacks the temporaries of kernels: 5
     percent for a transformer layer, a quarter to a third for an LSTM or convolutions. `fn` cannot
-    start a profiler of its own.
+    start a profiler.
 
     On CUDA the numbers are those of torch's allocator, rounded up to its blocks, for `device`
     alone; memory that was alive before and is freed by `fn` is subtracted there. The peak
     statistics of that device are reset.
 
     Args:
-        fn: takes no arguments.
-        device: ``"cpu"`` or a CUDA device. None stands for the current CUDA device if this process
-            uses CUDA already, else for the CPU; the result says which.
-        repeats: number of calls under the clock, of which the best counts.
+        fn: a function without arguments.
+        device: ``"cpu"`` or a CUDA device. The default is the current CUDA device if this process
+            uses CUDA already, else the CPU; the result names it.
+        repeats: number of timed calls, of which the fastest counts.
 
     Returns:
-        Bytes and seconds, printable.
+        The bytes and seconds, printable.
 
     Raises:
         ValueError: if `device` is of another type, or `repeats` is negative.
@@ -121,12 +122,12 @@ def _bytes_of(fn: Callable[[], object], device: torch.device) -> tuple[int, int]
     with timeline(device) as line:
         result = fn()
         held = line.mark()
-        del result  # it counts as held
+        del result  # after the mark, so that it counts as held
     return line.peak_bytes, held.end_bytes
 
 
 def _times(fn: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Wall and processor seconds of one call; letting go of its result is not timed."""
+    """Return wall and processor seconds of one call, without the release of its result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     wall, processor = time.perf_counter(), time.process_time()

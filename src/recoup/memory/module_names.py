@@ -1,4 +1,4 @@
-"""Which module is running, by which name, and which tensors belong to modules."""
+"""The names of running modules, and the tensors that belong to modules."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Place = tuple[nn.Module, str]  # the root of a tree of modules, and a qualified 
 
 
 class Running:
-    """The modules of this thread whose forward has begun and not ended, while `followed`.
+    """The stack of modules whose forward is running in this thread, within `followed`.
 
     Args:
-        modules: trees that are known beforehand; others become known when they run. A tree that
-            lies within another one is named by that.
+        modules: roots of module trees that are known beforehand; others become known when they run.
+            Modules of a tree within another tree are named by the outer one.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -40,7 +40,7 @@ class Running:
 
     @contextmanager
     def followed(self) -> Generator[None]:
-        """Follow what runs."""
+        """Return a context in which the running modules are tracked."""
 
         @never_compiled
         def enter(module: nn.Module, inputs: Any) -> None:
@@ -67,13 +67,13 @@ class Running:
 
     @property
     def place(self) -> Place | None:
-        """The innermost module that runs."""
+        """The place of the innermost running module, or None."""
         return self._places[id(self._running[-1])] if self._running else None
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the parameters and buffers of all modules that are known."""
+        """Return the parameters and buffers of all known modules."""
         for root in self._roots:
-            self._know(root)  # lazy ones have a shape by now
+            self._know(root)  # lazy parameters have a shape by now
         return self._tensors.values()
 
     def _know(self, module: nn.Module) -> None:
@@ -91,7 +91,7 @@ def _size(module: nn.Module) -> int:
 
 
 def named(places: Iterable[Place]) -> Callable[[Place], str]:
-    """Return what names a place: the class of its root too where there are several roots."""
+    """Return a function that names a place, with the class of its root if there are several."""
     titles: dict[int, str] = {}
     num_named: dict[str, int] = {}
     for root, _ in places:

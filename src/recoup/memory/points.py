@@ -1,4 +1,4 @@
-"""One point of a curve: asked of a fresh process, answered by `recoup.memory.worker`."""
+"""The points of a curve, each measured in a fresh process by `recoup.memory.worker`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["WITHIN_WORKER", "Point", "Request", "build_name", "measure_point"]
 WITHIN_WORKER = "RECOUP_WITHIN_WORKER"
 """Environment variable that a worker finds set, so that it never starts workers itself."""
 
-# glibc then gives each block above 64 KiB back to the system as soon as it is freed, without which
-# resident memory says little. The page faults that this costs make the clock useless.
+# With these, glibc returns each block above 64 KiB to the system as soon as it is freed, which
+# makes resident memory meaningful. The page faults that this causes make times meaningless.
 _GIVE_MEMORY_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "0",
@@ -31,7 +31,7 @@ _GIVE_MEMORY_BACK = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a worker is asked for."""
+    """The request for one point, which a worker receives as JSON."""
 
     build: str
     depth: int
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a training step costs at one depth, in one memory mode.
+    """The memory and time of a training step at one depth, in one memory mode.
 
     Args:
         depth: as given to the builder.
@@ -53,8 +53,8 @@ class Point:
         held_bytes: bytes alive after the step, beyond what was alive before.
         seconds: wall time of the fastest step; None if time was not taken.
         cpu_seconds: least processor time of a step; None if time was not taken.
-        resident_bytes: peak of the resident memory of a process of its own, beyond what was
-            resident before the step; None if not asked for.
+        resident_bytes: peak of the resident memory of a separate process, beyond what was resident
+            before the step; None if not requested.
     """
 
     depth: int
@@ -67,7 +67,7 @@ class Point:
 
 
 def build_name(build: Callable[..., object] | str) -> str:
-    """Name a builder so that another process can import it: ``"module:function"``.
+    """Return a name by which another process can import a builder: ``"module:function"``.
 
     Args:
         build: a function at the top level of a module or script, or its name, in which a path to
@@ -113,11 +113,11 @@ def build_name(build: Callable[..., object] | str) -> str:
 
 
 def measure_point(request: Request) -> dict[str, Any]:
-    """Have `request` answered by a fresh process.
+    """Return the answer of a fresh process to `request`.
 
     Raises:
-        ValueError: if there is no such builder, or it returned something else than a step.
-        RecoupError: if the builder, or the step, failed.
+        ValueError: if the builder cannot be found, or its result is not a training step.
+        RecoupError: if the builder or the step failed.
     """
     environment = {
         **os.environ,
@@ -127,7 +127,7 @@ def measure_point(request: Request) -> dict[str, Any]:
         WITHIN_WORKER: "1",
         **(_GIVE_MEMORY_BACK if request.resident else {}),
     }
-    # The answer has a file of its own, since a builder may print.
+    # The answer goes to a separate file, since a builder may print.
     with tempfile.TemporaryDirectory(prefix="recoup-") as folder:
         path = Path(folder) / "answer.json"
         process = subprocess.run(
@@ -153,7 +153,7 @@ def measure_point(request: Request) -> dict[str, Any]:
 
 
 def _reason(returncode: int, stderr: str) -> str:
-    """Why a process that left no answer ended: its signal, or the last line that it wrote."""
+    """Return why a process ended without an answer: its signal, or the last line that it wrote."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " (memory of the machine exhausted?)" if name == "SIGKILL" else ""

@@ -1,16 +1,18 @@
-"""What autograd saves while a function runs: by which operator, in which module, in which way.
+"""The residuals of a function: the operator, the module and the way of each saved tensor.
 
-NOTE [ Listening to what is saved ]
+NOTE [ Listening to saved tensors ]
 
-Rule 1. A pair of hooks of ours is the outermost one, and hands everything to the pair beneath. As
-        autograd calls the innermost pair alone, one that others push within is wrapped in one of
-        ours, in its place on the stack, at the next operator. Whoever pushed it pops it.
-Rule 2. Our own regions and values own what they save, and tell. What was told by a pair beneath is
-        not counted again.
-Rule 3. What counts is what autograd still holds when the function has returned. So all that it is
-        given is referred to weakly: a slot, or our wrapping of what the pair beneath gave.
-Rule 4. torch.compile cannot listen, so compiled code runs as it was written. What looks at tensors
-        here is out of reach of `__torch_function__`, or it would listen to itself.
+Rule 1. Around the function, a pair of saved-tensor hooks is installed that records each tensor and
+        passes it on to the pair that was in force before. Autograd calls the innermost pair alone.
+        So at the next operator, a pair that other code has pushed is replaced on the stack by a
+        recording pair that wraps it. The code that pushed it pops it.
+Rule 2. Regions and values of recoup report to the listener what they save. A tensor that was
+        reported while the wrapped pair packed it is not counted again.
+Rule 3. The tensors that count are those that autograd still holds when the function has returned.
+        So each object that autograd receives is referred to weakly: a slot, or the wrapper of the
+        result of the wrapped pair.
+Rule 4. Compiled code runs eagerly, since torch.compile cannot listen. Code in this file that
+        inspects tensors runs without `__torch_function__`, so that it does not listen to itself.
 """
 
 from __future__ import annotations
@@ -49,19 +51,19 @@ __all__ = ["Save", "saves_of"]
 _PACKAGE = __name__.partition(".")[0]
 _CHECKPOINT = torch.utils.checkpoint.__name__
 _HOOKS_AND_COMPILER = r"Using `torch.compile\(module\)` when there are global hooks"
-_MOST_FRAMES = 6  # from a hook up to who saves: those of this file, and of a region
+_MOST_FRAMES = 6  # from a hook up to the code that saves, through this file and a region
 
 
 class Save(NamedTuple):
-    """A tensor that autograd asked to save.
+    """A tensor that autograd saved.
 
     Args:
-        operator: who saved it.
+        operator: the operator that saved it.
         shape: its shape.
         dtype: its type.
-        module: the module that was running; empty outside of any.
-        num_bytes: of its storages, unless another save has counted them.
-        way: what is done instead of keeping it, or "keep".
+        module: the module that was running; empty outside any module.
+        num_bytes: the bytes of its storages, except those that another save has counted.
+        way: "keep", or the way in which backward gets it instead.
     """
 
     operator: str
@@ -73,20 +75,20 @@ class Save(NamedTuple):
 
 
 def saves_of(fn: Callable[[], object]) -> list[Save]:
-    """Run `fn` with grad, and return what autograd holds after it, parameters left out."""
+    """Run `fn` with grad, and return the tensors that autograd then holds, without parameters."""
     watch = _Watch(fn)
     try:
         with watch:
             result = fn()
         found = watch.found()
-        del result  # alive until here: the graph hangs on it
+        del result  # alive until here, since it holds the graph
         return found
     finally:
         watch.close()
 
 
 class _Packed:
-    """What a pair of ours gives to autograd: what the pair beneath gave, or the tensor."""
+    """The packed value of a recording pair: the result of the wrapped pair, or the kept tensor."""
 
     __slots__ = ("__weakref__", "packed", "unpack")
 
@@ -101,7 +103,7 @@ def _unpack(packed: _Packed) -> Tensor:
 
 
 class _Noted(NamedTuple):
-    """A save as it is written down while the function runs."""
+    """A saved tensor as it is recorded while the function runs."""
 
     held: weakref.ref[Any]
     operator: str
@@ -114,7 +116,7 @@ class _Noted(NamedTuple):
 
 
 class _Watch(TorchFunctionMode):
-    """A context in which everything that autograd saves is written down."""
+    """A mode that records every tensor that autograd saves."""
 
     def __init__(self, fn: Callable[[], object]) -> None:
         super().__init__()
@@ -145,16 +147,16 @@ class _Watch(TorchFunctionMode):
         self._within.__exit__(*exc_info)
 
     def close(self) -> None:
-        """Let go of all: what autograd was given holds on to the hooks, and so to this."""
+        """Release the records: packed values hold the hooks, and the hooks hold this mode."""
         self._noted, self._tokens, self._running = [], Tokens(), Running(())
 
-    # -- what runs -------------------------------------------------------------------------
+    # -- running ---------------------------------------------------------------------------
 
     @never_compiled
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, knowing its name."""
+        """Run an operator, and remember its name meanwhile."""
         self._wrap_innermost()
         outer, self._operator = self._operator, _name(func)
         try:
@@ -163,13 +165,13 @@ class _Watch(TorchFunctionMode):
             self._operator = outer
 
     def _wrap_innermost(self) -> None:
-        """Put a pair of ours in the place of one that others pushed (See Rule 1)."""
+        """Replace a pair of hooks that other code has pushed by one that wraps it (See Rule 1)."""
         pair = pair_in_force()
         if pair is not None and not _is_ours(pair):
             pop_saved_tensors_hooks()
             saving(partial(self._pack, pair), _unpack).__enter__()
 
-    # -- what is saved ---------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------
 
     @never_compiled
     def _pack(self, beneath: Pair | None, tensor: Tensor) -> _Packed:
@@ -188,7 +190,7 @@ class _Watch(TorchFunctionMode):
         return packed
 
     def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
-        """Take note that autograd holds `slot` in the place of `tensor`."""
+        """Record that autograd holds `slot` in place of `tensor`."""
         with without_torch_function():
             self._note(tensor, slot, way, [tensor])
 
@@ -208,13 +210,13 @@ class _Watch(TorchFunctionMode):
         )
 
     def _said(self) -> str:
-        # A frame in a variable of its own would be a cycle.
+        # A local variable that holds this frame would form a reference cycle.
         return self._operator or _operator_of(cast("Any", sys)._getframe(1))
 
     # -- afterwards ------------------------------------------------------------------------
 
     def found(self) -> list[Save]:
-        """Return what autograd still holds; each storage counts once, where it is kept if it is."""
+        """Return the saves that autograd still holds; a storage counts once, kept saves first."""
         parameters = {
             token for value in self._running.tensors() for token, _ in self._tokens.of(value)
         }
@@ -254,7 +256,7 @@ def _is_ours(pair: Pair) -> bool:
 
 
 def _operator_of(frame: FrameType | None) -> str:
-    """Name who saves outside of torch's operators: a Function, a checkpoint, a region of ours."""
+    """Name a saver that is no operator of torch: a Function, a checkpoint, a region of recoup."""
     for _ in range(_MOST_FRAMES):
         if frame is None:
             break

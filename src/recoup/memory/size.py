@@ -1,4 +1,4 @@
-"""Bytes as people write them: ``"1.5 GiB"`` and back."""
+"""Conversion between numbers of bytes and text such as ``"1.5 GiB"``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.ASCII 
 
 
 def parse_bytes(value: int | str) -> int:
-    """Read a number of bytes, such as ``"1.5 GiB"``.
+    """Parse a number of bytes, such as ``"1.5 GiB"``.
 
     Args:
         value: bytes as an `int`, or a number followed by a unit: ``B``; ``KB``, ``MB``, ``GB``,
@@ -29,7 +29,7 @@ def parse_bytes(value: int | str) -> int:
         The number of bytes; a fraction of a byte is dropped.
 
     Raises:
-        ValueError: if `value` is negative or cannot be read.
+        ValueError: if `value` is negative or cannot be parsed.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
@@ -48,20 +48,20 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes with four significant digits and a binary unit.
+    """Format a number of bytes with four significant digits and a binary unit.
 
     Args:
         num_bytes: the number of bytes; may be negative.
 
     Returns:
-        Text that `parse_bytes` reads back (unless negative) to within 0.05 percent, or a byte.
+        Text that `parse_bytes` parses (unless negative) to within 0.05 percent, or one byte.
 
     Example:
         >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
         ('1.5 KiB', '3 GiB', '12 B')
     """
     amount, power = float(abs(num_bytes)), 0
-    # 1023.95 would be written as "1024": it goes to the next unit.
+    # 1023.95 would be formatted as "1024", so it takes the next unit.
     while amount >= 1023.5 and power < len(_BINARY) - 1:
         amount, power = amount / 1024, power + 1
     digits = f"{amount:.4g}" if amount < 10_000 else f"{amount:.0f}"

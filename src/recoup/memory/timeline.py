@@ -1,4 +1,4 @@
-"""Bytes from one moment of a step to the next."""
+"""Timelines: the bytes alive in each span of a step."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["Span", "Timeline", "timeline"]
 
 @dataclass(slots=True)
 class Span:
-    """What was alive between two moments, beyond what was alive before the timeline began.
+    """The bytes alive between two marks, beyond those alive before the timeline began.
 
     Args:
-        peak_bytes: most at one time.
-        end_bytes: at the second moment.
+        peak_bytes: the most bytes alive at one time.
+        end_bytes: the bytes alive at the second mark.
     """
 
     peak_bytes: int = 0
     end_bytes: int = 0
 
     def fill(self, peak_bytes: int, end_bytes: int) -> None:
-        """Say what was alive."""
+        """Set the numbers."""
         self.peak_bytes, self.end_bytes = peak_bytes, end_bytes
 
 
 class Timeline(ABC):
     """A context in which bytes are counted as `measure` counts them, span by span.
 
-    The numbers of its spans, and its own, are there when it has ended.
+    Its numbers, and those of its spans, are available when it has ended.
     """
 
     def __init__(self) -> None:
@@ -44,16 +44,16 @@ class Timeline(ABC):
 
     @property
     def peak_bytes(self) -> int:
-        """Most at one time."""
+        """The most bytes alive at one time."""
         return max((span.peak_bytes for span in self._spans), default=0)
 
     @property
     def end_bytes(self) -> int:
-        """What was alive at the end."""
+        """The bytes alive at the end."""
         return self._spans[-1].end_bytes if self._spans else 0
 
     def mark(self) -> Span:
-        """End a span, and begin the next one."""
+        """End the current span and begin the next one; return the span that ended."""
         span = Span()
         self._spans.append(span)
         self._read(span)
@@ -77,8 +77,8 @@ class Timeline(ABC):
 def timeline(device: torch.device) -> Timeline:
     """Return a timeline of the bytes on a device, "cpu" or CUDA.
 
-    On CPU those are the bytes that the allocator reports. It reports them to one profiler of a
-    thread: while another one runs, storages are followed, and a warning says what is left out.
+    On CPU those are the bytes that the allocator reports to a profiler. A thread can have only one:
+    while another profiler is active, storages are tracked, and a warning says what is not counted.
     """
     if device.type == "cuda":
         return _CudaTimeline(device)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file so that nobody ever finds half of it; missing folders are made."""
+    """Write a file atomically; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -1,7 +1,7 @@
-"""Answers one request of a curve, in a process of its own: ``python -m recoup.memory.worker PATH``.
+"""The worker of a curve: measures one point, as ``python -m recoup.memory.worker PATH``.
 
-The request comes as JSON on the standard input; the answer, or the error in one line, goes as
-JSON to PATH.
+It reads the request as JSON from the standard input, and writes the answer, or an error in one
+line, as JSON to PATH.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Step = Callable[[], object]
 
 
 def _training_step(module: nn.Module, inputs: object) -> Step:
-    """Forward, the sum of all outputs, backward. Gradients are allocated once, and added to."""
+    """Return a step: forward, the sum of all outputs, backward, which accumulates gradients."""
     arguments = cast("tuple[Any, ...]", inputs) if isinstance(inputs, tuple) else (inputs,)
 
     def step() -> None:
@@ -59,13 +59,13 @@ def _build(request: Request) -> Step:
 
 
 def _resident_bytes(step: Step) -> int:
-    """Peak of the process's resident memory while `step` runs, beyond what was resident before."""
+    """Return the peak of resident memory while `step` runs, beyond what was resident before."""
 
     def highest() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
-    Path("/proc/self/clear_refs").write_text("5")  # The peak so far is forgotten.
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = highest()
     step()
     return highest() - before
@@ -74,7 +74,7 @@ def _resident_bytes(step: Step) -> int:
 def _answer(request: Request) -> dict[str, Any]:
     torch.set_num_threads(request.num_threads)
     step = _build(request)
-    step()  # Gradients, optimizer state and workspaces are there from here on.
+    step()  # allocates gradients, optimizer state and workspaces
     if request.resident:
         return {"resident_bytes": _resident_bytes(step)}
     measured = measure(step, device=request.device, repeats=request.repeats)
@@ -87,12 +87,12 @@ def _answer(request: Request) -> dict[str, Any]:
 
 
 def main(path: str) -> int:
-    """Answer the request on the standard input; 0 if that succeeded, else 1."""
+    """Answer the request on the standard input; return 0 on success, else 1."""
     try:
         answer = _answer(Request(**json.load(sys.stdin)))
     except BuildError as error:
         answer = {"argument": " ".join(str(error).split())}
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # Whatever it is, it is the answer.
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # any error is the answer
         traceback.print_exc()
         answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
     Path(path).write_text(json.dumps(answer))

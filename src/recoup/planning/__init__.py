@@ -1,3 +1,3 @@
-"""Plans: what each block of a model does with its residuals, chosen by a number of bytes."""
+"""Plans: what each block of a model does with its residuals, chosen for a byte budget."""
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""Objects that steps have run over, put back as they were found.
+"""Snapshots of the state that a step may change, restored after the step.
 
-NOTE [ What is put back ]
+NOTE [ Restored state ]
 
-Rule 1. Of a module: its class, its attributes with the hooks, buffers and children among them, and
-        which of its parameters want gradients. Modules within are found by `modules()`, and where
-        an attribute holds them.
-Rule 2. Of lists, dicts, sets and deques, and of the attributes of users' objects, a few levels
-        deep: the entries. The containers themselves stay, since others hold them.
-Rule 3. Of tensors and of arrays of numpy that are found so, parameters left out: the numbers and
-        the version. Versions are no witness of a change (numpy, `.data` and views with a version
-        of their own write past them), so the numbers are compared.
-Rule 4. A parameter is not copied, since a copy of all of them may not fit. One that was given other
-        memory gets its own back; of one that was written to, a sum tells.
+Rule 1. Of a module, its class, its attributes (hooks, buffers and children among them) and the
+        `requires_grad` of its parameters are restored. Submodules are found through `modules()`
+        and through attributes that hold them.
+Rule 2. Of lists, dicts, sets and deques, and of the attributes of users' objects, the entries are
+        restored, a few levels deep. The containers stay the same objects, since other code holds
+        references to them.
+Rule 3. Of tensors and numpy arrays found on the way, other than parameters, the values are
+        restored, and of tensors the version counter too. Values are compared, because a version
+        counter does not show every change (numpy, `.data` and views with a version counter of
+        their own write past it).
+Rule 4. Parameters are not copied, since a copy of all of them may not fit. A parameter that was
+        given other memory gets its own back; a write to one is detected by a sum of its values.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from recoup._core.snapshots import is_left_alone
 __all__ = ["AsFound", "settings_restored"]
 
 _DEEPEST = 5
-_MOST_ENTRIES = 4096  # of a container, whose entries are looked into
+_MOST_ENTRIES = 4096  # entries of larger containers are restored, but not searched
+# The attributes of objects from these packages are not part of a step's state.
 _OF_NOBODY = frozenset((
     "builtins", "collections", "torch", "numpy", "threading", "recoup", "weakref", "_weakrefset",
     "concurrent", "asyncio", "multiprocessing", "queue", "io", "logging",
@@ -39,12 +42,12 @@ _OF_NOBODY = frozenset((
 
 
 class AsFound:
-    """What is reached from some values, as it is now.
+    """A snapshot of the state that can be reached from some values.
 
-    Kept: a copy of each tensor that is no parameter, and of the entries of each container.
+    Kept: a copy of each tensor that is not a parameter, and of the entries of each container.
 
     Args:
-        roots: modules, and nested values with tensors among them.
+        roots: modules, and nested values that may contain tensors.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
@@ -58,7 +61,7 @@ class AsFound:
             self._note(root, 0)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the state (See NOTE [ Restored state ])."""
         for module, kind in self._classes:
             if type(module) is not kind:
                 module.__class__ = kind
@@ -76,7 +79,7 @@ class AsFound:
             array[...] = content
 
     def changed_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose numbers are other ones now (See Rule 4)."""
+        """Return the parameters whose values have changed (See Rule 4)."""
         return [
             parameter
             for parameter, _, _, total in self._parameters
@@ -151,19 +154,19 @@ _PLAIN: frozenset[type[Any]] = frozenset((list, dict, set, deque))
 
 
 def _is_a(value: Any, *kinds: type[Any]) -> bool:
-    """As isinstance, which would narrow the type to one whose entries are unknown."""
+    """Like isinstance, without narrowing the type to one whose entries are unknown."""
     return isinstance(value, kinds)
 
 
 def _entries_of(container: Any) -> Any:
-    """Return the entries of an instance of a subclass, which may copy itself in its own way."""
+    """Return the entries of a subclass instance, whose own `copy` may behave differently."""
     if _is_a(container, dict):
         return dict(container)
     return set(container) if _is_a(container, set) else list(container)
 
 
 def _refill(container: Any, entries: Any) -> None:
-    """Give a container its entries back, if they are not those."""
+    """Restore the entries of a container if they have changed."""
     if _is_a(container, dict):
         if len(container) == len(entries) and all(
             key is other and value is entries[other]
@@ -189,21 +192,21 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _put_back(tensor: Tensor, content: Tensor, version: int) -> None:
-    """Give a tensor its numbers and its version back (See Rule 3)."""
+    """Restore the values and the version of a tensor (See Rule 3)."""
     if not _is_plain(tensor):
         if version_of(tensor) != version:
             tensor.copy_(content)
         return
     if tensor.shape != content.shape or tensor.dtype is not content.dtype:
         tensor.data = content
-    elif not torch.equal(tensor, content):  # not where there are NaNs
+    elif not torch.equal(tensor, content):  # never equal where there are NaNs
         tensor.detach().copy_(content)
     if version_of(tensor) != version:
         set_versions((tensor,), (version,))
 
 
 def _total(tensor: Tensor) -> float:
-    """Return a sum of the numbers in a tensor, which makes no copy; infinity if it has none."""
+    """Return the absolute sum of a tensor, computed without a copy; infinity if it is NaN."""
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     total = float(abs(torch.sum(tensor.detach(), dtype=kind)))
     return total if total == total else float("inf")
@@ -211,7 +214,7 @@ def _total(tensor: Tensor) -> float:
 
 @contextmanager
 def settings_restored() -> Generator[None]:
-    """Around steps that may change settings of torch, which are put back."""
+    """Return a context that restores the global settings of torch which a step may change."""
     of_modules = vars(torch.nn.modules.module)
     hooks = AsFound([of_modules[key] for key in of_modules if key.startswith("_global_")])
     grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()

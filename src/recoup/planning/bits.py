@@ -7,9 +7,10 @@ from torch import Tensor
 
 __all__ = ["Bits"]
 
-# Of eight bytes of 0 or 1, read as one number, the product has the bits in its highest byte.
+# Eight bytes of 0 or 1, read as one number and multiplied by this, have their bits in the highest
+# byte of the product.
 _GATHER = 0x0102040810204080
-# A byte times this is that byte eight times, of each of which another bit is taken.
+# A byte multiplied by this is repeated eight times; `_ONE_EACH` takes another bit of each.
 _SPREAD = 0x0101010101010101
 _ONE_EACH = 0x8040201008040201 - 2**64
 
@@ -18,7 +19,7 @@ class Bits:
     """A tensor of zeros and ones, packed.
 
     Args:
-        tensor: of any type; what is not zero counts as one.
+        tensor: a tensor of any type; nonzero entries count as one.
     """
 
     __slots__ = ("_num_values", "_shape", "packed")

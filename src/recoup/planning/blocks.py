@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks."""
+"""The search for the blocks of a model: the modules that a plan keeps or recomputes as a whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
-    """Return the blocks that a person names, or those that are found.
+    """Return the blocks that the user names, or find them.
 
     Args:
         model: the model.
@@ -100,27 +100,27 @@ def _check_apart(blocks: Sequence[Block]) -> None:
 def find_blocks(model: nn.Module) -> list[Block]:
     """Return the modules that repeat: alike ones in a list or sequence, or side by side.
 
-    From the model down: where a list or sequence holds several modules of one class that have
-    modules within, those are blocks, and all that it holds with them. Elsewhere modules side by
-    side whose class appears more than once are. A sequence of modules that have none within is
-    taken as it is, link by link, if nothing else is found.
+    The search goes from the model down. Where a list or sequence holds several modules of one class
+    that have submodules, every child of it with submodules is a block. If there is no such list,
+    sibling modules with submodules whose class appears more than once are blocks. If there are none
+    of these either, every child of a sequence of more than two modules is one.
     """
     blocks = list(_of_lists(model, "")) or list(_side_by_side(model, "")) or list(_links(model, ""))
     return [(name, module) for name, module in blocks if name]
 
 
 def has_list_of_blocks(module: nn.Module) -> bool:
-    """Whether there is a list or sequence of alike modules that have modules within."""
+    """Whether `module` contains a list of several modules of one class that have submodules."""
     return next(_of_lists(module, ""), None) is not None
 
 
 def repeats(modules: Sequence[nn.Module]) -> bool:
-    """Whether several of the modules that have modules within are of one class."""
+    """Whether several of the modules that have submodules are of one class."""
     return _repeats([("", module) for module in modules if _has_parts(module)])
 
 
 def find_leaves(model: nn.Module) -> list[Block]:
-    """Return what repeats in lists of modules that have none within, such as `nn.LSTM`."""
+    """Return repeated modules in lists of modules without submodules, such as `nn.LSTM`."""
     return [(name, module) for name, module in _leaves(model, "") if name]
 
 
@@ -144,7 +144,7 @@ def repeated_calls(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]
 
     Args:
         model: the model.
-        called: its modules, as often as a forward calls them.
+        called: its modules, each as often as one forward calls it.
     """
     counts = Counter(map(id, called))
     return list(_outermost(model, "", counts))
@@ -178,7 +178,7 @@ def _of_lists(module: nn.Module, path: str) -> Iterator[Block]:
 
 
 def _finer(parts: list[Block]) -> Iterator[Block]:
-    """Parts that are lists of blocks themselves are too coarse: give the blocks of each."""
+    """Yield the parts; for a part that is itself a list of blocks, yield those blocks."""
     for name, part in parts:
         within = list(_of_lists(part, name)) if isinstance(part, _CONTAINERS) else []
         yield from within or [(name, part)]

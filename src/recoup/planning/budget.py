@@ -1,13 +1,13 @@
-"""Bytes as the `memory` of a chain, which plans itself in its first forward.
+"""Byte budgets as the `memory` of a chain, which makes its plan in its first forward.
 
 NOTE [ Chains that plan themselves ]
 
 Rule 1. A chain imports its `Budget` from here: `Sequential`, and the chains of invertible layers.
-Rule 2. The plan is made in the first forward with gradients, and made anew where a later one may
-        take more: larger arguments, more that requires gradients, training after evaluation, or
-        other modules.
-Rule 3. What is around decides: a chain within another that keeps to bytes, or within something
-        that is run again in backward, has no plan of its own.
+Rule 2. The plan is made in the first forward with gradients. It is made again if a later forward
+        may need more memory: larger arguments, more tensors that require gradients, training after
+        evaluation, or other modules.
+Rule 3. The outermost budget applies: a chain within another chain that has a budget, or within
+        a region that is recomputed in backward, makes no plan of its own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Budget", "is_bytes"]
 
 
 def is_bytes(memory: object) -> TypeGuard[str]:
-    """Whether `memory` is meant as bytes with a unit, such as ``"2 GiB"``."""
+    """Whether `memory` looks like bytes with a unit, such as ``"2 GiB"``."""
     return isinstance(memory, str) and memory.lstrip(" .")[:1].isdigit()
 
 
 class _Size(NamedTuple):
-    """What the bytes of a step grow with (See Rule 2)."""
+    """The quantities that the memory of a step grows with (See Rule 2)."""
 
     num_bytes: int
     num_differentiated: int
@@ -52,7 +52,7 @@ _planning = threading.RLock()  # one thread plans, and others wait for its plan
 
 
 class _Within(Restoring):
-    """Around the forward of a chain that keeps to bytes (See Rule 3)."""
+    """A context around the forward of a chain that has a budget (See Rule 3)."""
 
     __slots__ = ("_before",)
 
@@ -70,12 +70,12 @@ class _Within(Restoring):
 
 
 class Budget:
-    """The bytes for a step of a chain, and the plan that keeps to them.
+    """The byte budget for a step of a chain, and the plan that keeps to it.
 
-    A copy of it, made with a copy of the chain, has the bytes and no plan yet.
+    A copy, made with a copy of the chain, has the same budget and no plan yet.
 
     Args:
-        bytes_: with a unit, such as ``"2 GiB"``; None for no bound.
+        bytes_: the budget with a unit, such as ``"2 GiB"``; None for no bound.
     """
 
     def __init__(self, bytes_: str | None = None) -> None:
@@ -84,14 +84,14 @@ class Budget:
 
     @property
     def is_bound(self) -> bool:
-        """Whether there are bytes to keep to."""
+        """Whether there is a bound."""
         return self._bytes is not None
 
     def bound(self, memory: object) -> None:
-        """Take other bytes, or no bound if `memory` is no bytes.
+        """Set the bound to `memory`, or remove it if `memory` is not a number of bytes.
 
         Raises:
-            ValueError: it begins as bytes do, and is none.
+            ValueError: `memory` begins with a digit, but is not a number of bytes.
         """
         bytes_ = memory if is_bytes(memory) else None
         if bytes_ is not None:
@@ -111,16 +111,16 @@ class Budget:
         args: tuple[Any, ...],
         blocks: Iterable[nn.Module],
     ) -> Any:
-        """Return what `call` returns, under a plan that keeps to the bytes.
+        """Return the result of `call` under a plan that keeps to the budget.
 
         Args:
-            chain: whose bytes they are.
-            call: calls the blocks, and keeps nothing back itself.
+            chain: the chain that the budget is for.
+            call: a function that calls the blocks, without recomputing any of them itself.
             args: its arguments.
-            blocks: modules of the chain, one of which may occur several times.
+            blocks: modules of the chain; a module may occur several times.
 
         Raises:
-            BudgetError: no plan keeps to the bytes.
+            BudgetError: no plan keeps to the budget.
         """
         planned = uncompiled(_planned) if is_loaded() else _planned
         return planned(self, chain, call, args, blocks)
@@ -132,7 +132,7 @@ class Budget:
         args: tuple[Any, ...],
         blocks: Sequence[nn.Module],
     ) -> None:
-        """See to it that the chain follows a plan for arguments as large as these."""
+        """Ensure that the chain follows a plan for arguments as large as `args`."""
         given = flatten(args)[0]
         num_differentiated = sum(t.requires_grad for t in (*given, *chain.parameters()))
         if self._bytes is None or not num_differentiated or not torch.is_grad_enabled():
@@ -184,5 +184,5 @@ def _planned(
 
 
 def _is_run_again() -> bool:
-    """Whether what runs now is run again in backward, or is in backward already."""
+    """Whether the current code is part of a recomputed region or of backward."""
     return num_repeated() > 0 or frame_in_force() is not None or is_in_backward()

@@ -1,17 +1,18 @@
-"""Which point of a frontier a plan takes: the fastest whose rehearsal keeps to the budget.
+"""The choice of a point of the frontier: the fastest whose rehearsal keeps to the budget.
 
 NOTE [ Few rehearsals ]
 
-Rule 1. First comes the fastest point that is predicted to fit, which mostly does. If it does not,
-        the points below it are bisected. A rehearsal may be off the prediction in both directions,
-        so whatever is returned has been rehearsed.
-Rule 2. The bisection halves the whole frontier and passes over what is not below the first point,
-        so that it meets the same points for every budget as long as nothing fits. Therefore a
-        budget of what one of them took in a search without success finds this one or a faster one.
-Rule 3. The least point is rehearsed always, also if it is predicted not to fit. So every search
-        ends with it, and its bytes as a budget succeed. If it took more than everything kept is
-        predicted to take (where blocks keep less than what running them again needs), then that
-        one is rehearsed, too.
+Rule 1. The fastest point that is predicted to fit is rehearsed first, and mostly fits. If it does
+        not, the points below it are bisected. A rehearsal may take more or less than predicted, so
+        every point that is returned has been rehearsed.
+Rule 2. The bisection halves the whole frontier and skips points that are not below the first one,
+        so that it visits the same points for every budget as long as none fits. Therefore, if a
+        search fails, the bytes that one of its rehearsals took succeed as a budget: a search with
+        them finds that point or a faster one.
+Rule 3. The point with the least bytes is always rehearsed, even if it is predicted not to fit, so
+        its bytes always succeed as a budget. If it took more than the point that keeps everything
+        is predicted to take (where blocks keep less than their recomputation needs), that point is
+        rehearsed, too.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Choice(NamedTuple):
     """A point of a frontier.
 
     Args:
-        place: of the point; None if no rehearsal kept to the budget.
-        peak_bytes: of its rehearsal.
-        least_bytes: a budget that is known to suffice, the least that was seen.
+        place: the index of the point; None if no rehearsal kept to the budget.
+        peak_bytes: the peak of its rehearsal.
+        least_bytes: the smallest budget that is known to suffice.
     """
 
     place: int | None
@@ -41,13 +42,13 @@ def choose(
 ) -> Choice:
     """Return the fastest point whose rehearsal keeps to the budget.
 
-    About ``log2(n) + 3`` points of n are rehearsed at most, and two if predictions hold.
+    At most about ``log2(n) + 3`` of n points are rehearsed, and two if the predictions hold.
 
     Args:
         predicted_bytes: the peak of each point, from the slowest with the least bytes to the
             fastest.
         budget_bytes: the most that a rehearsal may take.
-        rehearse: from the place of a point to the peak of its rehearsal.
+        rehearse: a function from the index of a point to the peak of its rehearsal.
 
     Example:
         >>> choose([10, 20, 30], 25, rehearse=lambda place: [11, 21, 31][place])

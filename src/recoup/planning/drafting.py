@@ -1,4 +1,4 @@
-"""From a schedule to a model that follows it."""
+"""Drafting: turns a schedule into a follower that makes a model execute it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def follow_schedule(
     calls: Sequence[MeasuredCall],
     schedule: Schedule,
 ) -> Follow:
-    """Return the follower of `schedule`, whose last stage is what follows the last call.
+    """Return a follower that executes `schedule`, whose last stage is the code after the last call.
 
     Args:
-        model: the model, whose forward is a pass; None if it is not called as such.
-        blocks: its blocks, called or not.
-        calls: its calls of blocks, in order.
-        schedule: for one stage more than there are calls.
+        model: the model, whose forward is one pass; None if the step does not call it itself.
+        blocks: its blocks, whether or not they are called.
+        calls: the calls of its blocks, in order.
+        schedule: a schedule with one stage more than there are calls.
     """
     sections = list(_sections(calls))
     chosen = {
@@ -53,7 +53,7 @@ def follow_schedule(
 
 
 def _sections(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
-    """Yield where the chains begin and end."""
+    """Yield the start and the stop of each chain."""
     starts = [place for place, call in enumerate(calls) if place == 0 or not call.is_linked]
     yield from zip(starts, [*starts[1:], len(calls)], strict=True)
 
@@ -66,13 +66,13 @@ def _part(schedule: Schedule, start: int, stop: int) -> Part:
 
 
 def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action]:
-    """Yield what concerns the stages of one chain, which are numbered anew."""
+    """Yield the actions on the stages of one chain, with the stages numbered from 0."""
     for action in actions:
         if isinstance(action, Advance):
             first, last = max(action.start, start), min(action.stop, stop)
             if first < last:
                 yield Advance(first - start, last - start)
         elif start <= action.index < stop:
-            # Which tape it is, the stage itself knows.
+            # The variant of the tape is known to the stage (`PlannedStage.chosen`).
             of_stage = Tape(action.index) if isinstance(action, Tape) else action
             yield replace(of_stage, index=action.index - start)

@@ -18,11 +18,11 @@ class Plans(NamedTuple):
     """A plan among those that are best for some budget.
 
     Args:
-        costs: of the blocks, and of what follows them.
+        costs: the costs of the blocks, and of the code after them.
         frontier: the plans that are best for some budget, from the least bytes to the most.
         chosen: the one that was taken.
-        budget_bytes: what was asked for.
-        standing_bytes: what is alive before a step.
+        budget_bytes: the budget.
+        standing_bytes: the bytes that are alive before a step.
     """
 
     costs: Sequence[Cost]
@@ -33,12 +33,12 @@ class Plans(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """What a step takes that keeps everything."""
+        """The peak of a step that keeps everything."""
         return self.standing_bytes + self.frontier[-1].peak_bytes
 
 
 def draw(plan: Plans, path: Path) -> Path:
-    """Draw a plan into a file, and return its path."""
+    """Draw a plan into a file, and return the path."""
     unit, name = _unit(plan.most_bytes)
 
     def draw_panels(panels: Sequence[Any]) -> None:
@@ -82,7 +82,7 @@ def _over_a_step(axes: Any, plan: Plans, unit: int, name: str) -> None:
 def _line(
     moments: tuple[Moment, ...], whole: float, standing: int, unit: int
 ) -> tuple[list[float], list[float]]:
-    """Each action as its peak in its middle, and what is held after it."""
+    """Return the points of a line: each action's peak at its middle, held bytes at its end."""
     times, levels, last = [0.0], [standing / unit], 0.0
     for moment in moments:
         now = moment.seconds / whole

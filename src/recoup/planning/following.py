@@ -1,22 +1,22 @@
-"""A model that trains as a plan says.
+"""The follower of a plan: makes the blocks of a model keep or recompute their residuals.
 
 NOTE [ Following a plan ]
 
-Rule 1. A forward of the model is a pass; the blocks that are called in it are, in this order, the
-        stages of the plan. Stages each of which is given what the one before returned form a
-        chain, which the executor runs under its part of the schedule. Outside of a forward of the
-        model a pass begins where a block is called that is not after the last one.
-Rule 2. A block that is left out (LayerDrop) is a stage that does nothing: the next one is given
-        what the one before the gap returned, and the chain goes on, in no more bytes than with it.
-        Where a block is given something else, another chain begins at its place in the plan.
-Rule 3. In one pass each stage of the plan keeps what it was planned to keep once. A block that is
-        called more often, or was not seen when the plan was made, is run again from its arguments.
-        Called in another order it does as planned, by itself. All of that is right, and where it
-        may take more memory it is said once.
-Rule 4. A pass holds its chain until the next one begins or the pass ends. Then only what autograd
-        holds is left.
-Rule 5. Where a checkpoint of others has begun within the pass, what its blocks save is its own to
-        make again: they run plainly, then and when it runs them again in backward.
+Rule 1. A forward of the model is a pass. The blocks that it calls are the stages of the plan, in
+        the order of the calls. Stages that each receive the output of the stage before form a
+        chain, which the executor runs under its part of the schedule. Outside a forward of the
+        model, a pass begins when a block is called whose place is not after that of the last one.
+Rule 2. A block that is skipped (LayerDrop) is a stage that does nothing: the next block receives
+        the output of the block before the gap, and the chain goes on, in no more bytes than with
+        the skipped block. If a block receives anything else, another chain begins at its place.
+Rule 3. In one pass each stage of the plan keeps its residuals at most once. A block that is called
+        more often, or was not called when the plan was made, is recomputed from its arguments. A
+        block that is called in another order follows its stage of the plan outside a chain. The
+        gradients are right in all of these cases; one warning says that memory may be exceeded.
+Rule 4. A pass holds its chain until the next chain begins or the pass ends. After that, only
+        autograd holds what the chain has kept.
+Rule 5. Blocks within a checkpoint of another library run plainly, in forward and in its
+        recomputation, because that checkpoint recomputes what they save.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ Fn = Callable[..., Any]
 
 
 class PlannedStage(NamedTuple):
-    """What a plan says of one call of a block.
+    """The part of a plan for one call of a block.
 
     Args:
         name: the qualified name of the block.
         module: the block.
-        part: the number of its chain.
+        part: the index of its chain.
         step: its place in that chain.
         is_kept: whether it keeps its residuals, all or some, when it is first called.
-        chosen: of which operators it keeps the results alone; None if it keeps all residuals, or
+        chosen: the operators whose results are all that it keeps; None if it keeps all residuals or
             none.
     """
 
@@ -70,8 +70,8 @@ class Part(NamedTuple):
     """A chain of a plan.
 
     Args:
-        num_stages: how many calls it has.
-        plan: its schedule; None if all of its stages keep their residuals.
+        num_stages: the number of its calls.
+        executor: runs its schedule; None if all of its stages keep their residuals.
     """
 
     num_stages: int
@@ -87,7 +87,7 @@ class _LeftOut:
 
     @property
     def code(self) -> object:
-        """One for all: there is nothing to look at."""
+        """The same for all: there is no code to compare."""
         return _LeftOut
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
@@ -103,7 +103,7 @@ _LEFT_OUT = _LeftOut()
 
 
 class _Pass:
-    """Where a forward of the model is."""
+    """The progress of one forward of the model."""
 
     def __init__(self) -> None:
         self.place = -1
@@ -117,7 +117,7 @@ class _Pass:
 
 
 class _InPass(Restoring):
-    """Around a forward of the model."""
+    """A context around a forward of the model."""
 
     __slots__ = ("_num_around", "_passes")
 
@@ -152,10 +152,10 @@ class Follow:
     """The follower of a model and its blocks (See Rule 1).
 
     Args:
-        model: whose forward is a pass.
-        stages: of the plan.
+        model: the model, whose forward is one pass.
+        stages: the stages of the plan.
         parts: its chains.
-        blocks: all that are planned; those that no stage is for are run again when they come.
+        blocks: all planned blocks; those without a stage are recomputed if they are called.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Follow:
             self._places.setdefault(id(stage.module), []).append(place)
         self._here = _Here()
         self._has_warned = False
-        self.sizes: Sizes | None = None  # what a pass is held against
+        self.sizes: Sizes | None = None  # those of the planned arguments
 
     def called(
         self, module: nn.Module, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,7 +208,7 @@ class Follow:
     def _out_of_order(
         self, module: nn.Module, now: _Pass, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call that has no place after the last one (See Rule 3)."""
+        """Run a block whose stages are all before the last call (See Rule 3)."""
         _end(now)
         self._warn(module)
         places = self._places.get(id(module), ())
@@ -240,7 +240,7 @@ class Follow:
             at, picks = now.returned.places_in(call.state, stage.module)
             if not at:
                 self._warn(stage.module)
-        # After an exception nothing comes after this, and nothing of it is held.
+        # The pass releases the chain first: an exception then neither continues nor holds it.
         if now.chain is not None and now.last is not None and at:
             chain, last, first = now.chain, now.last, now.num_entered
             now.chain = now.last = None

@@ -1,18 +1,19 @@
-"""Forwards of modules that go through somebody who follows them.
+"""Forwards of modules that go through a follower, which runs them in its own way.
 
 NOTE [ A followed forward ]
 
-Rule 1. What is called is put on the module as its attribute `forward`, as others do (accelerate);
-        class, names, parameters and hooks of the module are not touched. What it calls is looked
-        up at every call, so what is applied to the class in the meantime is in force. To others it
-        looks like the function that it stands for: its signature, name, code and docstring.
-Rule 2. A module that compiles its own call (`module.compile()`) has it in another attribute, and
-        there what is compiled is what is followed, so that the compiler does not see us.
-Rule 3. A copy of a module, and one that comes out of a pickle, is followed by nobody. So is what
-        others make of a model by tracing it (torch.export, torch.jit.trace, torch.fx).
-Rule 4. Whoever replaces `forward` later is left alone, and ours, beneath it, only passes on.
-Rule 5. Who owns what is followed can be found from the modules. One owner may ask for others to be
-        suspended, and then follows the same modules for a while, on top of them.
+Rule 1. A wrapper is set as the attribute `forward` of the module, as other libraries do
+        (accelerate). The class, names, parameters and hooks of the module are not touched. The
+        wrapper looks up the forward of the class at every call, so later changes of the class take
+        effect. It has the signature, name, code and docstring of the forward that it wraps.
+Rule 2. A module that compiles its own call (`module.compile()`) stores it in another attribute.
+        The wrapper then wraps the compiled call, so that the compiler does not see the wrapper.
+Rule 3. A module that was copied or unpickled has no follower, and neither has a model that was
+        traced (torch.export, torch.jit.trace, torch.fx).
+Rule 4. If other code replaces `forward` later, that replacement stays, and the wrapper beneath it
+        only calls the original forward from then on.
+Rule 5. The owner of a follower (a plan) can be found from the modules. An owner may suspend
+        others, and then follows the same modules for a while, on top of them.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ Run = Callable[..., Any]
 
 
 def around() -> tuple[int, object | None]:
-    """Return what is around that runs forwards again: how many regions of ours, and of torch."""
+    """Return the number of regions around this code, and the frame of a torch checkpoint."""
     return num_repeated(), frame_in_force()
 
 
 class Follower(Protocol):
-    """Who is called in the place of a forward."""
+    """The interface of a follower, which is called in place of a forward."""
 
     def called(
         self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return what `run`, the forward of `module`, returns for these arguments."""
+        """Return the result of `run`, the forward of `module`, for these arguments."""
         ...
 
 
@@ -70,13 +71,13 @@ class _Followed:
 
     @property
     def __wrapped__(self) -> Run:
-        """The forward itself, at which others look for names of arguments."""
+        """The forward itself, which other code inspects for argument names."""
         forward: Any = type(self.module).forward
         return self.inner or MethodType(forward, self.module)
 
     @property
     def follower(self) -> Follower | None:
-        """Who is called now; None after the end, in a copy, and while it is suspended."""
+        """The active follower; None after the end, in a copy, and while it is suspended."""
         return None if self.following is None else self.following.follower
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +100,7 @@ class _Followed:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
-        # Without a bound method, which torch.export cannot make while it traces.
+        # The function is called on the class: torch.export cannot trace a bound method's creation.
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Followed:
@@ -116,15 +117,14 @@ def _called(followed: _Followed, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class Following:
-    """Modules whose forwards go through one follower, until `end`.
+    """A group of modules whose forwards go through one follower, until `end`.
 
     Args:
         modules: the modules.
-        follower: who is called in the place of their forwards.
-        owner: what is found again from the modules (`followings_within`), such as a plan. None if
-            nothing is.
-        is_held: whether the modules hold the owner. If not, nothing is followed any more when
-            nobody else holds it.
+        follower: the follower that is called in place of their forwards.
+        owner: the object that `followings_within` finds from the modules, such as a plan; or None.
+        is_held: whether the modules hold a reference to the owner. If not, the following ends when
+            the last other reference to the owner is gone.
 
     Raises:
         ValueError: the forward of one of them goes through another follower already.
@@ -153,17 +153,17 @@ class Following:
 
     @property
     def owner(self) -> object | None:
-        """What was given as `owner`, if it is alive."""
+        """The `owner` that was given, if it is alive."""
         return None if self._owner is None else self._owner()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is followed any more."""
+        """Whether the following has ended."""
         return self._follower is None or (self._owner is not None and self._owner() is None)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the modules still go through it; what restores attributes may take it off."""
+        """Whether the wrappers are still set; code that restores attributes may remove them."""
         return not self.is_over and all(
             any(each is self for each in _followings_of(followed.module))
             for _, followed in self._followed[-1:]
@@ -171,7 +171,7 @@ class Following:
 
     @property
     def follower(self) -> Follower | None:
-        """Who is called in the place of the forwards now."""
+        """The follower that is called now in place of the forwards, if any."""
         return None if self.suspensions or self.is_over else self._follower
 
     def is_for(self, follower: Follower) -> bool:
@@ -190,7 +190,7 @@ class Following:
         own[key] = followed
 
     def end(self) -> None:
-        """Give the modules their forwards back."""
+        """Restore the forwards of the modules."""
         self._follower = None
         for key, followed in self._followed:
             followed.following = None
@@ -227,7 +227,7 @@ def _check_is_free(module: nn.Module) -> None:
 
 
 def _followings_of(module: nn.Module) -> Iterator[Following]:
-    """Yield what follows `module`, also beneath forwards that others have wrapped it in."""
+    """Yield the followings of `module`, also beneath wrappers of other libraries."""
     for key in (_COMPILED, "forward"):
         found = vars(module).get(key)
         while found is not None:
@@ -237,14 +237,14 @@ def _followings_of(module: nn.Module) -> Iterator[Following]:
 
 
 def followings_within(model: nn.Module) -> list[Following]:
-    """Return what follows modules of `model`, each once, in the order of the modules."""
+    """Return the followings of modules of `model`, each once, in the order of the modules."""
     found = {id(each): each for module in model.modules() for each in _followings_of(module)}
     return [each for each in found.values() if not each.is_over]
 
 
 @restoring
 def suspended(followings: Iterable[Following]) -> Generator[None]:
-    """Return a context in which nobody is called for these (See Rule 5)."""
+    """Return a context in which these followings are suspended (See Rule 5)."""
     suspension = object()
     with Undoing() as undo:
         for each in followings:
@@ -260,7 +260,7 @@ def _go_on(following: Following, suspension: object) -> None:
 
 @restoring
 def followed(modules: Iterable[nn.Module], follower: Follower) -> Generator[None]:
-    """Return a context in which the forwards of modules go through a follower."""
+    """Return a context in which the forwards of `modules` go through `follower`."""
     modules = list(modules)
     with Undoing() as undo:
         undo.later(_unfollow, modules, follower)

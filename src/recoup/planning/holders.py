@@ -1,4 +1,4 @@
-"""Residuals that others hold, whatever a plan says: who, how much, and what to switch off."""
+"""Residuals that other code holds, which no plan can free: the holder, bytes, and a remedy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["held_by_others"]
 
 
 def held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
-    """Return a line for each kind of holder, none if there is none.
+    """Return a line of advice for each kind of holder that was found.
 
     Args:
         model: the model.
-        calls: of its blocks, as they were measured.
+        calls: the measured calls of its blocks.
     """
     return [*_caches(model, calls), *_attributes(calls), *_checkpoints(model)]
 

@@ -1,4 +1,4 @@
-"""Modules of a model that could train in constant memory, which a plan does not choose."""
+"""Modules of a model that could train in constant memory, which a plan does not do for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["constant_memory_of"]
 
 
 def constant_memory_of(model: nn.Module) -> list[str]:
-    """Return a sentence for the modules of a model that invert themselves if they are told to.
+    """Return a sentence that names the modules for which `memory="constant"` can be set.
 
-    Those are modules with an inverse and a choice of `memory`: chains of invertible modules, and
-    flows. Of modules within one another the outermost counts.
+    Those are modules with an inverse and an attribute `memory`: chains of invertible modules, and
+    flows. Of nested modules the outermost counts.
     """
     found: list[tuple[str, str]] = []
     inner: set[int] = set()

@@ -1,25 +1,28 @@
-"""A call that keeps what chosen operators made, and runs all others again.
+"""A region that keeps the outputs of chosen operators and recomputes all others.
 
-NOTE [ Outputs that are kept ]
+NOTE [ Kept outputs ]
 
-Rule 1. Operators are met beneath autograd and autocast, and the costly ones are numbered. In a
-        second run one that is chosen is not executed: what it made in the first run is handed out.
-Rule 2. It is handed out only where it was made: after as many nodes of the graph, casts left out
-        (autocast keeps casts in a first run only). Elsewhere the operator runs again, which is
-        slower and right; another operator or other shapes in its place are an error.
-Rule 3. An operator that drew leaves the generators where it left them in the first run, so that
-        what is drawn after it is what was drawn then.
-Rule 4. What is kept is a copy, made as soon as the operator has run. What the operator returned
-        may be written to by anybody: in the call or after it, by a kernel that torch does not see
-        (numpy, Triton), through a view with a version counter of its own (`_unsafe_view`, which
-        every batched `torch.matmul` returns). No witness would notice all of them.
-Rule 5. Kept are plain tensors that share no memory with what the operator was given, or with each
-        other, and only of operators that write to nothing that they are given.
-Rule 6. Of an operator that fills a tensor with draws of 0 and 1 (the mask of a dropout) the bits
-        are kept, one for each draw; what happens to the tensor later is nothing to them.
-Rule 7. Outputs are kept as inputs are, in the hands of the pair of hooks beneath, once the first
-        run is over. They are handed out once and forgotten with the second run, so that memory
-        falls as backward proceeds. Asked again (retain_graph), the call runs all of its operators.
+Rule 1. Operators are intercepted below autograd and autocast, and the costly ones are numbered.
+        In the second run a chosen operator is not executed: its output of the first run is
+        returned in its place.
+Rule 2. An output is returned only at the place where it was made: after the same number of graph
+        nodes, not counting casts (autocast caches casts in the first run only). At another place
+        the operator runs again, which is slower but right. Another operator or other input shapes
+        at the same place are an error.
+Rule 3. If an operator drew random numbers in the first run, the second run sets the generators to
+        their state after that operator, so that later draws are the same.
+Rule 4. The kept output is a copy, made as soon as the operator has run. The output itself may be
+        written to, during the call or after it, by a kernel that torch does not see (numpy,
+        Triton) or through a view with a version counter of its own (`_unsafe_view`, which every
+        batched `torch.matmul` returns). No check would detect all of these writes.
+Rule 5. Outputs are kept only if they are plain tensors that share no memory with the inputs of the
+        operator or with each other, and only if the operator writes to none of its inputs.
+Rule 6. Of an operator that fills a tensor with draws of 0 and 1 (the mask of a dropout), the draws
+        are kept, one bit each; later writes to the tensor do not change them.
+Rule 7. When the first run has ended, outputs go through the saved-tensor hooks that are in force
+        around the call, as its inputs do. Each is returned once, and all are freed with the
+        second run, so that memory falls as backward proceeds. In a further backward
+        (retain_graph), the call runs all of its operators.
 """
 
 from __future__ import annotations
@@ -48,23 +51,25 @@ __all__ = ["KeepingCall", "Keeps"]
 Keeps = Callable[[Any, int], bool] | frozenset[int]
 
 _OTHER, _CAST, _COSTLY = range(3)
-_kinds: dict[Any, int] = {}  # of operators; each is asked about at every call
+_kinds: dict[Any, int] = {}  # a cache: the kind of an operator is needed at every call of it
 
 
 class KeepingCall(Call):
-    """One call, of which chosen operators run once.
+    """A recomputed call whose chosen operators run only once.
 
-    Kept: the tensors in the arguments, what the chosen operators made, and 5 KB of random state for
-    each of them that draws. Backward pays one more run without them, and for both runs together 10
-    microseconds for each operator, and 20 and a copy for each one that is kept.
+    Kept: the tensors in the arguments, the outputs of the chosen operators, and 5 KB of random
+    state for each of them that draws. Backward pays one more run without these operators. The
+    overhead of both runs together is 10 microseconds for each operator, and 20 and a copy for each
+    kept one.
 
     Args:
-        name: what errors call it.
-        fn: what is called.
+        name: the name of the call in errors.
+        fn: the function to call.
         args: its arguments.
         kwargs: its keyword arguments.
-        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
-        keeps: which costly operators, by number, or asked with the operator and its number.
+        module: the module whose forward `fn` is; None if there is none, or `fn` is the module.
+        keeps: the numbers of the chosen costly operators, or a function from an operator and its
+            number to whether it is chosen.
     """
 
     __slots__ = ("_outputs",)
@@ -96,7 +101,7 @@ class KeepingCall(Call):
 
 
 class _Met(TorchDispatchMode):
-    """A context in which `run` runs the costly operators, and is told where (See Rule 2)."""
+    """A mode in which costly operators go through `run`, with their place (See Rule 2)."""
 
     supports_higher_order_operators = True
 
@@ -132,8 +137,8 @@ class _Operator(NamedTuple):
 
     Args:
         func: the operator.
-        mark: where it ran (See Rule 2).
-        shapes: of the tensors that it was given.
+        mark: its place in the graph (See Rule 2).
+        shapes: the shapes of its input tensors.
     """
 
     func: Any
@@ -142,25 +147,26 @@ class _Operator(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A copy of what a chosen operator made.
+    """A copy of the output of a chosen operator.
 
     Args:
-        result: what it returned, with an `_Output` in the place of each tensor.
-        states: where it left the generators, if it drew (See Rule 3).
+        result: the output, with an `_Output` in place of each tensor.
+        states: the states of the generators after it, if it drew (See Rule 3).
+        bits: the draws of a mask (See Rule 6).
     """
 
     result: Any
     states: States | None
-    bits: Bits | None = None  # See Rule 6
+    bits: Bits | None = None
 
 
 class _Outputs:
-    """What the chosen operators of one call made.
+    """The outputs of the chosen operators of one call.
 
     Args:
-        name: what errors call the call.
-        keeps: which operators are chosen.
-        pair: the pair of hooks beneath.
+        name: the name of the call in errors.
+        keeps: the chosen operators, as in `KeepingCall`.
+        pair: the saved-tensor hooks in force around the call.
     """
 
     __slots__ = ("_keeps", "_made", "_name", "_operators", "_pair", "_place", "is_noted")
@@ -177,7 +183,7 @@ class _Outputs:
     # -- the first run ---------------------------------------------------------------------
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
-        """Run an operator, and remember what it made if it is chosen."""
+        """Run an operator, and copy its output if it is chosen."""
         place, keeps = len(self._operators), self._keeps
         given = tuple(_tensors((args, tuple(kwargs.values()))))
         self._operators.append(_Operator(func, mark, tuple(tensor.shape for tensor in given)))
@@ -196,7 +202,7 @@ class _Outputs:
         return result
 
     def first_run_ended(self) -> None:
-        """Keep what the chosen operators made (See Rule 7)."""
+        """Pass the outputs to the saved-tensor hooks (See Rule 7)."""
         pair, self._pair = self._pair, None
         self.is_noted = True
         for place, made in self._made.items():
@@ -206,7 +212,7 @@ class _Outputs:
     # -- later runs ------------------------------------------------------------------------
 
     def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
-        """Return what an operator made in the first run, or run it again."""
+        """Return the output of an operator in the first run, or run the operator again."""
         place = self._place
         self._place = place + 1
         made = self._made.pop(place, None)
@@ -222,7 +228,7 @@ class _Outputs:
         return _mapped(_Output.get, made.result)
 
     def forget(self) -> None:
-        """Let go of what was not handed out, and begin anew (See Rule 7)."""
+        """Free the outputs that were not returned, and reset the place (See Rule 7)."""
         self._made.clear()
         self._place = 0
 
@@ -246,13 +252,13 @@ class _Output:
         self._kept: Tensor | Kept = tensor.clone()
 
     def keep(self, name: str, pair: Pair | None) -> None:
-        """Give it to the pair beneath (See Rule 7)."""
+        """Pass the copy to the saved-tensor hooks `pair` (See Rule 7)."""
         self._kept = Kept(cast("Tensor", self._kept), name, pair)
 
     def get(self) -> Tensor:
-        """Return it, where its numbers lay the first time: hooks may give it in another layout."""
+        """Return the tensor in its original layout, as hooks may return it in another one."""
         tensor = cast("Kept", self._kept).get()
-        # What an operator returns gets its history later; hooks may hold what they have returned.
+        # Detached: the result gets its history later, and hooks may hold the tensor they returned.
         return laid_out(tensor, self._geometry).detach()
 
 
@@ -265,14 +271,14 @@ def _may_draw(func: Any) -> bool:
 
 @functools.cache
 def _writes(func: Any) -> bool:
-    """Whether an operator says that it writes to what it is given (See Rule 5)."""
+    """Whether the schema of an operator says that it writes to an input (See Rule 5)."""
     schema = getattr(func, "_schema", None)
     aliases = [] if schema is None else [argument.alias_info for argument in schema.arguments]
     return any(alias is not None and alias.is_write for alias in aliases)
 
 
 def _can_be_kept(result: Any, given: tuple[Tensor, ...]) -> bool:
-    """See Rule 5."""
+    """Whether the outputs are plain and share no memory (See Rule 5)."""
     met = {storage_id(t) for t in given if t.layout is torch.strided}
     for tensor in _tensors(result):
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -299,7 +305,7 @@ def _outputs(result: Any) -> Iterator[_Output]:
 
 
 def _mapped(change: Callable[[Any], Any], result: Any) -> Any:
-    """Return a result with `change` applied to what is a tensor in it, or stands for one."""
+    """Return a result with `change` applied to each tensor and each `_Output` in it."""
     if isinstance(result, (Tensor, _Output)):
         return change(result)
     if isinstance(result, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Which arguments of a call are what the call before it returned."""
+"""The links between calls: arguments that are outputs of the call before."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ __all__ = ["Returned"]
 
 
 class Returned:
-    """The tensors that a call returned, to be told when they come back as arguments.
+    """The tensors that a call returned, recognized when they are arguments of a later call.
 
-    They are not held: who uses them holds them.
+    They are referred to weakly.
+
+    Args:
+        outputs: the tensors.
     """
 
     __slots__ = ("_outputs",)
@@ -26,14 +29,15 @@ class Returned:
     def places_in(
         self, arguments: Sequence[Tensor], module: nn.Module
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the places of `arguments` at which there is an output, and which one it is.
+        """Return the indices of the arguments that are outputs, and the indices of these outputs.
 
-        One that was changed in place since is another value, and is not told. Nor is any if
-        `module` is sharded (FSDP2): nobody gathers its parameters when another block needs it run.
+        An output that was changed in place since then does not count. No output counts if `module`
+        is sharded (FSDP2), because FSDP2 would not gather its parameters when the backward of
+        another block needs it run again.
 
         Args:
             arguments: the tensors among the arguments of a call.
-            module: which is called.
+            module: the module that is called.
         """
         if hasattr(type(module), "unshard"):
             return (), ()

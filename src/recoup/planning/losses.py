@@ -1,4 +1,4 @@
-"""From what a model returns to what is differentiated."""
+"""The losses of a step: the scalars that are differentiated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ Losses = Callable[[Any], Sequence[Tensor]]
 
 
 def losses_from(loss: Callable[[Any], Any] | None) -> Losses:
-    """Return a function from what the model returns to one scalar or several.
+    """Return a function from the output of the model to one scalar or several.
 
-    Without `loss` that is what the model calls its loss (an attribute or entry of that name), or
-    what it returns if that is one number, or the sum of all floating-point tensors in it.
+    Without `loss`, the loss is the attribute or entry `loss` of the output, if it is a scalar. Else
+    it consists of the differentiable tensors in the output: scalars as they are, and the sum of
+    the absolute values of others.
+
+    Args:
+        loss: a function from the output to a scalar or several; None to find the loss.
     """
     if loss is None:
         return _found

@@ -1,13 +1,14 @@
-"""What each block of a model costs, measured in steps that leave no trace.
+"""Measurement of the blocks of a model, in training steps that leave no trace.
 
-NOTE [ What is measured ]
+NOTE [ Measured steps ]
 
-Rule 1. In the step that is measured every block is run again in backward from its arguments, so
-        measuring takes about as little memory as any plan does, and all of a block shows: its run
-        without residuals in forward, its residuals when it is run again, its own backward.
-Rule 2. Bytes are those of `measure`, read at the borders of blocks. What is alive at the begin of a
-        block and is no argument of a block belongs to the code between blocks.
-Rule 3. Work is counted, not clocked, so that a plan is the same on every day and in every process.
+Rule 1. The measured step recomputes every block in backward from its arguments. So measuring takes
+        about as little memory as any plan, and shows each phase of a block by itself: the run
+        without residuals in forward, the recomputation with residuals, and the backward.
+Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin and end. Memory that
+        is alive at the beginning of a block and is no argument of a block is attributed to the code
+        between blocks.
+Rule 3. Work is counted, not timed, so that every process arrives at the same plan.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: forward, loss, backward; on copies of the arguments, that share memory.
+    """A training step (forward, loss, backward) on copies of the arguments that share their memory.
 
     Args:
         model: the model.
-        call: what is called, the model itself or something that calls it.
+        call: the model itself, or a function that calls it.
         args: its arguments.
         kwargs: its keyword arguments.
-        losses: from what it returns to one scalar or several.
-        holds_output: whether what it returns is alive until backward has ended.
-        seed: of its draws; None to go on with the streams as they are.
-        verification: what its runs are compared with; another step has another one.
+        losses: a function from its output to one scalar or several.
+        holds_output: whether the output is alive until backward has ended.
+        seed: the seed of its random draws; None to leave the random streams as they are.
+        verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
     model: nn.Module
@@ -84,11 +85,11 @@ class Step:
     verification: Verification = field(default_factory=Verification, init=False)
 
     def rehearsed(self) -> AbstractContextManager[None]:
-        """Return a context around runs of it, which leave no trace."""
+        """Return a context in which runs of the step leave no trace."""
         return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
 
     def run(self) -> list[Tensor | None]:
-        """Run it; return the gradients of the arguments that require some."""
+        """Run the step, and return the gradients of the arguments that require them."""
         args, kwargs = copied((self.args, self.kwargs))
         given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
@@ -103,13 +104,13 @@ class Step:
         return [gradients.get(id(value)) for value in given]
 
     def forget(self) -> None:
-        """Let go of the gradients, so that what was allocated within a timeline ends within it."""
+        """Free the gradients, so that memory allocated within a timeline is freed within it."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
 
 def seed_all(seed: int) -> None:
-    """Seed the streams that a rehearsal puts back: of torch, Python and numpy."""
+    """Seed the random streams that a rehearsal restores: those of torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy.random")
@@ -119,28 +120,30 @@ def seed_all(seed: int) -> None:
 
 @dataclass
 class MeasuredCall:
-    """What one call of a block cost; spans are of the timeline of the step.
+    """The measured costs of one call of a block; spans are those of the timeline of the step.
 
     Args:
         name: the qualified name of the block.
         module: the block.
-        is_linked: whether it was given what the call before it returned.
-        state_bytes: its arguments, as far as no call before it was given them.
-        output_bytes: what it returned.
-        work: of one forward, counted.
-        before: the span that ends when it begins.
+        is_linked: whether one of its arguments is an output of the call before it.
+        state_bytes: bytes of its arguments (of the linked ones, if there are some), except those
+            that an earlier call was given.
+        output_bytes: bytes of its output.
+        work: the counted work of one forward.
+        before: the span that ends when the call begins.
         forward: the span of its forward.
-        until_again: the span that ends when backward begins to run it again; None if it did not.
-        again: the span of its second run, whose result is alive at the end.
-        residuals: the moment after, without the result.
-        after: the span after that, until the next second run or the end.
-        again_bytes: what its second run returned.
-        alive_bytes: of its residuals, what others hold (a cache).
-        drawn_bytes: of the random states that a region of it writes down.
+        until_again: the span that ends when its second run begins in backward; None if there is no
+            second run.
+        again: the span of its second run, at the end of which its output is alive.
+        residuals: the span that ends when that output has been freed.
+        after: the span from there to the next second run, or to the end.
+        again_bytes: bytes of the output of its second run.
+        alive_bytes: bytes of its residuals that other code holds (a cache).
+        drawn_bytes: bytes of the random states that its recomputation needs.
         holders: names of attributes within the block that are tensors with a graph.
-        products: the costly operators within.
-        saved: of each of them, whether what it makes is a residual.
-        is_estimated: whether the call was not measured, but is taken to be like another one.
+        products: the costly operators in its forward.
+        saved: for each of them, whether its output is a residual.
+        is_estimated: whether the call was not measured, but is estimated from another one.
     """
 
     name: str
@@ -165,7 +168,7 @@ class MeasuredCall:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of its residuals that are its own."""
+        """Bytes of its residuals, without the shared ones and those that other code holds."""
         if self.until_again is None:
             return 0
         begin, residuals = self.until_again.end_bytes, self.residuals.end_bytes
@@ -173,18 +176,18 @@ class MeasuredCall:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of what it returns that its own residuals hold."""
+        """Bytes of its output that its own residuals hold."""
         return max(self.again_bytes - (self.again.end_bytes - self.residuals.end_bytes), 0)
 
 
 @dataclass
 class Measured:
-    """A step, call by call.
+    """The measurements of a step.
 
     Args:
-        calls: in the order of forward.
+        calls: the calls of blocks, in the order of forward.
         between: the span from the end of the last call to the first second run.
-        outcome: what the step left.
+        outcome: the outcome of the step.
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
@@ -197,12 +200,12 @@ def measure_blocks(
     blocks: Iterable[Block],
     device: torch.device,
 ) -> Measured:
-    """Measure a step in which each block is run again (See Rule 1).
+    """Measure a step in which each block is recomputed (See Rule 1).
 
     Args:
         step: the step.
-        blocks: names and modules.
-        device: where bytes are counted.
+        blocks: the names and modules of the blocks.
+        device: the device whose bytes are counted.
     """
     blocks = list(blocks)
     state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
@@ -220,7 +223,7 @@ def measure_blocks(
 
 
 def plain_outcome(step: Step) -> Outcome:
-    """Run a step of a model that follows no plan, and return what it left."""
+    """Run a step of a model that follows no plan, and return its outcome."""
     with step.rehearsed():
         return outcome_of(step.model, step.run())
 
@@ -229,11 +232,11 @@ def peak_of(step: Step, device: torch.device) -> int:
     """Return the peak of a step of a model that follows a plan, on the rank on which it is largest.
 
     Raises:
-        DifferentStepError: on some rank it does not compute what the plain step does.
+        DifferentStepError: on some rank the outcome differs from that of the plain step.
     """
     with step.rehearsed(), timeline(device) as line:
         gradients = step.run()
-        ran = line.mark()  # what is compared takes memory, too
+        ran = line.mark()  # before the comparison, which takes memory, too
         difference = step.verification.difference(outcome_of(step.model, gradients))
         del gradients
         step.forget()
@@ -245,7 +248,7 @@ def peak_of(step: Step, device: torch.device) -> int:
 
 
 def seconds_of(step: Step) -> float:
-    """Return the time of a step of a model as it is, which has run before."""
+    """Return the seconds of a step of the model, which must have run once before."""
     with step.rehearsed():
         begin = time.perf_counter()
         step.run()
@@ -255,7 +258,7 @@ def seconds_of(step: Step) -> float:
 
 
 class _Meter:
-    """The follower of all blocks."""
+    """The follower that measures all blocks."""
 
     def __init__(
         self,
@@ -266,7 +269,7 @@ class _Meter:
         state_bytes: int,
     ) -> None:
         self.measured = Measured()
-        self._state_bytes = state_bytes  # of a random state
+        self._state_bytes = state_bytes  # bytes of a random state
         self._names = names
         self._around = around()
         self._line = line
@@ -274,14 +277,14 @@ class _Meter:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._know(given)  # alive before the step
         self._weights = weights
-        self._latest: MeasuredCall | None = None  # whose second run was the last
+        self._latest: MeasuredCall | None = None  # the call whose second run was the last
 
     def called(
         self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a block between two moments."""
+        """Run a block, and measure it."""
         if self._around != around() or is_in_backward():
-            return run(*args, **kwargs)  # a checkpoint of others runs it, and will again
+            return run(*args, **kwargs)  # a checkpoint of another library recomputes it
         calls = self.measured.calls
         name = self._names[id(module)]
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
@@ -299,7 +302,7 @@ class _Meter:
         found.forward = self._line.mark()
         found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
         found.work = counter.work
-        if not is_compiled(module):  # one operator as far as anybody outside can see
+        if not is_compiled(module):  # else its operators cannot be intercepted one by one
             found.products = counter.products
         outputs = call.take_outputs()
         found.output_bytes = self._bytes_of(outputs, taken)
@@ -309,7 +312,7 @@ class _Meter:
         return output
 
     def second_run_begins(self, place: int) -> MeasuredCall:
-        """Take the span until now."""
+        """Record the span until now, and return the call that runs again."""
         span = self._line.mark()
         self._ended(span)
         found = self.measured.calls[place]
@@ -317,7 +320,7 @@ class _Meter:
         return found
 
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
-        """Take the span of the second run, and the moment after; `outputs` is emptied."""
+        """Record the span of the second run and the one after; empties `outputs`."""
         found.again = self._line.mark()
         found.again_bytes = self._bytes_of(outputs, self._storages(given))
         outputs.clear()
@@ -325,7 +328,7 @@ class _Meter:
         self._latest = found
 
     def step_ended(self) -> None:
-        """Take the last span."""
+        """Record the last span."""
         self._ended(self._line.mark())
 
     def _ended(self, span: Span) -> None:
@@ -336,14 +339,14 @@ class _Meter:
         self._latest = None
 
     def _drawn(self) -> int:
-        """Return what tells where the random stream is; what that allocates is in no span."""
+        """Return a fingerprint of the random stream; a mark keeps its memory out of the spans."""
         found = fingerprint()
         self._line.mark()
         return found
 
     def _fresh_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Bytes of tensors that no call was given before; parameters have none."""
-        # Another storage may have the address of one that is gone.
+        """Return the bytes of tensors that no earlier call was given, parameters excluded."""
+        # A new storage may have the address of one that was freed.
         known = {key for key, storage in self._known.items() if storage() is not None}
         num_bytes = self._bytes_of(tensors, known)
         self._know(tensors)
@@ -367,7 +370,7 @@ class _Meter:
 
 
 class _MeasuredCall(Call):
-    """A call that says when it runs again."""
+    """A call that reports its second run to the meter."""
 
     __slots__ = ("_meter", "_place", "outputs")
 
@@ -387,7 +390,7 @@ class _MeasuredCall(Call):
         self.outputs: State | None = None
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
-        """Run between two moments, if it runs again."""
+        """Run the block; measure a second run."""
         if not self.has_run:
             self.outputs, beside = super().forward(state)
             return self.outputs, beside
@@ -400,7 +403,7 @@ class _MeasuredCall(Call):
         return (), None
 
     def take_outputs(self) -> State:
-        """Return what the first run returned, and forget it."""
+        """Return the outputs of the first run, and release them."""
         outputs, self.outputs = self.outputs, None
         return outputs or ()
 

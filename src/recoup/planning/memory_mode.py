@@ -1,4 +1,4 @@
-"""The `memory` and `drift` of a chain, and the executor that follows from them."""
+"""The `memory` and `drift` of a chain, and the executor that they determine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HasMemoryMode(nn.Module):
 
     @property
     def drift(self) -> DriftGuard:
-        """The guard that acts where inverses drift, with what it has seen of them."""
+        """The drift guard: checks inverses and records their drift."""
         return self._drift
 
     @drift.setter
@@ -37,7 +37,7 @@ class HasMemoryMode(nn.Module):
 
     @property
     def memory(self) -> Memory:
-        """The memory mode: what backward keeps of the chain."""
+        """The memory mode of the chain."""
         return self._memory
 
     @memory.setter
@@ -49,19 +49,19 @@ class HasMemoryMode(nn.Module):
 
     @abstractmethod
     def _check_memory(self, memory: Memory) -> None:
-        """Raise a ValueError if `memory` is unknown, or means nothing for this chain."""
+        """Raise a ValueError if `memory` is unknown, or does not apply to this chain."""
 
     @property
     def _memory_of_other_lengths(self) -> Memory:
-        """The memory mode of a chain of another length that is made from this one."""
+        """The memory mode for a chain of another length that is made from this one."""
         return "linear" if isinstance(self._memory, Schedule) else self._memory
 
     def _ready_executor(self, links: Mapping[str, Any], ways: Sequence[Way] | None) -> Executor:
-        """Return the executor for these links, the one of before if nothing has changed.
+        """Return the executor for these links, the previous one if nothing has changed.
 
         Args:
-            links: the modules in order, each under what errors call it.
-            ways: how each gets its input back under "constant"; None under other modes.
+            links: the modules in order, by their names in errors.
+            ways: the way in which each restores its input under "constant"; None in other modes.
         """
         key = (len(links), ways, self._drift, self._drift.kept)
         if self._executor is None or self._executor[0] != key:
@@ -69,5 +69,5 @@ class HasMemoryMode(nn.Module):
         return self._executor[1]
 
     def extra_repr(self) -> str:
-        """Show the memory mode."""
+        """Return the memory mode, for the repr."""
         return f"memory={shown(self._memory)}"

@@ -1,4 +1,4 @@
-"""Batches that are larger than the one that a plan was made for."""
+"""Detection of batches that are larger than the one that a plan was made for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sizes:
         self._has_warned = False
 
     def look_at(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Warn once if arguments that were there when the plan was made are larger now."""
+        """Warn once if the arguments are larger than those that the plan was made with."""
         if self._has_warned:
             return
         now = _bytes_of(args, kwargs)

@@ -1,4 +1,4 @@
-"""A byte budget for any model."""
+"""Plans that fit the training step of any model into a byte budget."""
 
 from __future__ import annotations
 
@@ -62,30 +62,32 @@ def plan(
 ) -> Plan:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
 
-    A few steps are run that leave no trace: parameters, buffers, gradients and the random
-    stream are as before. The first runs every block again in backward and measures them; the
-    fastest schedule within the budget is found; and a step that follows it is run, so that the
-    peak that is promised is one that was measured. If there is room for a plain step, it is run,
-    too, and what the planned one computes is compared with it. Nothing changes before `Plan.apply`.
+    Planning runs a few steps that leave no trace: parameters, buffers, gradients and the random
+    stream are restored. The first step recomputes every block in backward and measures it. Then the
+    fastest schedule within the budget is found, and a step that follows it is run, so that its peak
+    is measured and not only predicted. If there is room for a plain step, it is run, too, and the
+    results of the planned step are compared with it. The model does not change before `Plan.apply`.
 
-    Kept: what fits in `budget`. Backward pays for the blocks that are run again, as `print` says.
+    Kept: what fits in `budget`. Backward pays for the blocks that are recomputed; printing the plan
+    shows the cost of each.
 
     Args:
-        model: any module. It is planned in the mode (training or evaluation), and under the
-            autocast, in which it is.
-        example_args: its arguments as in training: the largest batch that will come.
-        budget: bytes, an int or such as ``"2 GiB"``.
-        loss: from what the model returns to a scalar, or several. If left out, that is its
-            attribute or entry `loss`, or else the sum of what it returns; a loss that is computed
-            outside of the model takes memory too, so name it.
-        blocks: a regular expression for the names (fullmatch) of what is kept or run again as a
-            whole, or names or modules; found if left out: the modules that repeat.
-        budget_of: "step" bounds what forward, loss and backward allocate beyond what is alive
-            before them, gradients included; "total" bounds that with parameters, buffers and the
-            state of `optimizer`.
-        optimizer: for "total"; its state is counted as it will be after its first step.
-        holds_output: whether the training loop still has what the model returned while backward
-            runs (``output = model(batch)``). If not (``loss_fn(model(batch)).backward()``), less
+        model: any module. The plan is for its current mode (training or evaluation), and for the
+            autocast that is in force.
+        example_args: its arguments as in training, with the largest batch that will occur.
+        budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
+        loss: a function from the output of the model to a scalar, or several. The default is the
+            attribute or entry `loss` of the output, or else the sum of the output. A loss that is
+            computed outside the model takes memory too, so pass it.
+        blocks: the modules that are kept or recomputed as a whole: a regular expression that
+            matches (fullmatch) their names, or names or modules. By default the modules that
+            repeat are found.
+        budget_of: "step" bounds the memory that forward, loss and backward allocate beyond what is
+            alive before them, gradients included; "total" adds parameters, buffers and the state
+            of `optimizer`.
+        optimizer: the optimizer, for "total"; its state is counted as after its first step.
+        holds_output: whether the training loop holds the output of the model while backward runs
+            (``output = model(batch)``). If not (``loss_fn(model(batch)).backward()``), less memory
             is needed.
         example_kwargs: keyword arguments of the model.
 
@@ -93,11 +95,11 @@ def plan(
         The plan, printable.
 
     Raises:
-        BudgetError: no plan keeps to the budget; the message and `least_bytes` say what is the
-            least.
-        ValueError: an argument is not what is said here.
-        ReplayError: a block cannot be run again, a forward changes a parameter, or a step that
-            follows the plan computes something else than the plain step.
+        BudgetError: no plan keeps to the budget; the message and `least_bytes` give the smallest
+            budget that suffices.
+        ValueError: an argument is invalid.
+        ReplayError: a block cannot be recomputed, a forward changes a parameter, or the results of
+            a planned step differ from those of the plain step.
 
     Example:
         >>> import recoup, torch
@@ -132,7 +134,7 @@ def plan_call(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
 ) -> Plan:
-    """Plan for steps that do not call the model itself, but something that calls it."""
+    """Return a plan, as `plan` does, for steps that call the model or a function around it."""
     budget_bytes = checked_budget(budget, budget_of)
     _check_arguments(model, loss, budget_of, optimizer)
     check_hooks_work()
@@ -143,7 +145,7 @@ def plan_call(
     step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
     named = name_blocks(model, blocks)
     own = [each for each in followings_within(model) if getattr(each.owner, "model", 0) is model]
-    with suspended(own), uncollected():  # what is measured is the model without a plan
+    with suspended(own), uncollected():  # measure the model without a plan
         named = named or blocks_that_are_called(step)
         if not named:
             raise ValueError(
@@ -158,7 +160,7 @@ def plan_call(
 def _fastest(
     kinds: Sequence[PricedBlocks], device: torch.device, budget_bytes: int, standing: int
 ) -> Plan:
-    """Return the plan that keeps to the budget of the blocks with which it is the fastest."""
+    """Return a plan that keeps to the budget, for the blocks that are predicted to be fastest."""
     errors: list[BudgetError] = []
     for kind in fastest_first(kinds, budget_bytes - standing):
         try:
@@ -169,11 +171,11 @@ def _fastest(
 
 
 def _verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
-    """Return a plan whose step computes what the plain one does (See NOTE [ What is compared ]).
+    """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ]).
 
     Raises:
-        BudgetError: none of those keeps to the budget.
-        DifferentStepError: none of them computes that.
+        BudgetError: no plan keeps to the budget.
+        DifferentStepError: the results of every plan that was tried differ.
     """
 
     def planned(kind: PricedBlocks) -> Plan:
@@ -208,7 +210,7 @@ def checked_budget(budget: int | str, budget_of: str) -> int:
     """Return the bytes of a budget.
 
     Raises:
-        ValueError: `budget` is no number of bytes, or `budget_of` unknown.
+        ValueError: `budget` is not a number of bytes, or `budget_of` is unknown.
     """
     if budget_of not in ("step", "total"):
         raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
@@ -252,14 +254,14 @@ def _device_of(model: nn.Module) -> torch.device:
 def applied_plans(model: nn.Module) -> list[Plan]:
     """Return the plans that modules of a model follow.
 
-    So a plan is found again whose handle is gone; `Plan.remove` takes it off.
+    Use it to find a plan again and remove it with `Plan.remove`.
 
     Args:
         model: any module.
 
     Returns:
-        The plans of the model, of modules within it, and of others that have a module of it as a
-        block, each once.
+        The plans of the model, of its submodules, and of other models that have one of its modules
+        as a block, each once.
 
     Example:
         >>> import recoup, torch
@@ -276,22 +278,22 @@ def applied_plans(model: nn.Module) -> list[Plan]:
 
 
 class Plan:
-    """What each block of a model does with its residuals; made by `recoup.plan`.
+    """A plan: what each block of a model does with its residuals; made by `recoup.plan`.
 
-    Of the points of the frontier it takes the fastest whose rehearsal keeps to the budget.
+    It takes the fastest point of the frontier whose rehearsal keeps to the budget.
 
     Args:
-        step: the step that it is for.
-        device: of the model.
-        budget_bytes: what was asked for.
-        standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
-        found: names and modules of its blocks.
-        calls: of the blocks that were seen, in order.
-        costs: of them, and of what follows them.
+        step: the step that is planned.
+        device: the device of the model.
+        budget_bytes: the budget.
+        standing_bytes: the part of it that is alive before a step; 0 for a budget of "step".
+        found: the names and modules of its blocks.
+        calls: the calls of blocks that were seen, in order.
+        costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
 
     Raises:
-        BudgetError: none of them keeps to the budget.
+        BudgetError: none of these plans keeps to the budget.
     """
 
     def __init__(
@@ -320,21 +322,21 @@ class Plan:
         self._choice, self._point = self._chosen(step)
         self._step_seconds = self._seconds_of(step)
 
-    # -- what it is ------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
-        """How many modules are its blocks."""
+        """The number of modules that are its blocks."""
         return len(self._found)
 
     @property
     def num_seen(self) -> int:
-        """How many of them forwards called when it was made; the rest is recomputed if it comes."""
+        """The number of blocks that were called during planning; others will be recomputed."""
         return len({id(call.module) for call in self._calls})
 
     @property
     def schedule(self) -> Schedule:
-        """What happens to each block, in order; the last stage is what follows the blocks."""
+        """The schedule of the blocks; its last stage is the code after the blocks."""
         return self._point.schedule
 
     @property
@@ -344,31 +346,31 @@ class Plan:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """The peak of a step, by what each block costs."""
+        """The peak of a step as predicted from the cost of each block."""
         return self.standing_bytes + self._point.peak_bytes
 
     @property
     def rehearsed_peak_bytes(self) -> int:
-        """The peak of the step that was run to see that the plan keeps its promise.
+        """The peak of the step that was run under the plan.
 
-        If none that was tried called all blocks (LayerDrop), at least what one that does is
-        predicted to take.
+        If none of the forwards that were tried called all blocks (LayerDrop), it is at least the
+        predicted peak of a step that does.
         """
         return self.standing_bytes + self._choice.peak_bytes
 
     @property
     def least_bytes(self) -> int:
-        """A budget that suffices: what a step took that follows the plan of the least bytes."""
+        """The smallest budget known to suffice: the peak of a rehearsal with the least bytes."""
         return self.standing_bytes + self._choice.least_bytes
 
     @property
     def most_bytes(self) -> int:
-        """What a step takes if every residual is kept."""
+        """The predicted peak of a step that keeps every residual."""
         return self.standing_bytes + self.frontier[-1].peak_bytes
 
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
-        """What is done with each block, in the order of forward."""
+        """The planned treatment of each block, in the order of forward."""
         work = self._point.seconds + 2 * self.frontier[-1].seconds  # backward is twice a forward
         scale = self._step_seconds / work if work else 0.0
         return rows_of(self._calls, self.costs, self.schedule, scale)
@@ -390,7 +392,7 @@ class Plan:
             )
         )
 
-    # -- what it does ----------------------------------------------------------------------
+    # -- following -------------------------------------------------------------------------
 
     @property
     def is_applied(self) -> bool:
@@ -400,18 +402,18 @@ class Plan:
     def apply(self) -> Plan:
         """Let the model follow the plan in every forward with gradients, until `remove`.
 
-        A plan that was applied to the model before is removed.
+        A plan that the model follows already is removed.
 
         Returns:
             The plan.
 
         Raises:
-            ValueError: a block follows the plan of another model, which has it, too.
+            ValueError: a block that another model shares follows the plan of that model.
         """
         return self._apply(is_held=True)
 
     def apply_while_held(self) -> Plan:
-        """Let the model follow the plan as `apply` does, as long as somebody holds the plan.
+        """Let the model follow the plan as `apply` does, as long as the plan object is alive.
 
         Returns:
             The plan.
@@ -432,14 +434,14 @@ class Plan:
         return self
 
     def remove(self) -> None:
-        """Give the model its forwards back; a graph that exists already keeps to the plan."""
+        """Restore the forwards of the model; existing graphs still follow the plan."""
         following, self._following = self._following, None
         if following is not None:
             following.end()
 
     @restoring
     def applied(self) -> Generator[Plan]:
-        """Return a context in which the model follows the plan; after it, the one of before."""
+        """Return a context in which the model follows the plan; it restores the previous plan."""
         before = [each for each in applied_plans(self.model) if each.model is self.model]
         with Undoing() as undo:
             for each in before:
@@ -453,14 +455,14 @@ class Plan:
         """Draw memory over a step before and after, and time against bytes of all plans.
 
         Args:
-            path: of the picture, ending in .png, .svg or .pdf.
+            path: the path of the picture, ending in .png, .svg or .pdf.
 
         Returns:
             The path.
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: `path` ends otherwise.
+            ValueError: `path` has another ending.
         """
         from recoup.planning.figure import Plans, draw
 
@@ -491,7 +493,7 @@ class Plan:
                 peak_bytes = peak_of(step, self._device)
                 if peak_bytes > step_budget and is_sharded(step.model):  # See Rule 3 of ranks.py
                     peak_bytes = min(peak_bytes, peak_of(step, self._device))
-            # The rehearsal called fewer blocks than other forwards do.
+            # Other forwards call more blocks than the rehearsal did.
             return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
 
         predicted = [point.peak_bytes for point in self.frontier]

@@ -1,19 +1,21 @@
-"""From what was measured to the costs of a chain.
+"""Pricing: turns the measurements of a step into the costs of a chain.
 
 NOTE [ A step as a chain ]
 
-Rule 1. Calls of blocks are the stages; what follows the last one, with the loss, is one more stage,
-        which can only be taped. What lies between two blocks is beside the chain.
-Rule 2. The costs are such that `simulate` gives back the bytes that were measured at every border,
-        for the step in which each block is run again. So what they leave out cancels.
-Rule 3. What a block saves of its own output it holds longer than the block after it is reversed;
-        when that one was measured its input went on the way. So that much is added to the worst
-        moment of its backward, if the block before keeps its residuals.
-Rule 4. A block that draws writes the random state down if it runs again. That counts as beside the
-        chain, and the tape that needs none is smaller by it (but by no more than all of it, so for
-        residuals that are smaller than a random state running again seems cheaper than it is).
-Rule 5. Another tape of a block keeps what its costly operators made, those with the most work a
-        byte first, and not those after the last residual, which no second run gets to.
+Rule 1. The calls of blocks are the stages. The code after the last call, with the loss, is one more
+        stage, which can only be taped. Memory of the code between two blocks is beside the chain.
+Rule 2. The costs are chosen so that `simulate` reproduces the bytes measured at every border of the
+        step that recomputes each block. So errors in what the costs leave out cancel.
+Rule 3. If a block saves its own output, its tape holds that output until after the block behind it
+        is reversed. In the measured step, the output was freed during that backward. So the bytes
+        are added to the peak of that backward if the block before keeps its residuals.
+Rule 4. A block that draws random numbers keeps the random state if it is recomputed. Those bytes
+        count as beside the chain, and are subtracted from the whole tape, which needs no random
+        state (at most to zero residuals, so if a block has smaller residuals than a random state,
+        recomputing it seems cheaper than it is).
+Rule 5. The thinner tapes of a block keep the outputs of costly operators, those with the most work
+        per byte first. Operators after the last residual are left out, because the recomputation
+        stops before them.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from recoup.schedules import Cost, Thin
 __all__ = ["chosen_products", "price"]
 
 _MOST_VARIANTS = 5
-# Work of moving a byte to host memory and back, in bytes moved on the device: the bandwidth of its
-# memory over that of the bus. From host memory there is nowhere to go.
+# Work of moving a byte to host memory and back, in bytes moved on the device: twice the bandwidth
+# of its memory over that of the bus. The CPU has no entry, since it cannot offload.
 _MOVED = {"cuda": 2 * 60.0}
 
 
 def price(measured: Measured, device: torch.device) -> list[Cost]:
-    """Return the costs of the calls, and of what follows them."""
+    """Return the costs of the calls, and of the code after them."""
     moved = _MOVED.get(device.type)
     beside = _beside(measured)
     beside = [*(b + _drawn(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
@@ -60,7 +62,7 @@ def price(measured: Measured, device: torch.device) -> list[Cost]:
 
 
 def _beside(measured: Measured) -> list[int]:
-    """Bytes that are kept beside the chain, from each border on."""
+    """Return the bytes that code outside blocks keeps from each border on."""
     calls = measured.calls
     states = [_state_bytes(call) for call in calls]
     kept = [0, *accumulate(states)]
@@ -68,7 +70,7 @@ def _beside(measured: Measured) -> list[int]:
     alive = [call.before.end_bytes - call.state_bytes for call in calls]
     alive.append(calls[-1].forward.end_bytes - calls[-1].output_bytes)
     alive = [a - d for a, d in zip(alive, drawn, strict=True)]  # See Rule 4
-    # What goes away again on the way is taken to stay.
+    # Memory that is freed before backward is assumed to stay.
     until = accumulate((a - k for a, k in zip(alive, kept, strict=True)), max)
     levels = [0, *(max(level, 0) for level in until)]
     return [b - a for a, b in pairwise(levels)]
@@ -79,7 +81,7 @@ def _state_bytes(call: MeasuredCall) -> int:
 
 
 def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float | None) -> Cost:
-    """The cost of a call whose input is held by the tape of the one before, in part (Rule 3)."""
+    """Return the cost of a call; the tape before it may hold part of its input (See Rule 3)."""
     run_bytes = call.forward.peak_bytes - call.before.end_bytes - _drawn(call)
     run_bytes = max(run_bytes, call.output_bytes)
     before_bytes = call.before.peak_bytes - call.before.end_bytes
@@ -88,7 +90,7 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
             seconds=call.work,
             state_bytes=0,
             tape_bytes=0,
-            run_bytes=call.state_bytes + run_bytes,  # nobody else counts its input
+            run_bytes=call.state_bytes + run_bytes,  # its input is counted nowhere else
             tape_run_bytes=call.state_bytes + run_bytes,
             beside_bytes=beside_bytes,
             is_linked=call.is_linked,
@@ -114,19 +116,19 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
 
 
 def _drawn(call: MeasuredCall) -> int:
-    """Bytes that running a block again keeps from its random draws (See Rule 4)."""
+    """Return the bytes of random state that recomputing a block keeps (See Rule 4)."""
     return min(call.drawn_bytes, call.own_bytes)
 
 
 def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -> Thin:
-    """The tape that keeps what these operators made."""
+    """Return the tape that keeps the outputs of the `chosen` operators."""
     kept = sum(call.products[i].num_bytes for i in chosen)
     in_tape = sum(call.products[i].num_bytes for i in chosen if call.saved[i])
     begin = 0 if call.until_again is None else call.until_again.end_bytes
     missing = max(own + call.shared_bytes + call.alive_bytes - in_tape, 0)
     reverse = call.after.peak_bytes - call.residuals.end_bytes
     again = call.again.peak_bytes - begin - in_tape
-    extra = kept - in_tape  # which goes where the second run has used it
+    extra = kept - in_tape  # freed when the second run has used it
     return Thin(
         tape_bytes=call.state_bytes + kept,
         seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
@@ -136,9 +138,9 @@ def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -
 
 
 def chosen_products(call: MeasuredCall) -> list[tuple[int, ...]]:
-    """Return which operators' results each of the other tapes keeps, the smallest tape first."""
+    """Return the operators whose outputs each thinner tape keeps, the smallest tape first."""
     if len(call.saved) != len(call.products):
-        return []  # the second run was not the first one over again
+        return []  # the second run differed from the first one
     needed = [i for i, product in enumerate(call.products) if product.is_needed]
     ranked = sorted(needed, key=lambda i: -_worth(call, i))
     whole = call.residuals.end_bytes - (call.until_again.end_bytes if call.until_again else 0)

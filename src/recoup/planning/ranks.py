@@ -2,12 +2,12 @@
 
 NOTE [ One decision on all ranks ]
 
-Rule 1. The collectives of one rank wait for those of the others. A rank that rehearsed another plan
-        than the others, or one more, would wait for ever.
+Rule 1. The collectives of one rank wait for those of the others. A rank that rehearsed a different
+        plan, or one plan more than the others, would wait forever.
 Rule 2. Every decision that depends on measurements uses the largest number that any rank measured.
         So all ranks decide alike, and a plan keeps to its budget on all of them.
 Rule 3. The backend may free a buffer in a thread of its own, a moment after the collective has
-        ended. The allocator does not report that to us, and the buffer counts until the step ends.
+        ended. The allocator does not report this, and the buffer counts until the step ends.
         So a rehearsal that exceeded the budget is run once more, and the smaller peak counts.
 """
 
@@ -38,7 +38,7 @@ def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[floa
 
     Args:
         model: the model; if it is not sharded, `numbers` are returned.
-        numbers: as many on each rank.
+        numbers: the numbers, equally many on each rank.
     """
     found = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
     for mesh in _meshes_of(model):
@@ -50,9 +50,9 @@ def largest_among_ranks(model: nn.Module, numbers: Sequence[float]) -> list[floa
 
 
 def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[Cost]:
-    """Return costs that are the largest among the ranks that hold parts of `model`.
+    """Return the largest costs among the ranks that hold parts of `model`.
 
-    Where ranks know other variants of a stage than this one, there are none.
+    If the ranks found different variants of stages, all variants are left out.
     """
     if not is_sharded(model):
         return list(costs)

@@ -2,15 +2,14 @@
 
 NOTE [ A rehearsal ]
 
-Rule 1. Backward runs as it does in training, into `.grad` that is empty, so that gradients take
-        the room that they take then. What was in `.grad` is put back, also of leaves that are not
-        the model's.
+Rule 1. Backward runs as in training and accumulates into an empty `.grad`, so that gradients take
+        the same memory. The previous `.grad` is restored, also that of leaves outside the model.
 Rule 2. Hooks of parameters do not run: one that steps an optimizer would train.
-Rule 3. Buffers, the attributes of modules with the lists and dicts among them, and the random
-        streams of torch, Python and numpy are put back. A parameter that a forward changes is an
-        error, since a copy of all parameters may not fit.
-Rule 4. The garbage collector does not run. What cycles hold would be freed at one moment on one
-        rank and at another on the next; peaks would differ, and the plans that follow from them.
+Rule 3. Buffers, the attributes of modules (lists and dicts included), and the random streams of
+        torch, Python and numpy are restored. If a forward changes a parameter, an error is raised,
+        since a copy of all parameters may not fit.
+Rule 4. The garbage collector is disabled. It would free reference cycles at different moments on
+        different ranks, so that the peaks would differ, and with them the plans.
 """
 
 from __future__ import annotations
@@ -37,16 +36,20 @@ __all__ = ["backward_within_model", "rehearsal", "uncollected"]
 
 @restoring
 def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[None]:
-    """Around steps of `module`, which leave no trace.
+    """Return a context in which steps of `module` leave no trace.
 
     Args:
         module: the model.
-        values: what else a step may change: arguments, and functions with what they read.
+        values: other values that a step may change: arguments, and functions, of which the modules
+            and tensors that they read are restored.
+
+    Raises:
+        ReplayError: a forward changed a parameter.
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
     found = AsFound([module, *_read(values)])
-    torch.clear_autocast_cache()  # casts that were made before would not be counted
+    torch.clear_autocast_cache()  # earlier casts would not be counted
     with (
         generators_restored(),
         _streams_restored(),
@@ -69,7 +72,7 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
 
 
 def _read(values: Iterable[object]) -> Iterator[object]:
-    """Yield values, and in the place of functions what they read."""
+    """Yield the values, with each function replaced by the modules and tensors that it reads."""
     for value in values:
         if callable(value) and not isinstance(value, nn.Module):
             held = Held(value)
@@ -79,10 +82,10 @@ def _read(values: Iterable[object]) -> Iterator[object]:
 
 
 def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[int, Tensor | None]:
-    """Call backward; what is no parameter of `model` has the gradients that it had before.
+    """Call backward, and restore the gradients of leaves that are not parameters of `model`.
 
     Returns:
-        The gradients of what is no parameter of `model`, by the id of the leaf.
+        The new gradients of these leaves, by the id of the leaf.
     """
     own = set(map(id, model.parameters()))
     leaves = [leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]
@@ -93,10 +96,10 @@ def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[in
 
 @restoring
 def uncollected() -> Generator[None]:
-    """Around what is measured: nothing is left of before, and nothing collected (See Rule 4).
+    """Return a context that collects garbage first, and then disables the collector (See Rule 4).
 
-    Around several rehearsals it walks all objects once. What these leave behind is young then,
-    and found at a hundredth of the time.
+    If the collector is disabled already (within another such context), the youngest generation
+    alone is collected, which takes a hundredth of the time.
     """
     gc.collect(2 if gc.isenabled() else 0)
     with Undoing() as undo:
@@ -108,7 +111,7 @@ def uncollected() -> Generator[None]:
 
 @restoring
 def _lent(leaves: Iterable[Tensor]) -> Generator[None]:
-    """Around a backward: leaves have no gradients yet, and no hooks (See Rules 1 and 2)."""
+    """Return a context in which leaves have neither gradients nor hooks (See Rules 1 and 2)."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]
     with Undoing() as undo:

@@ -1,4 +1,4 @@
-"""What a plan does with each block, in words and numbers."""
+"""The report of a plan: a table of its blocks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["BlockPlan", "Summary", "described", "rows_of"]
 
 
 class BlockPlan(NamedTuple):
-    """What is done with one call of a block.
+    """The planned treatment of one call of a block.
 
     Args:
-        name: its qualified name.
+        name: the qualified name of the block.
         kind: its class.
-        way: "keep", "keep products" (the results of products and attention, the rest is
+        way: "keep", "keep products" (the results of products and attention; the rest is
             recomputed), "recompute", "recompute, offload" (its input waits in host memory) or
             "invert".
-        num_forwards: how often its forward runs in a step, whole.
-        keeps_bytes: what it holds from forward to backward.
-        saves_bytes: what it holds less than if it kept every residual.
-        seconds: what backward pays, about.
+        num_forwards: the number of runs of its forward in a step, partial runs included.
+        keeps_bytes: the bytes that it holds from forward to backward.
+        saves_bytes: the bytes that it saves compared with keeping every residual.
+        seconds: the approximate time that backward pays.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Summary(NamedTuple):
     Args:
         model: the class of the model.
         rows: one for each call of a block.
-        num_blocks: how many modules are blocks.
-        num_seen: how many of them forwards called.
-        budget_bytes: what was asked for.
-        standing_bytes: of it, what is alive before a step; 0 for a budget of the step alone.
-        predicted_bytes: the peak, by what each block costs.
+        num_blocks: the number of modules that are blocks.
+        num_seen: the number of blocks that were called.
+        budget_bytes: the budget.
+        standing_bytes: the part of it that is alive before a step; 0 for a budget of "step".
+        predicted_bytes: the predicted peak.
         rehearsed_bytes: the peak of the step that was run.
-        least_bytes: a budget that suffices.
-        most_bytes: what a step takes that keeps everything.
+        least_bytes: the smallest budget known to suffice.
+        most_bytes: the predicted peak of a step that keeps everything.
         advice: further lines.
     """
 
@@ -100,7 +100,7 @@ def rows_of(
 
 
 def _sweep(schedule: Schedule) -> list[Keep | Tape | Advance]:
-    """The keeps, tapes and advances of forward."""
+    """Return the keeps, tapes and advances of forward."""
     found: list[Keep | Tape | Advance] = []
     for action in schedule.actions:
         if isinstance(action, (Keep, Tape, Advance)):
@@ -148,7 +148,7 @@ def described(plan: Summary) -> str:
 
 
 def _merged(rows: Sequence[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, BlockPlan]]:
-    """Rows that say the same, one after another, as one: first, last, and what they say each."""
+    """Merge equal consecutive rows into (first, last, row with the mean of their seconds)."""
     groups: list[list[BlockPlan]] = []
     for row in rows:
         if groups and _says(groups[-1][-1]) == _says(row):

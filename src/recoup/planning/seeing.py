@@ -2,15 +2,14 @@
 
 NOTE [ Blocks that are left out ]
 
-Rule 1. A plan is for the forward that calls the most blocks. If the step that was measured left
-        some out, a few forwards without gradients are run under other draws; the one that calls
-        the most of them is measured in its place, and rehearsed.
-Rule 2. A block that one of these forwards called, but not the one that was measured, is a stage of
-        the plan all the same: it takes its place in the order, and costs what the nearest block of
-        its class does.
-        No rehearsal calls it either: then a plan must be predicted to fit, too.
-Rule 3. A block that none of them called is no stage. If it comes, it is run again from its
-        arguments (See NOTE [ Following a plan ]).
+Rule 1. A plan is for the forward that calls the most blocks. If the measured step skipped some
+        blocks, a few forwards without gradients are run with other seeds. The one that calls the
+        most blocks is then measured instead, and rehearsed.
+Rule 2. A block that one of these forwards called, but the measured one did not, is a stage of the
+        plan, too: it takes its place in the order, with the cost of the nearest block of its
+        class. As no rehearsal calls it, the plan must also be predicted to fit.
+Rule 3. A block that none of them called is not a stage. If it is called later, it is recomputed
+        from its arguments (See NOTE [ Following a plan ]).
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def measure_most(
 
     Args:
         step: the step.
-        blocks: names and modules.
-        device: where bytes are counted.
+        blocks: the names and modules of the blocks.
+        device: the device whose bytes are counted.
 
     Returns:
-        The step with the seed under which it was measured, what was measured, and the blocks that
-        the forwards that were tried called, in order.
+        The step with the seed under which it was measured, the measurements, and for each forward
+        that was tried the blocks that it called, in order.
     """
     measured = measure_blocks(step, blocks, device)
     modules = [module for _, module in blocks]
@@ -71,10 +70,10 @@ def measure_most(
 
 
 def blocks_that_are_called(step: Step) -> list[Block]:
-    """Return blocks of a model in whose tree no blocks repeat.
+    """Return the blocks of a model whose module tree shows none.
 
     Those are the modules that one forward calls more than once (one block for all layers), or else
-    modules in lists that have none within.
+    repeated modules without submodules in lists.
     """
     named: list[Block] = list(cast("Iterator[Block]", step.model.named_modules()))[1:]
     modules = [module for _, module in named]
@@ -84,9 +83,10 @@ def blocks_that_are_called(step: Step) -> list[Block]:
 
 
 def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
-    """Return which of `modules` forwards call, in order, under one seed after another.
+    """Return which of `modules` a forward calls, in order, for one seed after another.
 
-    It ends with a forward that calls all that were called before, or when the first few are alike.
+    The search ends with a forward that calls all modules, when the first few forwards are equal, or
+    after 32 of them.
     """
     sequences: Sequences = []
     with step.rehearsed(), torch.no_grad():
@@ -135,13 +135,13 @@ def blocks_of_any_forward(
     sequences: Sequences,
     blocks: Sequence[Block],
 ) -> tuple[list[MeasuredCall], list[Cost]]:
-    """Return the calls and costs of a forward that calls all blocks that any did (See Rule 2).
+    """Return the calls and costs of a forward that calls the blocks of all forwards (See Rule 2).
 
     Args:
-        measured: the calls of the one that was measured.
-        costs: of them, and of what follows them.
-        sequences: the blocks that the forwards called, in order.
-        blocks: names and modules.
+        measured: the calls of the measured forward.
+        costs: the costs of these calls, and of the code after them.
+        sequences: the blocks that each forward called, in order.
+        blocks: the names and modules of the blocks.
     """
     names = {id(module): name for name, module in blocks}
     pairs = list(zip(measured, costs, strict=False))
@@ -169,7 +169,7 @@ def _insert(
         made = replace(call, name=name, module=module, is_estimated=True)
         pairs.insert(place, (made, cost))
         return
-    # The first of a chain: it is given what the one after it was, which then follows it.
+    # The new call begins a chain: it gets the input of the call after it, which is now linked.
     place = min(place, len(pairs) - 1)
     first, its_cost = pairs[place]
     pairs[place] = (replace(call, name=first.name, module=first.module), cost)

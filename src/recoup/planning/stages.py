@@ -2,18 +2,18 @@
 
 NOTE [ Stages and blocks ]
 
-Rule 1. A stage is a block whose forward hands the tensor that it is given from one module to the
-        next and returns what the last one returned. All of these modules can be blocks in its place
-        (the layers of a Swin stage and its downsampling), if several of them that have modules
-        within are alike.
-Rule 2. Only a forward shows that. Experts are alike in a list, too, but none is given what the one
-        before returned; and what a residual connection adds to a list of layers belongs to none of
-        them. Such a block stays one.
-Rule 3. What a stage computes beside the chain, of which it returns more, is outside of blocks then.
-Rule 4. Smaller blocks need fewer bytes at the least. A stage that keeps its products needs no input
-        of each block within, and is faster at some budgets. So both are measured, and the plan is
-        of those that are predicted to run less again in the budget; if no rehearsal of them keeps
-        to it, of the others.
+Rule 1. A stage is a block whose forward passes its input from one submodule to the next and
+        returns the output of the last one. All of these submodules can be blocks in its place (the
+        layers of a Swin stage and its downsampling), if several of them that have submodules are
+        of one class.
+Rule 2. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
+        but none receives the output of the one before; and a residual connection around a list of
+        layers belongs to none of the layers. Such a block is not divided.
+Rule 3. If a stage is divided, its other computations, such as further outputs, are outside blocks.
+Rule 4. Smaller blocks have a smaller least budget. An undivided stage that keeps its products does
+        not keep the input of each block within it, and is faster at some budgets. So both kinds
+        are measured. The plan uses the kind that is predicted to recompute less within the budget
+        or, if no rehearsal of that kind keeps to the budget, the other one.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = [
 
 
 class PricedBlocks(NamedTuple):
-    """Blocks, what they cost, and what can be done with them.
+    """Blocks with their costs and the best plans for them.
 
     Args:
         step: the step, with the seed under which it was measured.
-        blocks: names and modules.
-        calls: of the blocks that were seen, in order.
-        costs: of them, and of what follows them.
+        blocks: the names and modules of the blocks.
+        calls: the calls of blocks that were seen, in order.
+        costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
     """
 
@@ -67,12 +67,12 @@ class PricedBlocks(NamedTuple):
 
 
 def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> PricedBlocks:
-    """Measure blocks, and find what can be done with them.
+    """Measure blocks, and find the best plans for them.
 
     Args:
         step: the step.
-        blocks: names and modules.
-        device: where bytes are counted.
+        blocks: the names and modules of the blocks.
+        device: the device whose bytes are counted.
 
     Raises:
         ValueError: no forward calls them.
@@ -93,26 +93,26 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
 
 
 def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
-    """Let plans be compared with the plain step, if there is room for it.
+    """Run the plain step, if there is room for it, and compare plans with its outcome.
 
     Args:
-        kind: blocks, and what they cost.
-        device: where bytes are counted.
+        kind: blocks with their costs.
+        device: the device whose bytes are counted.
     """
     verification = kind.step.verification
     if not verification.is_plain:
         most_bytes = kind.points[-1].peak_bytes
-        lacks_room = not has_room(device, most_bytes + most_bytes // 4)  # free bytes lie in pieces
+        lacks_room = not has_room(device, most_bytes + most_bytes // 4)  # fragmentation
         if not largest_among_ranks(kind.step.model, [float(lacks_room)])[0]:
             verification.expect(plain_outcome(kind.step), is_plain=True)
 
 
 def expect_again(kind: PricedBlocks, device: torch.device) -> None:
-    """Run what plans are compared with once more, for what it differs from itself by.
+    """Run the step that plans are compared with again, and allow the spread of its outcomes.
 
     Args:
-        kind: blocks, and what they cost.
-        device: where bytes are counted.
+        kind: blocks with their costs.
+        device: the device whose bytes are counted.
     """
     step = kind.step
     if step.verification.is_plain:
@@ -122,11 +122,11 @@ def expect_again(kind: PricedBlocks, device: torch.device) -> None:
 
 
 def fastest_first(kinds: Sequence[PricedBlocks], budget_bytes: int) -> list[PricedBlocks]:
-    """Return kinds of blocks in the order of what their plans for a budget are predicted to cost.
+    """Return the kinds of blocks, sorted by the predicted cost of their plans for a budget.
 
     Args:
-        kinds: some.
-        budget_bytes: of a step.
+        kinds: the kinds of blocks.
+        budget_bytes: the budget of a step.
     """
 
     def cost(kind: PricedBlocks) -> tuple[float, int]:
@@ -138,13 +138,13 @@ def fastest_first(kinds: Sequence[PricedBlocks], budget_bytes: int) -> list[Pric
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
-    """Return blocks, and before them those with the ones within stages in the place of the stages.
+    """Return the kinds of blocks to choose from: those with divided stages (if any), and `blocks`.
 
-    One forward without gradients is run if a block has a list of alike modules within it.
+    One forward without gradients is run if a block contains a list of modules of one class.
 
     Args:
         step: the step.
-        blocks: names and modules.
+        blocks: the names and modules of the blocks.
     """
     stages = [module for _, module in blocks if _may_be_a_stage(module)]
     if not stages:
@@ -166,7 +166,7 @@ def _may_be_a_stage(module: nn.Module) -> bool:
 
 
 def _are_apart(modules: Sequence[nn.Module]) -> bool:
-    """Whether none comes twice, and none is within another."""
+    """Whether no module occurs twice, and none is within another."""
     within = [id(each) for module in modules for each in module.modules() if each is not module]
     ids = {id(module) for module in modules}
     return len(ids) == len(modules) and ids.isdisjoint(within)
@@ -185,7 +185,7 @@ _Chains = dict[int, list[_Call]]
 
 
 class _Watch:
-    """Sees what each module within stages calls, and with what."""
+    """An observer of the modules that each module within stages calls, and of their inputs."""
 
     def __init__(self) -> None:
         self.chains: _Chains = {}
@@ -229,7 +229,7 @@ def _remove(handles: Sequence[Any]) -> None:
 
 
 def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:
-    """Return the blocks within a stage, also within stages of it; or the module itself."""
+    """Return the blocks within a stage, recursively; if `module` is no stage, the module itself."""
     calls = chains.get(id(module), [])
     if not calls or not all(call.is_chain for call in calls):
         return [module]

@@ -1,4 +1,4 @@
-"""What is alive before a step: parameters, buffers, the state of an optimizer."""
+"""The memory alive before a step: parameters, buffers and the state of an optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["standing_bytes"]
 
 
 def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of parameters, buffers and, after its first step, of the optimizer."""
+    """Return the bytes of parameters, buffers and the optimizer state after its first step."""
     own = _bytes_of((*model.parameters(), *model.buffers()))
     return own if optimizer is None else own + _state_bytes(optimizer)
 
@@ -34,7 +34,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
-    """Return the state of a copy that has stepped on parameters without memory."""
+    """Return the state of a copy of `optimizer` after a step on meta tensors."""
     other: Any = copy.copy(optimizer)
     other.state = cast("Any", defaultdict)(dict)
     other.param_groups = []

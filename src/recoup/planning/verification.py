@@ -1,18 +1,19 @@
 """A comparison of planned steps with the plain step.
 
-NOTE [ What is compared ]
+NOTE [ Compared steps ]
 
-Rule 1. Every rehearsal begins from the same state and the same draws, so gradients of parameters
-        and of example arguments, buffers and the random stream must be those of the plain step.
-Rule 2. The plain step is run once, if there is room for all that it keeps. Otherwise rehearsals are
-        compared with the measured step, which runs every block again and keeps no products. What a
-        block does wrong whenever it runs again is not seen then.
-Rule 3. Compared are sketches, since a second set of gradients may not fit: of each tensor its norm,
-        its largest entry, and sums under random signs, which no other tensor shares but by chance.
-        They are taken when the bytes of the step have been read.
-Rule 4. Sketches may differ by the rounding of kernels. Where they differ by more, the plain step is
-        run once more. The distance between its two runs (kernels that add up in an order of their
-        own) is then allowed as well, as far as it can be rounding.
+Rule 1. Every rehearsal begins with the same state and the same random streams. So the gradients of
+        parameters and of example arguments, the buffers and the random streams must be those of the
+        plain step.
+Rule 2. The plain step is run once, if there is room for its residuals. Otherwise rehearsals are
+        compared with the measured step, which recomputes every block and keeps no products. An
+        error that a block makes in every recomputation is then not detected.
+Rule 3. Sketches are compared, since a second set of gradients may not fit. The sketch of a tensor
+        is its norm, its largest entry and sums under random signs, in which two different tensors
+        agree only by chance. Sketches are taken after the bytes of the step have been read.
+Rule 4. Sketches may differ by the rounding of kernels. If they differ by more, the plain step is
+        run once more. The distance between its two runs (from kernels that sum in no fixed order)
+        is then allowed as well, as far as it can be rounding.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ _NUM_SUMS = 8
 _ROW = 2**12  # entries whose signs are drawn; rows differ by a factor
 _NUM_ROWS = 64  # at a time
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_ROUNDING = 16.0  # steps of the type
-_MOST = 2.0**-6  # more is no rounding, not even of 16-bit types
+_ROUNDING = 16.0  # in units of the eps of the type
+_MOST = 2.0**-6  # a larger relative difference is not rounding, even in 16-bit types
 _OWN_SPREAD = 4.0
-_SUMMANDS = 2.0**-4  # of the largest norm: what may have cancelled in a gradient that is small
+_SUMMANDS = 2.0**-4  # of the largest norm: summands may have cancelled in a small gradient
 
 
 class DifferentStepError(ReplayError):
-    """A planned step computed something else than the plain one."""
+    """The results of a planned step differ from those of the plain step."""
 
 
 class Sketch(NamedTuple):
-    """A few numbers that tell a tensor from others.
+    """A few numbers that distinguish a tensor from others.
 
     Args:
-        shape: of the tensor; None stands for no gradient.
-        norm: of its entries.
+        shape: the shape of the tensor; None stands for no gradient.
+        norm: the norm of its entries.
         numbers: sums under random signs, and the largest entry.
-        eps: the step of its type.
+        eps: the machine epsilon of its type; 0 for integers.
     """
 
     shape: tuple[int, ...] | None
@@ -65,8 +66,8 @@ class Outcome(NamedTuple):
     """Sketches of everything that a step changed.
 
     Args:
-        sketches: of gradients and buffers, by name.
-        states: where the generators stand.
+        sketches: the sketches of gradients and buffers, by name.
+        states: the states of the random generators.
     """
 
     sketches: dict[str, Sketch]
@@ -74,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(model: nn.Module, given: Sequence[Tensor | None]) -> Outcome:
-    """Return what a step left on `model`, and in the gradients of its example arguments."""
+    """Return the outcome of a step from `model` and from `given`, the argument gradients."""
     states = generator_states()
     found: dict[str, Sketch] = {}
     with torch.no_grad():
@@ -88,7 +89,7 @@ def outcome_of(model: nn.Module, given: Sequence[Tensor | None]) -> Outcome:
 
 
 class Verification:
-    """The outcome that all rehearsals of a step must have."""
+    """The comparison of rehearsals of a step with an expected outcome."""
 
     def __init__(self) -> None:
         self._expected: Outcome | None = None
@@ -97,21 +98,22 @@ class Verification:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the outcome is that of the plain step (See Rule 2)."""
+        """Whether the expected outcome is that of the plain step (See Rule 2)."""
         return self._is_plain
 
     def expect(self, outcome: Outcome, *, is_plain: bool) -> None:
-        """Expect what a step left.
+        """Set the expected outcome.
 
         Args:
-            outcome: of the step.
-            is_plain: whether nothing was run again in it. Such a step takes the place of others.
+            outcome: the outcome of a step.
+            is_plain: whether nothing was recomputed in that step. Its outcome then replaces that of
+                a step with recomputation.
         """
         if self._expected is None or is_plain > self._is_plain:
             self._expected, self._is_plain = outcome, is_plain
 
     def expect_again(self, outcome: Outcome) -> None:
-        """Allow what another run of the step that is expected differs by (See Rule 4)."""
+        """Allow the distance of `outcome`, from another run of the expected step (See Rule 4)."""
         if self._expected is None:
             return
         for name, sketch in outcome.sketches.items():
@@ -119,7 +121,7 @@ class Verification:
             self._spread[name] = max(self._spread.get(name, 0.0), spread)
 
     def difference(self, outcome: Outcome) -> str | None:
-        """Return a message if a planned step left something else (See Rule 4), or None."""
+        """Return a message if `outcome` differs from the expected one (See Rule 4), else None."""
         return None if self._expected is None else self._first_difference(outcome, self._expected)
 
     def _first_difference(self, outcome: Outcome, expected: Outcome) -> str | None:
@@ -146,7 +148,7 @@ class Verification:
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Whether so many bytes can be allocated, as far as the system tells."""
+    """Whether `num_bytes` can be allocated, according to the system."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -194,7 +196,7 @@ def _sketch(tensor: Tensor | None) -> Sketch:
     for rows in _rows(_parts(tensor)):
         places = torch.arange(num_rows, num_rows + len(rows), device=rows.device)
         num_rows += len(rows)
-        factors = 1 + (places.to(torch.float64) * _GOLDEN).frac()  # so that rows that swap show
+        factors = 1 + (places.to(torch.float64) * _GOLDEN).frac()  # so that swaps of rows show
         more = factors @ (rows @ _signs(rows.device)[: rows.shape[1]])
         sums = more if sums is None else sums + more
         both = torch.stack([rows.square().sum(), rows.abs().max()])
@@ -211,7 +213,7 @@ def _is_inexact(tensor: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield tensors of plain memory that make up a gradient."""
+    """Yield the strided tensors that a gradient consists of."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     if local.layout is torch.sparse_coo:
         whole = local.coalesce()
@@ -223,7 +225,7 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _rows(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield matrices of `_ROW` columns; the last row of a part is one of its own, and may end."""
+    """Yield matrices of `_ROW` columns; the rest of a part follows as one shorter row."""
     for part in parts:
         flat = part.detach().reshape(-1)
         whole = len(flat) // _ROW * _ROW
@@ -241,7 +243,7 @@ def _double(values: Tensor) -> Tensor:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(20)  # the default one is the model's
+    generator = torch.Generator().manual_seed(20)  # leaves the default one to the model
     drawn = torch.randint(
         0, 2, (_ROW, _NUM_SUMS), generator=generator, dtype=torch.float64, device="cpu"
     )

@@ -1,4 +1,4 @@
-"""How much work a call does, counted and not clocked: the same on every machine and every day."""
+"""The work of a call, counted instead of timed, so that it is reproducible."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from recoup._core.saved_tensors import storage_of
 
 __all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
 
-# Floating-point operations in the time in which one byte is moved, about: what decides between a
-# product and an elementwise operator. Choices depend little on it, and shall not depend on the day.
+# The approximate number of floating-point operations in the time in which one byte is moved. It
+# weighs products against elementwise operators. Choices depend little on it; a constant keeps them
+# reproducible.
 _FLOPS_PER_BYTE = {"cpu": 10.0, "cuda": 100.0}
-# Drawing a byte of random numbers takes as long as moving so many.
+# Drawing a byte of random numbers takes as long as moving this many bytes.
 _BYTES_PER_DRAWN_BYTE = {"cpu": 30.0}
 
 _COSTLY = frozenset((
@@ -31,10 +32,10 @@ _COSTLY = frozenset((
 
 
 def is_costly(func: Any) -> bool:
-    """Whether what an operator makes is worth to be kept.
+    """Whether the output of an operator is worth keeping.
 
-    Products, convolutions, attention, recurrent layers, and the masks of dropouts, of which bits
-    are kept.
+    That holds for products, convolutions, attention, recurrent layers, and dropout masks, which are
+    kept as bits.
     """
     name = getattr(getattr(func, "_overloadpacket", func), "__name__", "")
     return name in _COSTLY or "_attention" in name or is_mask(func)
@@ -49,10 +50,10 @@ class Product(NamedTuple):
     """A costly operator that ran.
 
     Args:
-        name: of the operator.
-        work: counted.
-        num_bytes: of what it made.
-        is_needed: whether anything was saved after it began, so that a second run gets there.
+        name: the name of the operator.
+        work: its counted work.
+        num_bytes: the bytes of its output.
+        is_needed: whether a residual was saved after it began, so that recomputation reaches it.
     """
 
     name: str
@@ -62,9 +63,10 @@ class Product(NamedTuple):
 
 
 class WorkCounter(TorchDispatchMode):
-    """A context that counts the work of the operators within it, and what regions do not keep.
+    """A mode that counts the work of operators, and the residuals that regions do not keep.
 
-    Work is in bytes moved; a floating-point operation of a product counts for a fraction of one.
+    Work is measured in bytes moved; a floating-point operation of a product counts as a fraction of
+    a byte.
     """
 
     supports_higher_order_operators = True
@@ -80,12 +82,12 @@ class WorkCounter(TorchDispatchMode):
 
     @restoring
     def counting(self) -> Generator[None]:
-        """Return a context whose operators are counted."""
+        """Return a context in which operators are counted."""
         with InMode(self), heard_by(self) as self._around:
             yield
 
     def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
-        """Take note that a region does not keep `tensor`."""
+        """Record that a region does not keep the residual `tensor`."""
         self._num_needed = len(self._products)
         if tensor.layout is torch.strided:
             self._told.append(weakref.ref(tensor.untyped_storage()))
@@ -101,12 +103,12 @@ class WorkCounter(TorchDispatchMode):
         ]
 
     def alive_bytes(self, left_out: set[int]) -> int:
-        """Bytes of what regions do not keep that are alive all the same."""
+        """Return the bytes of residuals that regions do not keep, but other code keeps alive."""
         found = {s.data_ptr(): s.nbytes() for ref in self._told if (s := ref()) is not None}
         return sum(size for key, size in found.items() if key not in left_out)
 
     def products_alive(self) -> list[bool]:
-        """Of each costly operator, whether what it made is alive."""
+        """Return, for each costly operator, whether its output is alive."""
         return [any(ref() is not None for ref in refs) for refs in self._made]
 
     def __torch_dispatch__(
@@ -130,7 +132,7 @@ class WorkCounter(TorchDispatchMode):
     def _note(self, func: Any, work: float, made: Sequence[Tensor]) -> None:
         if is_mask(func):
             self._products.append((str(func), work, -(-made[0].numel() // 8)))
-            self._made.append([])  # the bits are nobody's residual
+            self._made.append([])  # the bits themselves are no residual
             return
         storages = {storage_of(t): t.untyped_storage() for t in made if storage_of(t)}
         num_bytes = sum(storage.nbytes() for storage in storages.values())
@@ -140,7 +142,7 @@ class WorkCounter(TorchDispatchMode):
 
 @functools.cache
 def _flop_registry() -> dict[Any, Any]:
-    # Where torch has triton, this file of torch's imports it: not before something is counted.
+    # Imported late, because this module of torch imports triton where that is installed.
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry

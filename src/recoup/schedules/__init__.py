@@ -1,7 +1,7 @@
-"""Schedules as data: what a chain of stages keeps, runs again or inverts, and in which order.
+"""Schedules as data: which states a chain keeps, which stages it recomputes or inverts, and when.
 
-A `Schedule` is a list of actions for one executor; `simulate` says what it costs without running
-it. Nothing here knows of tensors.
+A `Schedule` is a list of actions for one executor; `simulate` computes its cost without running
+it. Nothing in this package depends on tensors.
 """
 
 from __future__ import annotations

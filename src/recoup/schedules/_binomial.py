@@ -1,4 +1,4 @@
-"""Revolve's least number of forward runs, with each stage taped on its last pass."""
+"""The binomial schedule: revolve with each stage taped in the last pass over it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["binomial"]
 def binomial(n: int, slots: int) -> Schedule:
     """Reverse a chain with `slots` kept states and the fewest forward runs that this allows.
 
-    A stage that revolve runs for the last time before its backward is run with its tape there
-    and then, so no stage is run twice in a row; a state that only its own stage's backward would
-    need is not kept beside that tape. This is ``num_advances(n, slots) + 1`` forward runs, `n` of
-    them in the sweep: the optimum of chains whose backward needs the states alone.
+    The last run of a stage before its backward makes its tape, so no stage is run twice in a row
+    as in `revolve`; a state that only the backward of its own stage would need is not kept beside
+    that tape. This is ``num_advances(n, slots) + 1`` forward runs, `n` of
+    them in the sweep: the optimum for chains whose backward needs the states alone.
 
-    Kept: at most `slots` states, and the tape of the stage in front of each of them, and one tape
-    more. If a tape is little more than its stage's output (tanh, sigmoid), the state behind it
+    Kept: at most `slots` states, the tape of the stage in front of each of them, and one more
+    tape. If a tape is little more than its stage's output (tanh, sigmoid), the state behind it
     *is* that tape and the peak is about `slots` units; if states and tapes are one unit each, it
     is at most ``2 * slots + 2`` units with the working state. Where tapes are much larger than
-    states `revolve` holds one tape at a time for `n` - 1 runs more, and `optimal` weighs
+    states, `revolve` holds one tape at a time for `n` - 1 more runs, and `optimal` weighs
     both. Backward pays ``num_advances(n, slots) + 1 - n`` forward runs.
 
     Args:
@@ -51,22 +51,21 @@ def binomial(n: int, slots: int) -> Schedule:
     )
 
 
-# A part of the chain that waits to be solved: first stage, one past the last, slots, whether its
 def _solve(n: int, start: int, stop: int, slots: int, kept: bool) -> list[Action | Part]:
-    """One pass through a part none of whose stages is taped, the working state being its input.
+    """Return one pass through a part without tapes, whose input is the working state.
 
-    The pass tapes its last stage, ``middle - 1``. What is behind it is solved first, with one slot
-    less; then that tape is reversed; then what is before it, with all slots.
+    The pass tapes its last stage, ``middle - 1``. The part behind that stage is solved first, with
+    one slot less. Then the stage is reversed, and the part before it is solved with all slots.
     """
     if start == stop:
         return []
     if stop == n:
-        # In the sweep the stage at the very end is run once more than revolve counts.
+        # Revolve does not count the run of the last stage in the sweep.
         length = stop - start
         middle = start + (best_split(length, slots) if length > 1 else 1)
     else:
-        # Revolve's part ends with a stage that the pass before has taped and that is reversed by
-        # now: it is one stage longer than what is left to do here.
+        # The part of revolve is one stage longer: it ends with a stage that the pass before has
+        # taped, and that is reversed by now.
         middle = start + best_split(stop - start + 1, slots)
     todo: list[Action | Part] = []
     if middle - 1 == start:

@@ -1,4 +1,4 @@
-"""No memory for what can be inverted."""
+"""The constant schedule: invertible stages keep no memory."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Way = Literal["invert", "recompute", "keep"]
 
 
 def constant(ways: int | Sequence[Way]) -> Schedule:
-    """Get each stage's input back by inverting it, or as is said for that stage.
+    """Restore the input of each stage by inverting it, or in the way given for that stage.
 
-    Kept: the output of each run of inverted stages, the input of each recomputed stage, the tape
-    of each kept stage; so one state in all if every stage is inverted, whatever the depth.
+    Kept: the output of each sequence of inverted stages, the input of each recomputed stage, and
+    the tape of each kept stage; so one state in all if every stage is inverted, at any depth.
     Backward pays one inverse of each inverted stage, which also makes its tape, and one forward
     run of each recomputed one.
 
     Args:
-        ways: what to do for each stage, ``"invert"``, ``"recompute"`` or ``"keep"``; or the
-            number of stages, all of them inverted.
+        ways: the way of each stage, ``"invert"``, ``"recompute"`` or ``"keep"``; or the number of
+            stages, all of them inverted.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: there is no stage, or a way is none of the three.
+        ValueError: there is no stage, or a way is not one of the three.
 
     Example:
         >>> from recoup.schedules import constant, simulate
@@ -71,7 +71,7 @@ def _checked(ways: int | Sequence[Way]) -> Sequence[Way]:
 
 
 def _kept(ways: Sequence[Way]) -> set[int]:
-    """The states to keep: inputs of recomputed stages, outputs where a run of inverses begins."""
+    """Return the states to keep: inputs of recomputed stages, and outputs to invert from."""
     kept = {i for i, way in enumerate(ways) if way == "recompute"}
     kept |= {i + 1 for i, way in enumerate(ways) if way == "invert" and not _inverted(ways, i + 1)}
     return kept
@@ -83,7 +83,7 @@ def _inverted(ways: Sequence[Way], index: int) -> bool:
 
 def _sweep(ways: Sequence[Way], kept: set[int]) -> list[Action]:
     actions: list[Action] = []
-    start = 0  # where the stages that are run without a tape, and not yet said so, begin
+    start = 0  # of the stages that are run without a tape and have no action yet
     for index in range(len(ways) + 1):
         taped = index < len(ways) and ways[index] == "keep"
         if start < index and (index in kept or taped or index == len(ways)):

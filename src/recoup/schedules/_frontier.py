@@ -1,4 +1,4 @@
-"""Time against bytes: the fastest schedule for every number of bytes."""
+"""The frontier of time against bytes: the fastest schedule for every budget."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from recoup.schedules.table import Table
 
 __all__ = ["Candidate", "Point", "fastest", "frontier"]
 
-# Bytes are counted in this many levels at least, and in as many as the work of a search allows.
+# Bytes are rounded to at least this many levels, and to as many as the work of a search allows.
 _NUM_LEVELS = 160
 _WORK = 3_000_000
-# Longer chains are cut in about as many groups; to find the least bytes, only beyond the second.
+# Longer chains are cut into about `_NUM_GROUPS` groups; to find the least bytes, only chains longer
+# than `_NUM_EXACT` are cut.
 _NUM_GROUPS = 64
 _NUM_EXACT = 128
-# Where there are more points than this, every second, third, ... is built.
+# If there are more points than this, only every second, third, ... is built.
 _NUM_POINTS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A schedule with what it costs.
+    """A point of the frontier: a schedule and its cost.
 
     Args:
         peak_bytes: its peak, as `simulate` counts it.
         seconds: its time, as `simulate` counts it.
-        num_forwards: runs of a stage's forward.
+        num_forwards: number of forward runs of stages.
         schedule: the schedule.
 
     Example:
@@ -54,27 +55,27 @@ class Point:
 def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     """Find, for every number of bytes, the schedule with the least time.
 
-    Searched are the schedules of `optimal`. Points are left out, as few and as slow as can be, so
-    that more bytes never run more forwards; `optimal` finds them. Of more than 100 points every
-    second, third, ... is left out as well.
+    The search covers the schedules of `optimal`. Some points are left out, as few and as slow as
+    possible, so that a point with more bytes never runs more forwards; `optimal` still finds them.
+    Of more than 100 points, only every second, third, ... is returned.
 
     If all sizes are small multiples of one size (at most 256 of them hold everything; more in
-    short chains), every point is exact. Otherwise sizes are rounded, to a 160th of what `linear`
-    holds or finer, and once more to a 160th of a fourth of that, and so on; then a little of the
-    bytes may be left unused, but no schedule holds more than is said. The least feasible bytes
-    are exact for up to 128 stages in any case.
+    short chains), every point is exact. Otherwise sizes are rounded, to a 160th of the peak of
+    `linear` or finer, then for small budgets to a 160th of a fourth of that, and so on. Then a
+    schedule may leave a few bytes unused, but never exceeds its `peak_bytes`. The least feasible
+    bytes are exact for up to 128 stages in any case.
 
-    Chains of more than 64 stages are cut in about as many groups of neighbours, at small states.
-    Lost are segments that begin within one group and end within another, and in backward a tape
-    of a part of a group; beyond 128 stages also segments of the sweep within a group, and the
-    least feasible bytes are those of the least of what is left. What the sweep tapes and inverts
-    is chosen stage by stage in any case.
+    Chains of more than 64 stages are cut into about 64 groups of neighbours, at small states. The
+    search then lacks segments that begin within one group and end within another, and in backward
+    tapes of a part of a group. Beyond 128 stages it also lacks segments of the sweep within a
+    group, and the least feasible bytes are those of the remaining schedules. The stages that the
+    sweep tapes or inverts are chosen one by one in any case.
 
-    Kept: nothing; each point says what its schedule keeps. The search takes seconds for 1000
+    Kept: nothing; each point holds its schedule and its peak. The search takes seconds for 1000
     stages.
 
     Args:
-        costs: what each stage costs, first stage first.
+        costs: the cost of each stage, in order.
 
     Returns:
         Points from the least feasible bytes to the most, with falling seconds and never more
@@ -100,7 +101,7 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     step = 1 + len(found) // _NUM_POINTS
     schedules = [found[0].build(), *(each.build() for each in found[1::step])]
     points: list[Point] = []
-    # `linear` ends it: another one may be as fast with fewer bytes where a stage takes no time.
+    # `linear` is last. If a stage takes no time, another schedule may be as fast with fewer bytes.
     for schedule in (*schedules, linear(len(costs))):
         simulation = simulate(schedule, costs=costs)
         if not points or simulation.seconds <= points[-1].seconds:
@@ -111,8 +112,11 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
 
 
 def _never_more_forwards(points: Sequence[Point]) -> list[Point]:
-    """Choose the first point, one of the fastest, and between them those with the least time over
-    all budgets that do not run more forwards than one before."""
+    """Return a subset of points of which none runs more forwards than the one before.
+
+    It has the first point, a fastest one, and between them those with the least time over all
+    budgets.
+    """
     least, before = [0.0], [0]
     for stop in range(1, len(points)):
         peak_bytes, num_forwards = points[stop].peak_bytes, points[stop].num_forwards
@@ -132,23 +136,23 @@ def _never_more_forwards(points: Sequence[Point]) -> list[Point]:
 
 
 class Candidate(NamedTuple):
-    """A schedule that is not built yet, and what it costs."""
+    """A schedule that is not built yet, with its cost."""
 
     peak_bytes: int
     seconds: float
     build: Callable[[], Schedule]
 
 
-@lru_cache(maxsize=2)  # who asks for several budgets asks in a row
+@lru_cache(maxsize=2)  # for calls of `optimal` with several budgets
 def fastest(costs: tuple[Cost, ...]) -> tuple[Candidate, ...]:
-    """The fastest schedules by rising bytes, none of them beaten in both; `linear` left out."""
+    """Return the Pareto-optimal schedules in order of bytes, without `linear`."""
     # The least bytes are exact where every stage can be a group of its own.
     num_groups = _NUM_EXACT if len(costs) <= _NUM_EXACT else _NUM_GROUPS
     least, schedule = smallest(Chain(costs, num_groups, is_split=True))
     seconds = simulate(schedule, costs=costs).seconds
     found = [Candidate(least, seconds, lambda: schedule)]
-    # Pieces of long groups are smaller than the units that bytes are counted in: by rounding, a
-    # choice among them would seem to cost nothing.
+    # Parts of groups of long chains are smaller than the unit of bytes: a choice among them would
+    # seem to cost nothing after rounding.
     is_long = len(costs) > 2 * _NUM_GROUPS
     num_groups = _NUM_GROUPS * 3 // 4 if is_long else _NUM_GROUPS
     chain = Chain(costs, num_groups, is_split=not is_long)
@@ -165,17 +169,17 @@ def fastest(costs: tuple[Cost, ...]) -> tuple[Candidate, ...]:
 
 
 def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
-    """Units to count bytes in, finest first, each with a number of levels and the first of use."""
+    """Yield units of bytes, finest first, each with the number of levels and the first used one."""
     divisor = gcd(*(size for cost in chain.costs for size in _sizes(cost))) or 1
     most = simulate(linear(chain.num_stages), costs=chain.costs).peak_bytes
     size, least = max(most, least) - chain.base, least - chain.base
     work = sum(len(chain.choices(*segment)) for segment in chain.segments()) or 1
-    # A tape should be a unit at least, or half of one in the longest chains.
+    # A tape should have at least one unit, or half of one in the longest chains.
     num_levels = max(_NUM_LEVELS, chain.num_stages * 2 // 5, min(_WORK // work, 1024))
     exact = size // divisor
     if exact <= 256 or exact * work <= _WORK:
         num_levels = max(num_levels, exact)
-    # The groups of long chains do not get near the least bytes.
+    # Long chains, which are cut into groups, do not get near the least bytes.
     near = 16 * least if chain.num_stages <= 2 * _NUM_GROUPS else 64 * least
     ranges = [size]
     while ranges[-1] > max(num_levels * divisor, near):
@@ -183,7 +187,7 @@ def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
     first = 0
     for size in reversed(ranges):
         yield divisor * max(1, ceil(size / (num_levels * divisor))), num_levels * 9 // 8, first
-        first = num_levels // 4  # what is below has been counted in finer units
+        first = num_levels // 4  # lower levels were covered by finer units
 
 
 def _sizes(cost: Cost) -> Iterator[int]:

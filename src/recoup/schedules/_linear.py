@@ -1,4 +1,4 @@
-"""Keep every tape: the plain run, as a schedule."""
+"""The linear schedule: keeps every tape, as plain autograd does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["linear"]
 
 
 def linear(n: int) -> Schedule:
-    """Tape every stage in the sweep; the fastest way and the largest.
+    """Tape every stage in the sweep; the fastest schedule, with the most memory.
 
     Kept: `n` tapes. Backward pays nothing: `n` forward runs in all.
 

@@ -1,4 +1,4 @@
-"""The fastest schedule within a number of bytes, for stages of any cost."""
+"""The optimal schedule: the fastest one within a byte budget, for stages of any cost."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["optimal"]
 def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
     """Find the schedule with the least forward time whose peak is at most `budget` bytes.
 
-    Searched are all persistent schedules: each stage is either taped when it is passed, or the
+    The search covers all persistent schedules: each stage is either taped when it is passed, or the
     input of a segment is kept, the segment is run without tapes, and later it is solved in the
-    same manner. Where the costs allow it, an input is offloaded instead of kept; and in the sweep
-    a stage is taped with one of its thinner tapes, or it is passed and its input is got back by
-    inverting it, from an output that is at hand when the stages behind are reversed. The bytes
-    are those of `simulate`, which has the last word: the peak never exceeds the budget, and a
-    larger budget never costs more time.
+    same way. Where the costs allow it, an input may be offloaded instead of kept. In the sweep a
+    stage may also be taped with one of its thinner tapes, or be run without a tape and inverted in
+    backward, from its output, which is available when the stages behind it are reversed. Bytes are
+    counted as `simulate` counts them: the peak never exceeds the budget, and a larger budget never
+    costs more time.
 
-    Kept: what fits in `budget`; what `frontier` says of sizes that are rounded holds here.
+    Kept: what fits in `budget`. Sizes are rounded as in `frontier`.
 
     Args:
-        costs: what each stage costs, first stage first.
-        budget: bytes.
+        costs: the cost of each stage, in order.
+        budget: the budget in bytes.
 
     Returns:
         The schedule.
 
     Raises:
-        ScheduleError: no persistent schedule fits; the message names the least feasible bytes.
+        ScheduleError: no persistent schedule fits; the message has the least feasible bytes.
         ValueError: `costs` is empty.
 
     Example:

@@ -1,4 +1,4 @@
-"""Revolve as it was published: one tape at a time."""
+"""The revolve schedule as published, with one tape at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Part", "revolve", "solved"]
 def revolve(n: int, slots: int) -> Schedule:
     """Reverse a chain with `slots` kept states and one tape at a time.
 
-    Every stage is run once with its tape, immediately before its backward, beside the fewest
-    advances that `slots` slots allow. `binomial` runs up to ``n - 1`` forwards less for the same
-    number of slots, but holds up to ``slots + 1`` tapes.
+    Every stage is run once with its tape, immediately before its backward, in addition to the
+    fewest advances that `slots` slots allow. `binomial` runs up to ``n - 1`` forwards fewer with
+    the same number of slots, but holds up to ``slots + 1`` tapes.
 
     Kept: at most `slots` states and one tape; with states and tapes of one unit each, at most
     ``slots + 2`` units with the working state. ``num_advances(n, slots) + n`` forward runs in
@@ -24,7 +24,7 @@ def revolve(n: int, slots: int) -> Schedule:
     Args:
         n: number of stages.
         slots: number of states that may be kept, the chain's input included. More than ``n - 1``
-            change nothing.
+            have no further effect.
 
     Returns:
         The schedule.
@@ -45,15 +45,19 @@ def revolve(n: int, slots: int) -> Schedule:
     return Schedule(n, solved((0, n, slots, False), _solve), name=f"revolve, {slots} slots")
 
 
-# A part of the chain that waits to be solved: first stage, one past the last, slots, whether its
-# input is kept already.
+# A part of the chain that is to be solved: its first stage, one past its last stage, its slots, and
+# whether its input is kept already.
 Part = tuple[int, int, int, bool]
 
 
 def solved(whole: Part, solve: Callable[..., list[Action | Part]]) -> tuple[Action, ...]:
-    """Return the actions of a part whose solution has parts that are to be solved.
+    """Return the actions of a part, whose solution may contain further parts.
 
-    Without recursion: a chain of 1000 stages nests deeper than Python allows.
+    This is not recursive, because a chain of 1000 stages nests deeper than Python allows.
+
+    Args:
+        whole: the part.
+        solve: a function that returns the actions of a part, with parts among them.
     """
     actions: list[Action] = []
     waiting: list[Action | Part] = [whole]
@@ -67,7 +71,7 @@ def solved(whole: Part, solve: Callable[..., list[Action | Part]]) -> tuple[Acti
 
 
 def _solve(start: int, stop: int, slots: int, kept: bool) -> list[Action | Part]:
-    """One pass through a part, the working state being its input."""
+    """Return one pass through a part whose input is the working state."""
     if stop - start == 1:
         drop: list[Action | Part] = [Drop(start)] if kept else []
         return [*drop, Tape(start), Reverse(start)]

@@ -1,4 +1,4 @@
-"""What a schedule costs, without running it."""
+"""Simulation: computes the cost of a schedule without running it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["Simulation", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What `simulate` found.
+    """The result of `simulate`.
 
     Args:
-        num_forwards: runs of a stage's forward, with or without a tape; in part, for a variant.
-        num_inverses: runs of a stage's inverse.
-        peak_bytes: the most that is held at any time; `simulate` says what is counted.
-        peak_states: the most states that are kept at any time, the working state left out.
-        peak_tapes: the most tapes that are held at any time.
-        forwards_per_stage: `num_forwards`, stage by stage.
+        num_forwards: number of forward runs of stages, with or without a tape, including partial
+            runs for thin tapes.
+        num_inverses: number of inverse runs of stages.
+        peak_bytes: the most bytes held at any time, counted as in `simulate`.
+        peak_states: the most states kept at any time, without the working state.
+        peak_tapes: the most tapes held at any time.
+        forwards_per_stage: `num_forwards` for each stage.
         seconds: time of all runs and inverses, of thin tapes and of offloading; 0 without costs.
-        peak_offloaded_bytes: the most that is in host memory at any time.
+        peak_offloaded_bytes: the most bytes in host memory at any time.
 
     Example:
         >>> from recoup.schedules import linear, simulate
@@ -53,36 +54,36 @@ def simulate(
 ) -> Simulation:
     """Walk through a schedule: check every action, count the runs and the bytes.
 
-    Counted after every action, and after every stage of an `Advance`:
+    The bytes held are counted after every action, and after every stage of an `Advance`. They are:
 
     - every tape, with the stage's input in it;
     - every state that is kept or is the working state, once, unless it is the input of a tape
-      that is held (then it is in that tape's bytes).
+      that is held (then it is counted in that tape).
 
-    With `costs` also, and at the worst moment within each run:
+    With `costs`, these bytes are counted too, at the worst moment within each run:
 
-    - what a run needs for a moment beyond the stage's input, an inverse beyond the state that it
-      begins with, backward beyond the tape;
-    - what lies beside the chain between the stages that the sweep has passed, until each of them
-      is reversed, and what backward of each stage leaves.
+    - temporary memory of a run beyond the stage's input, of an inverse beyond its input, and of
+      backward beyond the tape;
+    - memory of code between the stages that the sweep has passed, until each of them is reversed,
+      and memory that the backward of each stage leaves.
 
-    Not counted: parameters, the chain's last state if `costs` are given (it is the caller's), and
-    without them what a stage allocates and frees while it runs, its input beside its output for
-    that moment, and gradients. The working state is let go of where backward begins. A schedule
-    that needs it in backward has to keep it at once, with the last action of the sweep.
+    Not counted are parameters and, if `costs` are given, the chain's last state, which belongs to
+    the caller. Without `costs`, temporary memory of a stage, its input while it makes its output,
+    and gradients are not counted either. The working state is released where backward begins. A
+    schedule that needs it in backward must keep it with the last action of the sweep.
 
     Args:
         schedule: the schedule.
-        state_bytes: bytes of a state; or of ``x_0 ... x_n``, ``n + 1`` numbers.
-        tape_bytes: bytes of a tape, the stage's input included; or of each stage's, ``n`` numbers.
-        costs: what each stage costs, in place of the sizes; what they rule out is refused.
+        state_bytes: bytes of every state; or of ``x_0 ... x_n``, ``n + 1`` numbers.
+        tape_bytes: bytes of every tape, the stage's input included; or of each tape, ``n`` numbers.
+        costs: the cost of each stage, used instead of the sizes; actions that they rule out raise.
 
     Returns:
         The counts. With the default sizes `peak_bytes` is in units of one state or tape.
 
     Raises:
-        ScheduleError: an action is impossible where it stands, or something is missing at the
-            end; the message names the action, its position, and what it needs.
+        ScheduleError: an action is impossible at its position, or the schedule is incomplete; the
+            message names the action, its position and the reason.
         ValueError: a sequence has the wrong length, or a size is negative.
 
     Example:

@@ -1,4 +1,4 @@
-"""Ever shorter segments: memory of about ``sqrt(2 n)`` for at most one extra run of each stage."""
+"""The sqrt schedule: memory of about ``sqrt(2 n)`` for at most one extra run of each stage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["sqrt"]
 
 
 def sqrt(n: int) -> Schedule:
-    """Cut the chain in segments of ``k, k - 1, ...`` stages and tape one segment at a time.
+    """Cut the chain into segments of ``k, k - 1, ...`` stages and tape one segment at a time.
 
-    When a segment is taped, the inputs of all segments before it are kept, so later segments
-    have to be shorter: each needs as much as any other, and the peak is 29 % below that of equal
-    segments. The last segment is taped in the sweep and never run again.
+    When a segment is taped, the inputs of all segments before it are kept, so later segments are
+    shorter: each segment then has the same peak, 29 % below that of segments of equal length. The
+    last segment is taped in the sweep and never run again.
 
     Kept: the input of each segment but the last, and the tapes of one segment; with states and
     tapes of one unit each, at most ``k + 1`` units with the working state, where ``k`` is the
@@ -62,13 +62,13 @@ def sqrt(n: int) -> Schedule:
 
 
 def _segments(n: int) -> list[int]:
-    """Lengths of the segments: the fewest of ``k, k - 1, ...`` that reach `n`, the first cut."""
+    """Return the segment lengths: the fewest of ``k, k - 1, ...`` that reach `n`, the first cut."""
     longest = (isqrt(8 * n - 7) + 1) // 2
     segments: list[int] = []
     while sum(segments) < n:
         segments.append(longest - len(segments))
-    # What is too much comes off the first segment: the last one is run only once, so it should
-    # be as long as the peak allows.
+    # The excess is cut from the first segment: the last one is run only once, so it should be as
+    # long as the peak allows.
     segments[0] -= sum(segments) - n
     return segments
 

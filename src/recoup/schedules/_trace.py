@@ -1,4 +1,4 @@
-"""Memory over time while a schedule is executed."""
+"""Traces: the memory of a schedule over time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from recoup.schedules.walk import Walk
 
 __all__ = ["Moment", "trace"]
 
-# Backward of a product is two products.
+# Time of backward in forwards: the backward of a product is two products.
 _BACKWARD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An action on one stage.
+    """A moment of a trace: an action on one stage.
 
     Args:
         action: the action.
-        seconds: when it ends, if backward of a stage takes twice its forward.
-        peak_bytes: most that is held within it, as `simulate` counts.
-        held_bytes: what is held after it.
+        seconds: the time of its end, if the backward of a stage takes twice its forward.
+        peak_bytes: the most bytes held during it, as `simulate` counts them.
+        held_bytes: the bytes held after it.
         is_backward: whether it belongs to backward.
 
     Example:
@@ -41,17 +41,17 @@ class Moment:
 
 
 def trace(schedule: Schedule, costs: Sequence[Cost]) -> tuple[Moment, ...]:
-    """Return what is held in each moment of a schedule; the highest peak is that of `simulate`.
+    """Return the memory at each moment of a schedule; the highest peak is that of `simulate`.
 
     Args:
         schedule: the schedule.
-        costs: what each stage costs.
+        costs: the cost of each stage.
 
     Returns:
-        A moment for each action; for each of its stages, of an `Advance`.
+        A moment for each action; an `Advance` has one for each of its stages.
 
     Raises:
-        ScheduleError: an action is impossible where it stands.
+        ScheduleError: an action is impossible at its position.
 
     Example:
         >>> from recoup.schedules import Cost, linear, trace
@@ -60,7 +60,7 @@ def trace(schedule: Schedule, costs: Sequence[Cost]) -> tuple[Moment, ...]:
     """
     walk = Walk.of(costs)
     moments: list[Moment] = []
-    thin = dict.fromkeys(range(len(costs)), 0.0)  # what backward pays for the tape of a stage
+    thin = dict.fromkeys(range(len(costs)), 0.0)  # time that backward pays for the tape of a stage
     clock = 0.0
     for action in _singly(schedule.actions):
         walk.peak, before = 0, walk.seconds

@@ -1,18 +1,19 @@
-"""What a schedule is made of: actions on the states and the tapes of a chain.
+"""Actions on the states and the tapes of a chain, and schedules, which consist of them.
 
 A chain of ``n`` stages has the states ``x_0 ... x_n``; stage ``i`` makes ``x_{i+1}`` from
-``x_i``. Its *tape* is all that its backward needs. At any time there is one *working state*;
-a kept state occupies memory until it is dropped, a tape until its stage is reversed. An offloaded
-state occupies host memory instead.
+``x_i``. Its *tape* is everything that its backward needs. At any time there is one *working
+state*. A kept state occupies memory until it is dropped, a tape until its stage is reversed. An
+offloaded state occupies host memory instead.
 
 NOTE [ The order of actions ]
 
 Rule 1. A schedule begins with the working state ``x_0`` and runs forward until the working
         state is ``x_n``: that part is the *sweep*, executed while the model computes its output.
-Rule 2. What follows is executed in backward, one `Reverse` a stage, from ``n - 1`` down to 0.
-Rule 3. A stage must have a tape when it is reversed; a stage is taped once.
-Rule 4. A working state from which no stage is left to run or to invert is gone: in backward, that
-        of a higher number than the stage that is reversed.
+Rule 2. The actions after the sweep are executed in backward, with one `Reverse` for each stage,
+        from ``n - 1`` down to 0.
+Rule 3. A stage must have a tape when it is reversed; a stage is taped only once.
+Rule 4. A working state from which no stage is left to run or to invert is released: in backward,
+        when a stage of a lower number is reversed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of the state ``x_index``, which is kept or offloaded."""
+    """Release the state ``x_index``, which is kept or offloaded."""
 
     index: int
 
@@ -112,7 +113,7 @@ class Invert:
 
 @dataclass(frozen=True, slots=True)
 class Reverse:
-    """Backward of stage ``index``: its tape goes. The working state is not touched."""
+    """Run the backward of stage ``index``, and release its tape."""
 
     index: int
 
@@ -125,12 +126,12 @@ Action = Keep | Offload | Drop | Load | Advance | Tape | Invert | Reverse
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a chain of `num_stages` stages gets back what its backward needs: a list of actions.
+    """A schedule: the actions that run a chain forward and restore its tapes in backward.
 
     Args:
         num_stages: number of stages of the chain.
-        actions: the sweep, then backward; see NOTE [ The order of actions ].
-        name: for reports.
+        actions: the actions of the sweep, then of backward; see NOTE [ The order of actions ].
+        name: the name in reports.
 
     Example:
         >>> from recoup.schedules import Keep, Reverse, Schedule, Tape
@@ -151,14 +152,14 @@ class Schedule:
         begins = self._backward_begins()
         for title, part in (("sweep", self.actions[:begins]), ("backward", self.actions[begins:])):
             words = f"{title}: " + ", ".join(map(str, part))
-            # A line may break at its spaces only where an action ends.
+            # Lines are wrapped only between actions.
             words = words.replace(" ", "\0").replace(",\0", ", ").replace(":\0", ": ")
             wrapped = wrap(words, width=100, subsequent_indent=" " * (len(title) + 2))
             lines += [line.replace("\0", " ") for line in wrapped]
         return "\n".join(lines)
 
     def _backward_begins(self) -> int:
-        """Position of the first action of backward; see NOTE [ The order of actions ]."""
+        """Return the position of the first action of backward (NOTE [ The order of actions ])."""
         swept = False
         for position, action in enumerate(self.actions):
             if swept:

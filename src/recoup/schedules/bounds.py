@@ -1,6 +1,6 @@
-"""What no schedule can beat: closed forms for uniform chains.
+"""Lower bounds for schedules: closed forms for uniform chains.
 
-They are those of Griewank and Walther, "Algorithm 799: revolve" (2000), in terms of
+They are from Griewank and Walther, "Algorithm 799: revolve" (2000), in terms of
 *slots*: kept states, ``x_0`` among them, beside one working state.
 """
 
@@ -18,11 +18,11 @@ __all__ = [
 
 
 def require_positive(name: str, value: int) -> None:
-    """Refuse a count below one.
+    """Raise a ValueError if a count is below one.
 
     Args:
         name: the argument's name, for the message.
-        value: what was got.
+        value: the count.
 
     Raises:
         ValueError: `value` is below one.
@@ -35,11 +35,11 @@ def require_positive(name: str, value: int) -> None:
 
 
 def beta(slots: int, sweeps: int) -> int:
-    """Length of the longest chain that `slots` slots reverse with no stage run over `sweeps` times.
+    """Return the length of the longest chain that can be reversed with these slots and sweeps.
 
     Args:
         slots: number of states that may be kept, ``x_0`` included.
-        sweeps: most often that any one stage may be advanced over.
+        sweeps: the most times that any one stage may be advanced over.
 
     Returns:
         The binomial coefficient of ``slots + sweeps`` over ``slots``; 0 if `sweeps` is negative.
@@ -55,7 +55,7 @@ def beta(slots: int, sweeps: int) -> int:
 
 
 def num_sweeps(n: int, slots: int) -> int:
-    """The least number of times that the most advanced stage must be advanced over.
+    """Return the least number of times that some stage must be advanced over.
 
     Args:
         n: number of stages.
@@ -82,12 +82,12 @@ def num_sweeps(n: int, slots: int) -> int:
 
 
 def num_advances(n: int, slots: int) -> int:
-    """The least number of advances that reverse a chain, in closed form.
+    """Return the least number of advances with which a chain can be reversed, in closed form.
 
-    An advance is a run of one stage that brings the working state forward; the run that makes
-    what backward needs is not among them. A schedule that tapes every stage on its last pass runs
-    one forward more than this in all (`binomial`), one that runs every stage once more for its
-    tape `n` more (`revolve`).
+    An advance is a run of one stage that brings the working state forward, without the run that
+    makes the tape. In all, a schedule that tapes every stage on its last pass runs one forward more
+    than this (`binomial`), and one that runs every stage once more for its tape runs `n` more
+    (`revolve`).
 
     Args:
         n: number of stages.
@@ -110,10 +110,10 @@ def num_advances(n: int, slots: int) -> int:
 
 
 def best_split(n: int, slots: int) -> int:
-    """How far to advance before the next state is kept, so that the advances are fewest.
+    """Return the distance to advance before the next state is kept that minimizes the advances.
 
-    Several distances are optimal in general; this is the longest of them, which nests the fewest
-    segments in one another.
+    In general several distances are optimal; this is the longest of them, which leads to the
+    least nesting of segments.
 
     Args:
         n: number of stages, at least 2.
@@ -134,6 +134,6 @@ def best_split(n: int, slots: int) -> int:
     sweeps = num_sweeps(n, slots)
     if slots == 1:
         return n - 1
-    # The part behind the split has one slot less; neither part may need more than it can have
-    # (beta) while the other has room to spare, or a stage is run once more for nothing.
+    # The part behind the split has one slot less. Neither part may be longer than its bound (beta)
+    # while the other one is shorter, or a stage is run once more than necessary.
     return min(beta(slots, sweeps - 1), n - beta(slots - 1, sweeps - 1))

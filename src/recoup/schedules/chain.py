@@ -1,20 +1,21 @@
-"""What can be done with each segment of a chain, and how many bytes each choice needs.
+"""The choices for each segment of a chain, and the bytes that each choice needs.
 
-NOTE [ Bytes that a choice needs ]
+NOTE [ The bytes of a choice ]
 
-Rule 1. Bytes are counted as `simulate` counts them. A segment is solved with a number of bytes that
-        includes what lies beside the chain and what backward has left, but not what is kept for
-        the segments around it. So a choice has three parts: what it needs by itself, what it
-        keeps while the later part is solved, and the parts.
-Rule 2. Segments that end with the chain are solved in the sweep: beside them is what the stages
-        passed so far have there (`_passed`). All others are solved in backward, when all stages
-        behind them are reversed: beside them is what is there then (`_behind`).
+Rule 1. Bytes are counted as `simulate` counts them. The bytes of a segment include memory beside
+        the chain and memory that backward has left, but not states and tapes that are kept for
+        other segments. The peak of a choice is the largest of three terms: the bytes that it needs
+        by itself, the bytes of the later part plus those that are kept meanwhile, and the bytes of
+        the earlier part, if it is solved, too.
+Rule 2. Segments that end with the chain are solved in the sweep, with memory of the stages passed
+        so far beside the chain (`_passed`). All others are solved in backward, when all stages
+        behind them are reversed, with the memory that is then beside the chain (`_behind`).
 Rule 3. A segment that does not end with the chain is run again. So it contains no fixed stage, and
-        no stage but its first one is unlinked.
-Rule 4. In a long chain neighbours are grouped: the ends of a long segment are borders of groups,
-        and if it is run again its first group is taped whole or not at all. Within one group
-        that is run again, and for what the sweep tapes and inverts, every stage counts for
-        itself.
+        no stage but its first one may be unlinked.
+Rule 4. In a long chain neighbours are grouped. The ends of a long segment are borders of groups,
+        and if it is run again, its first group is taped completely or not at all. Within one group
+        that is run again, and for the tapes and inverses of the sweep, stages are chosen one by
+        one.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _Way = Literal["tape", "keep", "offload", "invert"]
 
 
 class Choice(NamedTuple):
-    """How to begin a segment.
+    """A choice: a way to begin a segment.
 
     Args:
         way: tape the first stages, keep or offload the input of the first part, or invert the
             first stage.
-        middle: where the first part ends and the later one begins.
-        variant: of the tape.
-        needs: bytes that this takes at the worst moment outside of the parts.
-        keeps: bytes that are kept while the later part is solved.
-        seconds: time, but for that of the parts that are solved.
+        middle: the stage at which the first part ends and the later one begins.
+        variant: the variant of the tape.
+        needs: the bytes at the worst moment, without the parts that are solved.
+        keeps: the bytes that are kept while the later part is solved.
+        seconds: the time, without that of the parts that are solved.
     """
 
     way: _Way
@@ -56,8 +57,8 @@ class Chain:
     """A chain of stages with their costs.
 
     Args:
-        costs: what each stage costs.
-        num_groups: how many groups it is cut in, more or less; the choices are the third power.
+        costs: the cost of each stage.
+        num_groups: the approximate number of groups; the number of choices is its third power.
         is_split: whether segments of the sweep may begin and end within groups.
     """
 
@@ -89,17 +90,17 @@ class Chain:
         self._passing = [self._passes(index) for index in range(num_stages)]
 
     def run(self, start: int, stop: int) -> float:
-        """Seconds of one run of a segment."""
+        """Return the seconds of one run of a segment."""
         return self._until[stop] - self._until[start]
 
     def segments(self) -> Iterator[tuple[int, int]]:
-        """The segments that may be run again, each after all that are within it."""
+        """Yield the segments that may be run again, each after all segments within it."""
         for start in reversed(range(self.num_stages)):
             for stop in self.ends(start):
                 yield start, stop
 
     def ends(self, start: int) -> list[int]:
-        """Where segments may end that begin at `start` and are run again."""
+        """Return the ends of segments that begin at `start` and are run again."""
         last = min(self._reach[start], self.num_stages - 1)
         border = self._next[start]
         ends = list(range(start + 1, min(border, last) + 1))
@@ -109,7 +110,7 @@ class Chain:
         return ends
 
     def choices(self, start: int, stop: int) -> tuple[Choice, ...]:
-        """All ways to begin a segment; the first is to tape."""
+        """Return all ways to begin a segment; the first one is to tape."""
         key = start, stop
         if key not in self._choices:
             is_last = stop == self.num_stages
@@ -118,7 +119,7 @@ class Chain:
         return self._choices[key]
 
     def handed_over(self, start: int) -> int:
-        """Bytes needed after a segment of the sweep whose input shall be at hand then."""
+        """Return the bytes after a segment of the sweep whose input is then the working state."""
         return self.states[start] + self._behind[start]
 
     def _in_backward(self, start: int, stop: int) -> Iterator[Choice]:
@@ -190,7 +191,7 @@ class Chain:
         return index == self.num_stages or self.costs[index].is_linked
 
     def _reaches(self) -> list[int]:
-        """How far a segment can go that begins at each stage and is run again (See Rule 3)."""
+        """Return, for each stage, the last end of a segment that is run again (See Rule 3)."""
         reach = list(range(self.num_stages + 1))
         for start in reversed(range(self.num_stages)):
             if self.costs[start].is_fixed:
@@ -200,7 +201,7 @@ class Chain:
         return reach
 
     def _borders(self, num_groups: int) -> list[int]:
-        """Borders of groups of neighbours, at small states where there is a choice."""
+        """Return the borders of groups of neighbours, at small states if there is a choice."""
         longest = -(-self.num_stages // num_groups)
         borders = [0]
         while borders[-1] < self.num_stages:
@@ -212,8 +213,10 @@ class Chain:
         return borders
 
     def _taping(self, start: int, stop: int) -> tuple[int, int]:
-        """Bytes for taping stages once more and reversing them: beside what is then there, and
-        in all."""
+        """Return the bytes to tape stages again and to reverse them.
+
+        The first number does not include the bytes beside the chain.
+        """
         running, reversing = 0, self.base
         for index in range(start, stop):
             cost = self.costs[index]
@@ -229,10 +232,10 @@ class Chain:
         return running, reversing
 
     def _passes(self, start: int) -> tuple[list[int], ...]:
-        """Bytes for running from `start` to the first, second, ... stage after it, without tapes.
+        """Return the bytes to run from `start` without tapes to the first, second, ... stage after.
 
-        With the input kept and with it offloaded, in backward (beside what is then there); then
-        both in the sweep (in all).
+        The four lists are: with the input kept, with it offloaded, both in backward (beyond the
+        bytes beside the chain); then the same two in the sweep (in all).
         """
         ends = self.ends(start)
         stop = ends[-1] if ends else start
@@ -257,5 +260,5 @@ class Chain:
 
 
 def _reversing(cost: Cost) -> int:
-    """What backward from the whole tape needs, whatever the stage before does."""
+    """Return the bytes of backward from the whole tape, if the stage before may be taped."""
     return cost.tape_bytes + cost.reverse_bytes + cost.lent_bytes

@@ -1,4 +1,4 @@
-"""What one stage of a chain costs, in seconds and bytes."""
+"""The cost of a stage of a chain, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Cost", "Thin"]
 
 @dataclass(frozen=True, slots=True)
 class Thin:
-    """Another tape of a stage: less is kept, and backward pays for what is missing.
+    """A thin tape of a stage: keeps a part of the whole tape, and backward recomputes the rest.
 
     Args:
-        tape_bytes: bytes of this tape, the stage's input included, its output left out.
-        seconds: what backward pays for it.
+        tape_bytes: bytes of this tape, with the stage's input and without its output.
+        seconds: the time that backward pays for it.
         tape_run_bytes: as in `Cost`, for a run that makes this tape.
         reverse_bytes: as in `Cost`, for a backward from this tape.
 
@@ -40,34 +40,35 @@ class Thin:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one stage costs. With the first three alone, what a run needs for a moment is free.
+    """The cost of one stage. By default, only time, states and tapes count.
 
     Args:
-        seconds: time of one forward run; any other unit of time will do, the same for all.
+        seconds: time of one forward run, in any unit of time that is the same for all stages.
         state_bytes: bytes of the stage's input.
-        tape_bytes: bytes of the stage's tape, its input included. Its output is left out, also
-            where the tape has it: the stage after this one counts it.
+        tape_bytes: bytes of the stage's tape, its input included. Its output is not counted, even
+            if the tape holds it: the stage after this one counts it.
         run_bytes: the most that a run without a tape has alive at one time beyond the stage's
             input: temporaries and output.
-        tape_run_bytes: the same for a run with a tape. An inverse is taken to have as much alive
-            beyond the state that it begins with.
+        tape_run_bytes: the same for a run with a tape. An inverse is assumed to need as much beyond
+            its input.
         reverse_bytes: the most that backward has alive at one time beyond the tape and beyond
             what was alive before.
-        left_bytes: what backward leaves alive: gradients of the stage's parameters, and of its
-            input less that of its output. It may be negative.
-        beside_bytes: what code between the stage before and this one keeps, from before this
+        left_bytes: bytes that backward leaves alive: gradients of the stage's parameters, plus that
+            of its input, minus that of its output. It may be negative.
+        beside_bytes: bytes that code between the stage before and this one keeps, from before this
             stage is first run until it is reversed.
-        is_linked: whether the input is what the stage before returned, so that running that one
-            again, or inverting this one, gives one from the other. Nothing is asked of the first.
+        is_linked: whether the input is the output of the stage before, so that it can be made by
+            running that stage again, and that output by inverting this stage. It has no effect on
+            the first stage.
         is_fixed: whether the stage can only be taped, when it is first passed.
         is_invertible: whether the stage can be inverted.
         invert_seconds: time of one inverse, which makes the tape on its way.
-        offload_seconds: time to move the input to host memory and back; None if it cannot be.
+        offload_seconds: time to move the input to host memory and back; None if that is impossible.
         variants: other tapes, for a stage that is taped in the sweep.
-        before_bytes: the most that code before the stage has alive for a moment, in the sweep,
-            beyond the stage's input and what lies beside the chain.
-        lent_bytes: how much more `reverse_bytes` is if the stage before is taped, whose tape holds
-            on to what would go while this stage is reversed.
+        before_bytes: the most temporary memory of code before the stage, in the sweep, beyond the
+            stage's input and the memory beside the chain.
+        lent_bytes: how much larger `reverse_bytes` is if the stage before is taped, because that
+            tape holds memory that would otherwise be freed while this stage is reversed.
 
     Raises:
         ValueError: a cost is negative or not finite, or a tape is smaller than the input.
@@ -115,7 +116,7 @@ class Cost:
                 )
 
     def tape(self, variant: int) -> Thin:
-        """The tape of that number: 0 is the whole one, which backward pays nothing for."""
+        """Return a tape by its number: 0 is the whole one, for which backward pays nothing."""
         if variant == 0:
             return Thin(self.tape_bytes, 0.0, self.tape_run_bytes, self.reverse_bytes)
         return self.variants[variant - 1]

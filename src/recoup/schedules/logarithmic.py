@@ -1,4 +1,4 @@
-"""Memory and extra time both logarithmic in the depth."""
+"""The log schedule: memory and extra time are both logarithmic in the depth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["log"]
 
 
 def log(n: int) -> Schedule:
-    """`binomial` with as many slots as runs: the least ``c`` for which ``C(2 c, c) >= n``.
+    """Return `binomial` with equally many slots and runs: the least ``c`` with ``C(2 c, c) >= n``.
 
     ``c`` grows like ``log_4 n``: 3 for 20 stages, 5 for 100, 7 for 1000, 11 for half a million.
 

@@ -1,4 +1,4 @@
-"""From what a person writes as `memory=` to a schedule."""
+"""Memory modes: turns the argument `memory=` into a schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Memory = str | int | Schedule
 
 
 def shown(memory: Memory) -> str:
-    """Return `memory` for a repr: of a schedule its name, not its actions."""
+    """Return `memory` for a repr; a schedule is shown by its name, without its actions."""
     return f"<schedule {memory.name}>" if isinstance(memory, Schedule) else repr(memory)
 
 
@@ -29,13 +29,14 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
         memory: "linear", "inputs", "sqrt", "log", "constant", a number of slots, or a
             schedule.
         num_stages: number of stages, at least 1.
-        ways: how each stage gets its input back under "constant"; all inverted if None.
+        ways: the way in which each stage restores its input under "constant"; all are inverted if
+            None.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: `memory` is none of these, or a schedule for another number of stages.
+        ValueError: `memory` is not one of these, or a schedule for another number of stages.
 
     Example:
         >>> from recoup.schedules.memory import schedule_for

@@ -1,8 +1,8 @@
-"""Persistent schedules: from a choice for each segment to actions; the smallest of them.
+"""Persistent schedules, built from a choice for each segment, and the one with the least peak.
 
-A schedule is persistent if what it keeps stays until what it is for is done: a stage is taped when
-it is passed and stays taped until it is reversed, or the input of a segment is kept, the segment
-is run without tapes, and later it is solved in the same manner.
+A schedule is persistent if it keeps each state and tape until it has served its purpose: a stage is
+taped when it is passed and stays taped until it is reversed, or the input of a segment is kept, the
+segment is run without tapes, and later it is solved in the same way.
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory" (2019).
@@ -30,21 +30,21 @@ from recoup.schedules.chain import Chain, Choice
 
 __all__ = ["Choose", "persistent", "smallest"]
 
-# Says how to begin a segment, start and stop and level given, and with which level its later part
-# is solved; the part before it is solved with the level that was given.
+# A function from the start, stop and level of a segment to the choice that begins it and the level
+# of its later part. The earlier part is solved with the level of the segment.
 Choose = Callable[[int, int, int], tuple[Choice, int]]
 
 
 class _Part(NamedTuple):
-    """A segment that waits to be solved, the working state being its input.
+    """A segment that is to be solved, whose input is the working state.
 
     Args:
         start: its first stage.
         stop: one past its last stage.
-        level: what it may use, for the choice.
+        level: its level of memory, for the choice.
         is_kept: whether its input is kept.
-        stays: whether its input, if it is kept, stays so.
-        returns: whether its input shall be the working state again when all is reversed.
+        stays: whether its input, if it is kept, stays kept.
+        returns: whether its input is to be the working state again after it is reversed.
     """
 
     start: int
@@ -101,12 +101,12 @@ def _begin(part: _Part, num_stages: int, choose: Choose) -> list[Action | _Part]
             return [*drop, *away, later, Load(start), Drop(start), *again, earlier, *back]
 
 
-# Of a segment: the least peak, seconds, and the choice that leads there.
+# The least peak of a segment, its seconds, and the choice that it begins with.
 _Least = tuple[int, float, Choice]
 
 
 def smallest(chain: Chain) -> tuple[int, Schedule]:
-    """A schedule with the least peak of all, found in bytes, without rounding."""
+    """Return the least peak, in bytes without rounding, and a schedule that has it."""
     best: dict[tuple[int, int], _Least] = {}
     for start, stop in chain.segments():
         best[start, stop] = _least(chain, best, start, stop)

@@ -1,4 +1,4 @@
-"""The fastest way through each segment, for each level of memory: Rotor's recurrence."""
+"""The table of the fastest solutions of segments by level of memory (the recurrence of Rotor)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Table"]
 
 
 class _Row(NamedTuple):
-    """Seconds of a segment by level.
+    """A row of the table: the seconds of a segment by level of memory.
 
     Args:
         low: the first level at which it is feasible.
@@ -41,7 +41,7 @@ _NOTHING = _Row(0, [], 0.0)
 
 
 class Table:
-    """Rows of all segments of a chain, with bytes counted in units."""
+    """A table with the rows of all segments of a chain, where levels are bytes in units."""
 
     def __init__(self, chain: Chain, unit: int, num_levels: int) -> None:
         self.chain = chain
@@ -61,7 +61,7 @@ class Table:
         return self._rows[start, stop] if start < stop else _NOTHING
 
     def levels(self, first: int) -> list[tuple[int, float]]:
-        """The levels from `first` on at which the whole chain gets faster, with its seconds."""
+        """Return the levels from `first` on at which the whole chain gets faster, with seconds."""
         row = self.row(0, self.chain.num_stages)
         found: list[tuple[int, float]] = []
         before = inf
@@ -72,8 +72,8 @@ class Table:
         return found
 
     def peak(self, start: int, stop: int, level: int) -> int:
-        """The bytes that the fastest way through a segment needs, not rounded."""
-        # Without recursion where segments follow one another: a sweep may have a thousand.
+        """Return the bytes, without rounding, that the fastest solution of a segment needs."""
+        # Segments that follow one another are not recursed into: a sweep may have a thousand.
         passed: list[tuple[tuple[int, int, int], int, int]] = []
         peak = 0
         while start < stop:
@@ -94,7 +94,7 @@ class Table:
         return peak
 
     def choose(self, start: int, stop: int, level: int) -> tuple[Choice, int]:
-        """How a fastest way through a segment begins, and the level of its later part."""
+        """Return the choice that begins a fastest solution, and the level of its later part."""
         key = start, stop, level
         if key not in self._choices:
             self._choices[key] = self._chosen(*key)
@@ -108,7 +108,7 @@ class Table:
         for choice in self.chain.choices(start, stop):
             later, low = self._later(choice, start, stop)
             if is_linear:
-                # By rounding, what is left may be a unit short of what taping the rest takes.
+                # After rounding, the level left may be a unit too low to tape the rest.
                 rest = self.row(choice.middle, stop)
                 return choice, max(level - later, rest.low + len(rest.values))
             if level < low:
@@ -127,15 +127,15 @@ class Table:
         return value
 
     def _units(self, num_bytes: int) -> int:
-        """Bytes in units, rounded to the nearest."""
+        """Return bytes in units, rounded to the nearest."""
         return (num_bytes + self.unit // 2) // self.unit
 
     def _level(self, num_bytes: int) -> int:
         return self._units(num_bytes - self.chain.base)
 
     def _later(self, choice: Choice, start: int, stop: int) -> tuple[int, int]:
-        """What a choice keeps, in units, and the first level at which it is feasible."""
-        # Rounded where it lies in the sum of all tapes, so that errors do not add up.
+        """Return the units that a choice keeps, and the first level at which it is feasible."""
+        # Rounded as a difference of running sums of tapes, so that rounding errors do not add up.
         before = self.chain.taped[start]
         keeps = self._units(before + choice.keeps) - self._units(before)
         low = max(self._level(choice.needs), keeps + self.row(choice.middle, stop).low)
@@ -156,7 +156,7 @@ class Table:
                     enough = max(enough, choice.keeps + self._linear[choice.middle, stop])
                 self._linear[start, stop] = enough
                 row = [inf] * min(max(self._level(enough), low), self.num_levels + 1)
-            # No choice is faster than what it pays on top of one run of each stage.
+            # The least time of a choice: one run of each stage, and its additional time.
             paid = choice.seconds - chain.run(start, choice.middle)
             if choice.way in ("keep", "offload"):
                 paid = choice.seconds

@@ -1,4 +1,4 @@
-"""The memory of a chain while a schedule is executed: what `simulate` walks with."""
+"""Walks: the state of a chain while a schedule is executed, for `simulate` and `trace`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from recoup.schedules.costs import Cost, Thin
 __all__ = ["Walk"]
 
 
-# A stage of which nothing is known but sizes: nothing is ruled out.
+# The cost of a stage of which only the sizes are known: it rules out no action.
 _ANY = Cost(0.0, 0, 0, is_invertible=True)
 
 
 class Walk:
-    """What is held, after every action and at the worst moment within it."""
+    """A walk through a schedule: counts memory and time action by action."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Walk:
         self.working: int | None = 0
         self.kept: set[int] = set()
         self.offloaded: set[int] = set()
-        self.tapes: dict[int, int] = {}  # the variant of each
-        self.remaining = self.num_stages  # stages that are not reversed; they are the first ones
+        self.tapes: dict[int, int] = {}  # the variant of the tape of each stage
+        self.remaining = self.num_stages  # the first stages, which are not reversed yet
         self.swept = False  # whether the working state has been x_n
         self.in_backward = False
         self.forwards = [0] * self.num_stages
@@ -62,12 +62,12 @@ class Walk:
 
     @classmethod
     def of(cls, costs: Sequence[Cost]) -> Walk:
-        """A walk with all that the costs say; the chain's last state is the caller's."""
+        """Return a walk with costs; the last state counts 0, as it belongs to the caller."""
         states = [*(cost.state_bytes for cost in costs), 0]
         return cls(states, [cost.tape_bytes for cost in costs], costs)
 
     def step(self, action: Action) -> str | None:
-        """Do one action; if it is impossible, do nothing and say why."""
+        """Do one action; if it is impossible, return the reason instead."""
         if self.swept and not self.in_backward and action != Keep(self.num_stages):
             self.in_backward = True
             self._work(None)
@@ -99,7 +99,7 @@ class Walk:
         self.peak_tapes = max(self.peak_tapes, len(self.tapes))
         return None
 
-    # -- what is refused -------------------------------------------------------------------
+    # -- refusals --------------------------------------------------------------------------
 
     def _refusal(self, action: Action) -> str | None:
         if not self._in_range(action):
@@ -195,17 +195,17 @@ class Walk:
     def _links(self, index: int) -> bool:
         return not 0 < index < self.num_stages or self.costs[index].is_linked
 
-    # -- what is held ----------------------------------------------------------------------
+    # -- bytes -----------------------------------------------------------------------------
 
     def _output(self, index: int) -> int | None:
-        """The state that a run of a stage makes."""
+        """Return the index of the state that a run of a stage makes, or None."""
         return index + 1 if not self.in_backward or self._links(index + 1) else None
 
     def _thin(self, index: int, variant: int) -> Thin:
         return self.thins[index][variant if self.is_costed else 0]
 
     def _enter(self, index: int, beyond: int) -> None:
-        """Count a run of a stage from the working state, which is its input."""
+        """Count a run of a stage whose input is the working state."""
         cost = self.costs[index]
         if not self.in_backward:
             self.held += cost.beside_bytes
