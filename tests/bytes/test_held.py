@@ -213,7 +213,7 @@ def number(output):
 
 @pytest.mark.parametrize("place", range(5), ids=["constant", "sqrt", "log", "1", "3"])
 class TestNothingStays:
-    @pytest.mark.sampled(1)
+    @pytest.mark.slow
     def test_after_twenty_steps(self, place):
         _, model, x = list(mixture())[place]
         peaks = []

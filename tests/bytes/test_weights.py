@@ -88,7 +88,7 @@ def test_noise_on_a_layer_is_not_held(name, how):
         assert beyond_the_law(name, precision, OURS[how]) <= 0, precision
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", NAIVE)
 def test_the_law_is_broken_by_what_keeps_noisy_weights(how):
     for precision in ("float32", "autocast"):
@@ -170,6 +170,7 @@ def test_a_forward_without_a_graph_leaves_its_output(name, mode):
         assert held_after(lambda: module(*inputs), (), mode) == plain
 
 
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("how", ["dropout", "noise"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_in_evaluation_a_layer_is_the_plain_one(name, how):
@@ -180,6 +181,7 @@ def test_in_evaluation_a_layer_is_the_plain_one(name, how):
     assert step_of(OURS[how](module, kind.pattern), inputs) == plain
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("name", LAYERS)
 def test_nothing_is_left_of_a_step(name):
     kind = LAYERS[name]
@@ -221,6 +223,7 @@ class Breaks(nn.Module):
         raise KeyError("broken")
 
 
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("name", LAYERS)
 def test_nothing_is_left_of_a_forward_that_breaks(name):
     kind = LAYERS[name]

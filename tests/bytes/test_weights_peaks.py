@@ -79,7 +79,7 @@ def batch():
 # -- peaks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("with_gradients", [True, False], ids=["accumulated", "fresh"])
 @pytest.mark.parametrize("how", OURS)
 def test_a_deep_stack_peaks_at_one_weight_more(how, with_gradients):
@@ -108,6 +108,7 @@ def test_a_deep_stack_that_keeps_noisy_weights_peaks_far_above(how):
     assert step.backward_peak >= plain.backward_peak + (DEPTH - 1) * WEIGHT
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", OURS)
 def test_a_deep_stack_under_autocast(how):
     x = batch()
@@ -134,7 +135,7 @@ def test_what_a_draw_takes_is_little_beside_a_large_weight(how):
     assert step_of(module, [x]).backward_peak <= plain.backward_peak + most
 
 
-@pytest.mark.sampled(59)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "how"),
     # torch's weight norm takes no sparse gradient.
@@ -184,6 +185,7 @@ def test_a_weight_used_at_both_ends_is_made_once_and_stays_in_between():
 # -- parts of a backward, and more than one --------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", OURS)
 def test_a_retained_graph_holds_what_it_held_before(how):
     module, x = stack(how), batch()
@@ -199,6 +201,7 @@ def test_a_retained_graph_holds_what_it_held_before(how):
         assert tracker.current_bytes == 0
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["linear", "lstm", "lstm, mkldnn off", "lstm cell, in a loop"])
 @pytest.mark.parametrize("wanted", ["input", "weights", "one weight", "bias"])
 def test_the_gradient_of_a_part(name, wanted):

@@ -337,7 +337,7 @@ def test_hooks_are_called_as_often(share: float):
     assert Counter(log) == Counter(wanted)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 def test_optimizers_in_backward(share: float):
     def trained(is_planned: bool) -> list[Tensor]:

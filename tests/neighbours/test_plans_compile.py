@@ -55,7 +55,7 @@ def test_compiled_before_the_plan(compiles: Callable[..., nn.Module]):
     assert peak.peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", [blocks_in_place, model_in_place, model_wrapped])
 def test_compiled_after_the_plan(compiles: Callable[..., nn.Module]):
     torch.manual_seed(0)

@@ -112,7 +112,7 @@ def step_bytes(module: Module) -> tuple[int, int]:
     return whole.least_bytes, whole.most_bytes
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}],

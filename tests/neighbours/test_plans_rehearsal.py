@@ -339,6 +339,7 @@ def test_a_failing_forward_leaves_no_trace():
     result_of(model, lambda: loss_of(model(x)).backward())
 
 
+@pytest.mark.slow
 def test_a_plan_made_under_autocast_keeps_to_its_budget():
     """Made within a context in which the model has run before."""
     torch.manual_seed(0)
@@ -499,7 +500,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_total_counts_the_state_before_the_first_step(kind: str):
     model, x = fresh()

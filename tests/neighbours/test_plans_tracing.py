@@ -54,6 +54,7 @@ def test_a_planned_model_is_written_down_as_the_plain_one(way: str, is_training:
     assert model.blocks[0].forward.follower is not None
 
 
+@pytest.mark.slow
 def test_what_is_exported_has_no_trace_of_a_plan():
     """N12"""
     model, x = planned()

@@ -78,6 +78,7 @@ class WritesToItsInput(Block):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_f1_blocks_that_are_wrong_whenever_they_run_again_are_refused():
     """The measured step is as wrong as the planned one, and the plain step is not."""
     torch.manual_seed(0)
@@ -92,6 +93,7 @@ def test_f1_blocks_that_are_wrong_whenever_they_run_again_are_refused():
         assert_same(result_of(model, lambda: loss_of(model(x)).backward()), plain)
 
 
+@pytest.mark.slow
 def test_f1_without_room_the_measured_step_is_compared(monkeypatch: pytest.MonkeyPatch):
     stages = importlib.import_module("recoup.planning.stages")
     monkeypatch.setattr(stages, "has_room", lambda device, num_bytes: False)

@@ -123,7 +123,7 @@ def under_autocast(model: nn.Module, x: Tensor) -> None:
     loss.backward()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 @pytest.mark.parametrize("step", [step_of, under_autocast])
 def test_tied_weights(step: Callable[..., Any], share: float):
@@ -155,7 +155,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("call", CALLS)
 def test_blocks_that_use(call: str):

@@ -177,6 +177,7 @@ def test_the_graph_used_three_times(case):
     case.same(act)
 
 
+@pytest.mark.sampled(17)
 def test_two_losses_and_a_part_first(case):
     def act(run, parameters, x):
         y = run(x)
@@ -190,6 +191,7 @@ def test_two_losses_and_a_part_first(case):
     case.same(act)
 
 
+@pytest.mark.sampled(13)
 def test_gradients_of_gradients(case, monkeypatch):
     def act(run, parameters, x):
         wanted = [x, *parameters.values()]
@@ -208,6 +210,7 @@ def product(weight, norms, dim):
     return weight * (norms / torch.norm_except_dim(weight, 2, dim))
 
 
+@pytest.mark.sampled(17)
 def test_two_forwards_before_backward(case):
     def act(run, parameters, x):
         one, two = run(x), run(x * 0.5)

@@ -259,6 +259,7 @@ def test_layers(call, way):
     assert_like_plain(call, *built("dense", way, "model"))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("call", CALLS)
 def test_blocks_that_have_their_own_draws(call):
     assert_like_plain(call, *built("dense", "stacked", "blocks"))
@@ -337,7 +338,7 @@ def shared_cases():
                     yield pytest.param(way, where, dropout, call, marks=marks)
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("way", "where", "dropout", "call"), list(shared_cases()))
 def test_a_block_that_is_used_again(way, where, dropout, call):
     """Over several steps whose draws follow each other."""
@@ -399,6 +400,7 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("around", ["forward", "backward", "both"])
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -681,6 +683,7 @@ class Breaks(nn.Module):
         return y.tanh()
 
 
+@pytest.mark.sampled(44)
 @LEAVES_GENERATORS
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("call", [call for call in CALLS if "selective" not in call])
@@ -919,7 +922,7 @@ def chain_cases():
                 yield pytest.param(kind, way, where, marks=marks, id=f"{kind}-{way}-{where}")
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "way", "where"), list(chain_cases()))
 def test_a_chain_in_every_memory(kind, way, where):
     model, x = chain(kind, way, where)
@@ -1021,7 +1024,7 @@ def flow(kind, where, way):
     return model, leaf(4, 6, 4, 4) if kind == "convolutions" else leaf(4, 6)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["dropout", "stacked"])
 @pytest.mark.parametrize("where", ["networks", "couplings", "flow"])
 @pytest.mark.parametrize("kind", ["dense", "convolutions", "shared", "twice"])

@@ -116,6 +116,7 @@ def step_of(module, inputs, around=nullcontext, around_backward=nullcontext, see
 AROUND = {"save_on_cpu": save_on_cpu, "cloned": Cloned, "logged": Logged}
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -148,7 +148,7 @@ class Net(nn.Module):
         return x
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Detached, Own])
 def test_in_planned_blocks(kind):
     """F9"""

@@ -216,6 +216,7 @@ def test_finetuning_stops_when_validation_no_longer_improves(lm_run, text):
     assert algorithm_1(rows, 0) == len(rows) - 1
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_averages_state_is_plain_values(lm_run, text):
     run = lm_run("--data", text, "--epochs", "2")
     state = averaging_of(run).state_dict()

@@ -53,6 +53,7 @@ def in_pieces(cache, lengths, *tensors):
     return torch.cat([cache.nll(*piece) for piece in pieces])
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     batch_size=st.integers(1, 3),

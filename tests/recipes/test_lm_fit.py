@@ -101,6 +101,7 @@ def test_a_checkpoint_from_within_an_epoch_is_not_gone_on_with(lm_run, text, ref
     assert "in the middle of an epoch" in message
 
 
+@pytest.mark.slow
 def test_validation_within_an_epoch_leaves_training_as_it_was(lm_run, text):
     often = ("--trainer.val_check_interval", "0.3", "--early_stopping.patience", "99")
     options = ("--data", text, "--epochs", "2", "--model.averaging", "never")
@@ -121,7 +122,7 @@ def test_the_run_leaves_its_settings_and_two_checkpoints(linear):
     assert not {"resume", "finetune"} & settings.keys()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["sqrt", "90 KiB"])
 @pytest.mark.parametrize("kind", ["locked", "independent"])
 def test_each_memory_goes_the_same_way(lm_run, text, memory, kind):
@@ -137,7 +138,7 @@ def test_each_memory_goes_the_same_way(lm_run, text, memory, kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10, msg=name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

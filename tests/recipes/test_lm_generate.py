@@ -52,7 +52,7 @@ def tokens_in(written):
     return [x for line in written.split("\n") for x in [*line.split(), "<eos>"]][:-1]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_tokens_are_drawn_as_the_network_has_them(words, capsys, temperature):
     """What is written must be a sum of draws: each count is as far from its mean as it may be."""

@@ -55,7 +55,7 @@ def rows_of(out):
 # -- how often, and how long -----------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,6 +100,7 @@ def test_a_run_that_ran_out_of_steps_goes_on_from_the_epoch_before(lm_run, text)
 
 # red: an epoch without a validation has the number of the one before (the case of
 # check_val_every_n_epoch above is red for the same reason)
+@pytest.mark.slow
 def test_an_epoch_without_validation_has_no_number_of_one(lm_run, text, capsys):
     run = lm_run("--data", text, "--epochs", "4", "--trainer.check_val_every_n_epoch", "2")
     assert [bool(row["val_perplexity"]) for row in run.metrics()] == [False, True] * 2
@@ -109,6 +110,7 @@ def test_an_epoch_without_validation_has_no_number_of_one(lm_run, text, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_each_validation_of_an_epoch_counts_for_the_trigger(lm_run, text):
     often = ("--trainer.val_check_interval", "0.5", "--early_stopping.patience", "99")
     run = lm_run("--data", text, *RESTLESS, "--epochs", "4", *often)
@@ -122,6 +124,7 @@ def test_each_validation_of_an_epoch_counts_for_the_trigger(lm_run, text):
 
 
 # red: the checkpoints go to where the run was
+@pytest.mark.slow
 def test_a_folder_that_was_moved_is_gone_on_with_where_it_is(lm_run, text):
     first = lm_run("--data", text, "--epochs", "1", "--out", "here")
     shutil.move("here", "there")
@@ -222,7 +225,7 @@ class Batches(Callback):
         self.windows.append((trainer.current_epoch, batch))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["linear", "sqrt"])
 def test_a_run_takes_the_steps_of_a_plain_loop(lm_run, text, memory):
     """With all but dropout: penalties, clipping, decay, a rate for each length, carried states."""
@@ -348,6 +351,7 @@ def test_the_twin_sees_the_average_while_it_is_validated(lm_run, text):
     assert all(twin.found)
 
 
+@pytest.mark.slow
 def test_noise_goes_on_in_a_resumed_run(lm_run, text):
     noise = ("--weight-noise", "0.3", "--model.weight_noise_start", "30")
     lm_run("--data", text, "--epochs", "2", *noise, "--out", "run")

@@ -21,6 +21,7 @@ def realnvp(shape=(1, 8, 8), **options):
     return RealNVP(shape, **{"levels": 17, "width": 6, "num_steps": 2} | options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -128,6 +129,7 @@ def test_the_density_of_moons_integrates_to_one(trained):
     flow.float()
 
 
+@pytest.mark.slow
 def test_samples_of_moons_lie_on_the_moons(trained):
     samples = trained.sample(500, temperature=0.8)
     nearest = torch.cdist(samples, moons(2000, 999)).amin(1)

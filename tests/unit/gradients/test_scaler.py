@@ -41,7 +41,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("windows", [1, 3])
 @pytest.mark.parametrize("way", ["step", "unscale", "clip", "several", "kept"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

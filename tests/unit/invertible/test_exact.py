@@ -73,6 +73,7 @@ def gradients(chain, x):
     return dict(zip(["input", *dict(chain.named_parameters())], found, strict=True))
 
 
+@pytest.mark.slow
 def test_constant_memory_gives_the_very_gradients_of_linear():
     """In a stiff net, where in floating point they would be wrong by more than their size."""
     chain = exact(200, 3.0)

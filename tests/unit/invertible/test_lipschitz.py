@@ -122,6 +122,7 @@ def test_weights_below_the_coefficient_and_of_zeros_stay_as_they_are(kind):
     assert layer.weight.grad.isfinite().all()
 
 
+@pytest.mark.sampled(4)
 def test_gradient_goes_through_the_norm(kind):
     layer, shape = kind
     with torch.no_grad():

@@ -106,6 +106,7 @@ def coarse(monkeypatch):
     monkeypatch.setattr(import_module("recoup.schedules._frontier"), "_WORK", 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("seed", range(3))
 def test_budgets_are_kept_and_time_falls_with_them(seed):

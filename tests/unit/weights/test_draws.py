@@ -680,6 +680,7 @@ KERNELS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(find_spec("numpy") is None, reason="Triton's interpreter needs numpy")
 def test_kernels_draw_from_philox():
