@@ -7,6 +7,8 @@ import os
 import hypothesis
 import pytest
 import torch
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from recoup.errors import DriftError
 from recoup.invertible import DriftGuard
@@ -93,3 +95,6 @@ def same_start():
     left_behind = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     assert left_behind == dtype, "the test changed the default dtype: give `dtype=` instead"
+    in_a_mode = is_in_torch_dispatch_mode()
+    _python_dispatch._is_in_torch_dispatch_mode = False
+    assert not in_a_mode, "the test left a dispatch mode entered"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ _FLAGS = tuple(
     if name.startswith("_is_in_") and isinstance(value, bool)
 )
 _modes: Any = torch._C
+# The flags are those of the process, and every mode restores the ones that it found. So threads
+# whose modes overlap would leave them set: the last of our modes to end restores the flags that
+# the first one found.
+_lock = threading.RLock()
+_active: set[int] = set()
+_found: list[Any] = []
 
 
 class InMode(Restoring):
@@ -28,18 +35,20 @@ class InMode(Restoring):
         mode: the mode.
     """
 
-    __slots__ = ("_flags", "_mode", "_num_around")
+    __slots__ = ("_mode", "_num_around")
 
     def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()
         self._mode = mode
         self._num_around = -1
-        self._flags: list[Any] = []
 
     def __enter__(self) -> Any:
-        self._flags = [getattr(dispatch, name) for name in _FLAGS]
-        self._num_around = _modes._len_torch_dispatch_stack()
-        self._mode.__enter__()
+        with _lock:
+            if not _active:
+                _found[:] = [getattr(dispatch, name) for name in _FLAGS]
+            self._num_around = _modes._len_torch_dispatch_stack()
+            _active.add(id(self))
+            self._mode.__enter__()
         return self._mode
 
     def restore(self) -> None:
@@ -47,16 +56,25 @@ class InMode(Restoring):
             return
         while _modes._len_torch_dispatch_stack() > self._num_around:
             _modes._pop_torch_dispatch_stack(None)
-        for name, value in zip(_FLAGS, self._flags, strict=True):
-            setattr(dispatch, name, value)
-        tell: Any = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
-        if tell is not None:
-            tell(getattr(dispatch, "_is_in_any_mode_without_ignore_compile_internals", False))
+        self._restore_flags()
         self._num_around = -1
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> bool | None:
         if kind is not None:
             self.restore()
         elif self._num_around >= 0:
-            self._mode.__exit__(kind, value, traceback)
+            with _lock:
+                self._mode.__exit__(kind, value, traceback)
+                self._restore_flags()
             self._num_around = -1
+
+    def _restore_flags(self) -> None:
+        with _lock:
+            _active.discard(id(self))
+            if _active:
+                return
+            for name, flag in zip(_FLAGS, _found, strict=True):
+                setattr(dispatch, name, flag)
+            tell: Any = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+            if tell is not None:
+                tell(getattr(dispatch, "_is_in_any_mode_without_ignore_compile_internals", False))
