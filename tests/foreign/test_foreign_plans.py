@@ -29,10 +29,7 @@ def quick_collector() -> Iterator[None]:
     gc.unfreeze()
 
 
-OVER = pytest.mark.xfail(reason="1.3 percent over the budget at one of the five", strict=False)
-
-
-@pytest.fixture(params=[pytest.param(n, marks=OVER if n == "DETR" else ()) for n in FOREIGN])
+@pytest.fixture(params=list(FOREIGN))
 def foreign(request: pytest.FixtureRequest) -> Foreign:
     torch.manual_seed(0)
     made = FOREIGN[request.param]()
