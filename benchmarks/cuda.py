@@ -22,7 +22,10 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(f"{sys.executable} has no torch; name one that has: make cuda PYTHON=.venv/bin/python")
 
 ROOT = Path(__file__).parent.parent
 # Seconds for each part; the first come first if all of them together take too long.
