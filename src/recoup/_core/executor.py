@@ -31,7 +31,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -43,8 +42,13 @@ from recoup._core.drift_watch import Watch
 from recoup._core.lazy_values import HasTensor, Source, as_value, keep
 from recoup._core.offload import moved_to_host
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.region import Region
-from recoup._core.saved_tensors import Kept, check_hooks_work, pair_in_force, storage_of
+from recoup._core.saved_tensors import (
+    Kept,
+    check_hooks_work,
+    detached,
+    pair_in_force,
+    storage_of,
+)
 from recoup._core.shared_evaluation import is_answered
 from recoup._core.stage import Stage, StageRun, State, is_said_in_place
 from recoup.errors import DriftError, ReplayError, ScheduleError
@@ -140,7 +144,7 @@ class _Output(Source):
     __slots__ = ("_geometry", "_run")
 
     def __init__(self, run: Run, name: str, output: Tensor) -> None:
-        super().__init__(name, run._lock)
+        super().__init__(name, run.lock)
         self._run = run
         self._geometry = geometry_of(output)
 
@@ -149,7 +153,7 @@ class _Output(Source):
         self.give(laid_out(output, self._geometry))
 
     def make(self) -> None:
-        self._run._demand(len(self._run._stages) - 1)
+        self._run.fill_slots(len(self._run._stages) - 1)
 
 
 class Run:
@@ -157,8 +161,8 @@ class Run:
 
     __slots__ = (
         "_has_ended",
+        "_inputs",
         "_kept",
-        "_lock",
         "_moved",
         "_outputs",
         "_plan",
@@ -169,6 +173,7 @@ class Run:
         "_swept",
         "_watch",
         "_working",
+        "lock",
     )
 
     def __init__(self, plan: Executor) -> None:
@@ -183,9 +188,10 @@ class Run:
         self._kept: dict[int, State] = {}
         self._moved: dict[int, tuple[Any, ...]] = {}
         self._working: tuple[int, State] = (-1, ())
+        self._inputs: dict[int, State] = {}  # of stages that are taped and not yet reversed
         self._position = 0
         self._has_ended = False
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._outputs: list[tuple[int, weakref.ref[_Output]]] = []
 
     # -- forward ---------------------------------------------------------------------------
@@ -251,7 +257,7 @@ class Run:
 
     def _spared(self, stage: Stage, state: State) -> State:
         """Return `state`, or a copy if `stage` would change a kept state in place."""
-        if not (self._storages and is_said_in_place(stage)):
+        if not is_said_in_place(stage):
             return state
         is_kept = not self._storages.isdisjoint(map(storage_of, state))
         return tuple(value.clone() for value in state) if is_kept else state
@@ -260,20 +266,20 @@ class Run:
         self, index: int, state: State, is_run_again: bool
     ) -> tuple[State, Tensor | None]:
         stage = self._stages[index]
-        state = self._spared(stage, state)
+        if self._storages:
+            state = self._spared(stage, state)
         if not is_run_again:
             return stage.forward(state)
-        run = self._runs[index] = StageRun(stage, state)
+        run = self._runs[index] = StageRun(stage, state, index, is_inverted=False)
         return run.tape(state)
 
     def _advance_first(self, index: int, state: State) -> tuple[State, Tensor | None]:
         stage = self._stages[index]
-        state = self._spared(stage, state)
-        run = self._runs[index] = StageRun(stage, state)
+        if self._storages:
+            state = self._spared(stage, state)
         is_inverted = index in self._plan.inverted
-        result = run.run_as_region(
-            state, partial(self._make_region, index), is_inverted=is_inverted
-        )
+        run = self._runs[index] = StageRun(stage, state, index, is_inverted=is_inverted)
+        result = run.record(state, self)
         if is_inverted and self._watch is not None and not run.changes_input:
             self._watch.see(index, state, result[0])
         if run.changes_input and index in self._swept and not is_said_in_place(stage):
@@ -282,10 +288,6 @@ class Run:
                 "Make it change a clone (for an activation, inplace=False)."
             )
         return result
-
-    def _make_region(self, index: int) -> Region:
-        way = "invert" if index in self._plan.inverted else "recompute"
-        return Region(self._stages[index].name, partial(self._demand, index), self._lock, way)
 
     def as_value(self, place: int, value: Tensor, given: set[int]) -> Tensor:
         """Return `value` marked as a value, if it is a plain tensor with new memory (Rule 6)."""
@@ -298,14 +300,14 @@ class Run:
 
     # -- backward --------------------------------------------------------------------------
 
-    def _demand(self, index: int) -> None:
+    def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index` (See Rules 2 and 3)."""
         target = self._plan.tape_at[index]
         try:
             if not self._has_ended or (self._plan.inverted and not self._is_whole):
                 self._fill_alone(index)
                 return
-            inputs = self._run(index).inputs
+            inputs = self._inputs.get(index)
             if inputs is not None and target < self._position:
                 self._fill(index, inputs)
                 return
@@ -343,9 +345,7 @@ class Run:
         self._working = (-1, ())
         self._kept.clear()
         self._moved.clear()
-        for run in self._runs:
-            if run is not None:
-                run.inputs = None
+        self._inputs.clear()
 
     def _restart(self) -> None:
         """Restore the states that the sweep kept and backward has dropped (See Rule 3)."""
@@ -377,7 +377,7 @@ class Run:
             case Load(at):
                 self._load(at)
             case Tape(index) if index <= demanded:
-                state = self._run(index).inputs = self._state_at(index)
+                state = self._inputs[index] = self._state_at(index)
                 self._working = (index + 1, self._fill(index, state))
             case Tape(index):
                 self._advance(index)  # See Rule 7
@@ -385,9 +385,7 @@ class Run:
                 self._invert(index, is_taped=index <= demanded)
             case Reverse(index):
                 # Autograd reverses the stage; its slots are empty by now.
-                run = self._runs[index]
-                if run is not None:
-                    run.inputs = None
+                self._inputs.pop(index, None)
 
     def _fill(self, index: int, state: State) -> State:
         is_last = index + 1 == len(self._stages)
@@ -413,7 +411,7 @@ class Run:
             state = self._compared(index, state, self._watch, is_taped=is_taped)
         self._working = (index, state)
         if is_taped:
-            self._run(index).inputs = state
+            self._inputs[index] = state
 
     def _compared(self, index: int, state: State, watch: Watch, *, is_taped: bool) -> State:
         """Return the state that an inverse returned, or the recomputed one (See Rule 8)."""
@@ -469,7 +467,7 @@ class Run:
             state = tuple(moved_to_host(None)[1](value) for value in moved)
         elif state is None:
             # The pair beneath may give it once only (torch's checkpoint does).
-            state = tuple(kept.get().detach() for kept in self._swept[index])
+            state = detached(kept.get() for kept in self._swept[index])
             self._kept[index] = state
         self._working = (index, state)
         if self._watch is not None:

@@ -38,6 +38,7 @@ from recoup._core.compile import never_compiled
 from recoup._core.listening import Way, here
 from recoup._core.saved_tensors import (
     Kept,
+    Packed,
     Pair,
     is_in_backward,
     is_transformed,
@@ -178,6 +179,7 @@ class _Slot:
         """Raise if the value was changed in place since it was saved (See Rule 4)."""
         self._source._check(when)
 
+    @never_compiled
     def get(self) -> Tensor:
         made = self._source._get(self)
         if self._cast is not None:
@@ -261,12 +263,8 @@ def read_anew(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class HasTensor(Protocol):
+class HasTensor(Packed, Protocol):
     """An object that gives a tensor back in backward: a slot, or the kept tensor."""
-
-    def get(self) -> Tensor:
-        """Return the tensor, or raise if it was changed in place."""
-        ...
 
     def check(self, when: str) -> None:
         """Raise if it was changed in place."""
@@ -321,7 +319,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         _collect(kwargs, values)
     seam = _Seam(func, values)
     try:
-        with saving(seam.pack, _unpack):
+        with saving(seam.pack):
             result = func(*args, **kwargs)
         return seam.marked(result)
     finally:
@@ -394,8 +392,3 @@ class _Seam:
         elif type(result) in (tuple, list):
             return type(result)(self.marked(item) for item in result)
         return result
-
-
-@never_compiled
-def _unpack(packed: _Slot | Kept) -> Tensor:
-    return packed.get()

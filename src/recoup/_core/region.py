@@ -15,31 +15,61 @@ Rule 4. Values are detached: the graph of a second run is freed with it. For res
         needed during the first run see NOTE [ A region that takes gradients ].
 Rule 5. Parameters must not be mistaken for inputs, or the saves would be counted differently in
         the two runs: an input that is a parameter enters the region as a view of itself.
+
+NOTE [ Where a second run stops ]
+
+Rule 1. A second run whose output is not needed stops at the last slot that autograd still holds.
+        It is stopped by an exception that names its region. This is an `Exception`, since module
+        hooks that are always called (FSDP2's) are not called for any other. Code that catches it
+        is stopped at its next save, or when the run ends.
+Rule 2. The total number of its saves is then unknown. So it stops only if each save came after as
+        many nodes of the graph as in the first run, and requires a gradient if that one did. A run
+        for which this does not hold may still be right (autocast caches casts in a first run
+        only), and goes on to its end.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from types import MethodType
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.forward_gradients import FirstRun
+from recoup._core.inner_gradients import FirstRun
 from recoup._core.listening import Way, here
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
+    num_nodes,
     pair_in_force,
     saving,
+    set_grad_enabled,
+    storage_of,
 )
-from recoup.errors import ReplayError
+from recoup.errors import ChangedError, ReplayError
 
-__all__ = ["Region", "Slot", "is_parameter", "num_nodes"]
+__all__ = ["Filled", "Filling", "Owner", "Region", "Slot"]
+
+# Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
+# smaller than this, the remaining operators take less.
+_WORTH_A_STOP = 4096
+
+
+class Owner(Protocol):
+    """The object that runs regions again: it knows where their inputs come from."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock that is held while a region of this owner is filled."""
+        ...
+
+    def fill_slots(self, index: int) -> None:
+        """Run region `index` again under a `Filling`."""
+        ...
 
 
 class Slot:
@@ -56,139 +86,236 @@ class Slot:
         self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
         self.version = 0 if tensor.is_inference() else tensor._version
 
+    @never_compiled
+    def get(self) -> Tensor:
+        """Return the residual, made again if it is not here (See Rule 2)."""
+        region = self.region
+        with region.owner.lock:
+            if region.first_run.is_running:
+                region.first_run.asked(region.name)
+                if self.value is not None:
+                    return self.value
+            if self.value is None:
+                if region.first_run.has_failed:
+                    raise ReplayError(
+                        f"{region.name} ended with an exception, so it cannot be run again for "
+                        "what it left. Call it again."
+                    )
+                region.owner.fill_slots(region.index)
+            value, self.value = self.value, None  # See Rule 3
+        if value is None:
+            raise ReplayError(
+                f"Running {region.name} again did not make a value of shape {tuple(self.shape)} "
+                "that the first run saved."
+            )
+        return value
+
 
 class Region:
     """One call whose residuals are not kept.
 
     Args:
         name: the name of the region in error messages.
-        fill: called when an empty slot is unpacked; must run the call again under a `Filling`.
-        lock: held while the region is filled; regions with one owner share one.
+        owner: runs the region again when an empty slot is unpacked.
+        index: the number by which the owner knows the region.
+        first_run: decides whether slots keep their values until the first run ends.
         way: the way that a census reports, "recompute" or "invert".
-        first_run: knows whether slots keep their values until the first run ends (see `ended`).
     """
 
     __slots__ = (
         "__weakref__",
         "_beneath",
-        "_fill",
-        "_has_failed",
-        "_lock",
         "first_run",
-        "inputs",
+        "index",
         "marks",
         "name",
+        "owner",
         "slots",
         "start",
         "way",
     )
 
     def __init__(
-        self,
-        name: str,
-        fill: Callable[[], None],
-        lock: threading.RLock,
-        way: Way = "recompute",
-        first_run: FirstRun | None = None,
+        self, name: str, owner: Owner, index: int, first_run: FirstRun, way: Way = "recompute"
     ) -> None:
         self.name = name
+        self.owner = owner
+        self.index = index
+        self.first_run = first_run
         self.way: Way = way
-        self.inputs: tuple[Tensor, ...] | None = None  # set by the owner; freed with the last slot
-        self._fill = fill
-        self._lock = lock
         self.slots: list[weakref.ref[Slot]] = []
-        self.marks: list[int] = []  # of each save; see Rule 2 in `second_run`
+        self.marks: list[int] = []  # of each save: NOTE [ Where a second run stops ], Rule 2
         self.start = 0  # the number of graph nodes before the first run
-        self._has_failed = False
-        self.first_run = first_run  # None once it has ended
         self._beneath: Pair | None = None
 
     @property
     def is_wanted(self) -> bool:
         """Whether autograd still holds any slot."""
-        return any(ref() is not None for ref in self.slots)
-
-    def ended(self, *, is_whole: bool) -> None:
-        """End the first run; it is whole unless an exception ended it."""
-        self._has_failed = not is_whole
-        if self.first_run is not None and self.first_run.keeps:
-            for ref in self.slots:
-                slot = ref()
-                if slot is not None:
-                    slot.value = None
-        self.first_run = None
+        for ref in self.slots:  # noqa: SIM110 - without a generator, for speed
+            if ref() is not None:
+                return True
+        return False
 
     def recording(self) -> _Recording:
         """Return a context for the first run, in which residuals become slots (See Rule 1)."""
         return _Recording(self)
 
     @never_compiled
-    def _pack(self, tensor: Tensor) -> Slot | Kept:
-        if is_parameter(tensor):
+    def pack(self, tensor: Tensor) -> Slot | Kept:
+        """Return a slot for `tensor`, or `tensor` kept if it is a parameter."""
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
         slot = Slot(self, tensor)
-        if self.first_run is not None and self.first_run.keeps:
+        ref = weakref.ref(slot)
+        if self.first_run.keeps:
             slot.value = tensor.detach()
-        self.slots.append(weakref.ref(slot))
+            self.first_run.filled.append(ref)
+        self.slots.append(ref)
         self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
         if here.listener is not None:
             here.listener.told(tensor, slot, self.way)
         return slot
 
 
-# Returns the number of graph nodes that this thread has made.
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
-num_nodes: Callable[[], int] = _autograd._get_sequence_nr
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether `tensor` is an instance of `nn.Parameter`."""
-    # isinstance would call a metaclass, in Python, for every plain tensor.
-    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
-
-
-def _beneath_ours(pair: Pair | None) -> Pair | None:
-    """Return the pair beneath all regions around, which pass other tensors on untouched."""
-    if pair is not None and pair[1] is _unpack:
-        return cast("Region", cast("MethodType", pair[0]).__self__)._beneath
-    return pair
-
-
 class _Recording(saving):
     __slots__ = ("_region",)
 
     def __init__(self, region: Region) -> None:
-        super().__init__(region._pack, _unpack)
+        super().__init__(region.pack)
         self._region = region
 
     def __enter__(self) -> None:
         region = self._region
-        region._beneath = _beneath_ours(pair_in_force())
+        region._beneath = pair = pair_in_force()
+        # A region around this one passes what is not its own to the pair beneath it.
+        around = getattr(pair[0], "__self__", None) if pair is not None else None
+        if type(around) is Region:
+            region._beneath = around._beneath
         super().__enter__()
         region.start = num_nodes()
 
 
-@never_compiled
-def _unpack(packed: Slot | Kept) -> Tensor:
-    if isinstance(packed, Kept):
-        return packed.get()
-    region = packed.region
-    with region._lock:
-        if region.first_run is not None:
-            region.first_run.asked(region.name)
-            if packed.value is not None:
-                return packed.value
-        if packed.value is None:
-            if region._has_failed:
-                raise ReplayError(
-                    f"{region.name} ended with an exception, so it cannot be run again for what "
-                    "it left. Call it again."
-                )
-            region._fill()
-        value, packed.value = packed.value, None  # See Rule 3
-    if value is None:
-        raise ReplayError(
-            f"Running {region.name} again did not make a value of shape {tuple(packed.shape)} that "
-            "the first run saved."
+class Filled(Exception):  # noqa: N818 - it is no error
+    """The exception that ends a second run which has filled its slots."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__(region.name)
+        self.region = region
+
+
+class Filling(saving):
+    """A context for a second run of a region, which fills the slots of the region.
+
+    Args:
+        region: the region.
+        inputs: the inputs of the run.
+        stops: whether the run may end with `Filled` when the last slot is filled; `last` is then
+            the place of that slot, or -1 if a stop is not worth it.
+    """
+
+    __slots__ = ("_before", "_has_stopped", "_inputs", "_num_saves", "_region", "_start", "last")
+
+    def __init__(self, region: Region, inputs: Iterable[Tensor], *, stops: bool = False) -> None:
+        super().__init__(self._fill, _itself)
+        self._region = region
+        self._inputs = inputs
+        self.last = _last_worth_a_stop(region.slots) if stops else -1
+        self._has_stopped = False
+        self._num_saves = 0
+        self._start = 0
+        self._before: bool | None = None
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        super().__enter__()
+        set_grad_enabled(True)
+        self._start = num_nodes()
+
+    def restore(self) -> None:
+        if self._before is not None:
+            set_grad_enabled(self._before)
+            self._before = None
+        super().restore()
+        self._pack = _itself  # or this object would hold itself: a reference cycle
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is None:
+            self.pop()
+        self.restore()
+        if kind is None:
+            if self._has_stopped:
+                raise Filled(self._region)
+            self._check_count()
+
+    @never_compiled
+    def _fill(self, tensor: Tensor) -> Tensor:
+        value = tensor.detach()  # the graph of a second run dies with it
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+            return value
+        place = self._num_saves
+        self._num_saves = place + 1
+        slots = self._region.slots
+        # A save too many is counted, and reported when the run has ended.
+        slot = slots[place]() if place < len(slots) else None
+        if slot is not None and not self._has_stopped:
+            if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
+                raise self._mismatch(slot, tensor)
+            if slot.address and slot.address == tensor.data_ptr():
+                version = 0 if tensor.is_inference() else tensor._version
+                if slot.version != version and not self._is_input(tensor):
+                    raise self._changed(tensor)
+            slot.value = value
+        if self.last >= 0:
+            self._stop_at_last(place, 2 * (num_nodes() - self._start) + tensor.requires_grad)
+        return value
+
+    def _stop_at_last(self, place: int, mark: int) -> None:
+        """Stop the run at its last slot, if its saves match those of the first run."""
+        if not self._has_stopped:
+            if self._region.marks[place] != mark:
+                self.last = -1
+                return
+            self._has_stopped = place == self.last
+        if self._has_stopped:
+            raise Filled(self._region)
+
+    def _mismatch(self, slot: Slot, tensor: Tensor) -> ReplayError:
+        return ReplayError(
+            f"Running {self._region.name} again made a {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} where the first run made a {slot.dtype} of shape "
+            f"{tuple(slot.shape)}. A region must do the same when it runs again: look for outside "
+            "state that it reads."
         )
-    return value
+
+    def _changed(self, tensor: Tensor) -> ChangedError:
+        return ChangedError(
+            f"A tensor of shape {tuple(tensor.shape)} that {self._region.name} reads from outside "
+            "was changed in place between forward and backward. Pass a clone, or change it later."
+        )
+
+    def _is_input(self, tensor: Tensor) -> bool:
+        return any(storage_of(tensor) == storage_of(value) for value in self._inputs)
+
+    def _check_count(self) -> None:
+        if self._num_saves != len(self._region.slots):
+            raise ReplayError(
+                f"Running {self._region.name} again saved {self._num_saves} values where the first "
+                f"run saved {len(self._region.slots)}. A region must do the same when it runs "
+                "again: look for outside state that it reads, such as a counter or a cache."
+            )
+
+
+def _last_worth_a_stop(slots: list[weakref.ref[Slot]]) -> int:
+    """Return the place of the last slot that is alive; -1 if a stop is not worth it."""
+    last = -1
+    for place in range(len(slots) - 1, -1, -1):
+        slot = slots[place]()
+        if slot is not None:
+            last = max(last, place)
+            if slot.shape.numel() >= _WORTH_A_STOP:
+                return last
+    return -1
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -12,8 +12,8 @@ from recoup._core.ambient import Ambient
 from recoup._core.closures import Held
 from recoup._core.code_keys import Codes
 from recoup._core.deterministic import QUIET
-from recoup._core.forward_gradients import FirstRun
 from recoup._core.guards import Guard
+from recoup._core.inner_gradients import FirstRun
 from recoup._core.random_sources import looked_at
 from recoup._core.restoring import Restoring
 from recoup._core.rng import Draws

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import methodcaller
 from traceback import walk_tb
 from types import GeneratorType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,12 +32,16 @@ from recoup.errors import ChangedError, RecoupError
 
 __all__ = [
     "Kept",
+    "Packed",
     "Pair",
+    "as_leaves",
     "check_hooks_work",
+    "detached",
     "frame_in_force",
     "grad_mode",
     "is_in_backward",
     "is_transformed",
+    "num_nodes",
     "pair_in_force",
     "pop_down_to",
     "pop_saved_tensors_hooks",
@@ -45,8 +50,10 @@ __all__ = [
     "set_grad_enabled",
     "set_versions",
     "storage_of",
+    "unpack",
     "untransformed",
     "version_of",
+    "versions_of",
     "without_torch_function",
 ]
 
@@ -56,11 +63,25 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _top: Callable[[bool], Pair | None] = _autograd._top_saved_tensors_default_hooks
 _push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+# Returns the number of graph nodes that this thread has made.
+num_nodes: Callable[[], int] = _autograd._get_sequence_nr
 # Within it, neither function modes nor tensor subclasses see the operators.
 without_torch_function: Any = torch._C.DisableTorchFunction
 _LAST = 2**64 - 1
 _CHECKPOINT = "torch.utils.checkpoint"
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Packed(Protocol):
+    """An object that autograd holds in place of a saved tensor; `get` must be `never_compiled`."""
+
+    def get(self) -> Tensor:
+        """Return the tensor; raise if it was changed in place."""
+        ...
+
+
+# Calls `get` of what autograd holds; without a Python frame, which each unpacking would pay for.
+unpack: Callable[[Packed], Tensor] = methodcaller("get")
 
 
 def pair_in_force() -> Pair | None:
@@ -69,11 +90,18 @@ def pair_in_force() -> Pair | None:
 
 
 class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_hooks does
-    """A context in which saved tensors go through a pair of hooks (See Rule 4)."""
+    """A context in which saved tensors go through a pair of hooks (See Rule 4).
+
+    Args:
+        pack: returns the object that autograd holds in place of a tensor.
+        unpack: returns the tensor for that object; by default its `get` does.
+    """
 
     __slots__ = ("_beneath", "_is_entered", "_pack", "_unpack")
 
-    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor] = unpack
+    ) -> None:
         super().__init__()
         self._pack = pack
         self._unpack = unpack
@@ -88,9 +116,15 @@ class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_h
 
     @never_compiled
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        if kind is not None:
+        if kind is None:
+            self.pop()
+        else:
             self.restore()
-        elif self._is_entered:
+
+    @never_compiled
+    def pop(self) -> None:
+        """Pop the pair, which is the innermost one where no exception has cut this off."""
+        if self._is_entered:
             _pop()
             self._is_entered = False
 
@@ -206,6 +240,22 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the version of each tensor; 0 for an inference tensor."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def detached(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return `tensors` without their history."""
+    return tuple([tensor.detach() for tensor in tensors])
+
+
+def as_leaves(tensors: Iterable[Tensor], requires_grad: Iterable[bool]) -> tuple[Tensor, ...]:
+    """Return `tensors` as leaves of a new graph that require a gradient as told."""
+    flags = zip(tensors, requires_grad, strict=True)
+    return tuple([tensor.detach().requires_grad_(flag) for tensor, flag in flags])
+
+
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
     """Set the version counters of `tensors`."""
     _autograd._unsafe_set_version_counter(tensors, versions)
@@ -249,6 +299,7 @@ class Kept:
             self._packed = pair[0](tensor if tensor.grad_fn is None else tensor.detach())
             self._unpack = pair[1]
 
+    @never_compiled
     def get(self) -> Tensor:
         """Return the tensor; raise if it was changed in place since it was kept."""
         if self._unpack is not None:

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.deterministic import draws_nothing
-from recoup._core.forward_gradients import FirstRun
+from recoup._core.inner_gradients import Advancing, FirstRun
 from recoup._core.pytree import Tree, flatten
-from recoup._core.region import Region
+from recoup._core.region import Filling, Region
 from recoup._core.restoring import Restoring
 from recoup._core.rng import SeededCall
-from recoup._core.second_run import Filling, Untaped
+from recoup._core.saved_tensors import as_leaves, detached, versions_of
 from recoup.errors import ReplayError
 
 __all__ = ["Evaluations", "evaluate", "is_answered"]
@@ -72,13 +72,10 @@ def _run(network: nn.Module, inputs: Inputs, call: SeededCall) -> Any:
     return call.run(lambda: network(*inputs))  # See Rule 4
 
 
-def _untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any:
-    inputs = tuple(
-        value.detach().requires_grad_(flag)
-        for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
-    )
+def _run_untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any:
+    inputs = as_leaves(inputs, evaluation.requires_grad)
     first_run = FirstRun((network,), is_training=network.training)
-    with Untaped(f"a {type(network).__name__} that is evaluated", first_run):
+    with Advancing(f"a {type(network).__name__} that is evaluated", first_run):
         return _run(network, inputs, evaluation.call)
 
 
@@ -110,20 +107,17 @@ class _Evaluation:
     __slots__ = ("call", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
 
     def __init__(self, inputs: Inputs, region: Region) -> None:
-        self.requires_grad = tuple(value.requires_grad for value in inputs)
+        self.requires_grad = [value.requires_grad for value in inputs]
         self.call = SeededCall()
         self.region = weakref.ref(region)
         self.output: tuple[Tensor, ...] | None = None
         self.versions: list[int] = []
-        self.wants_grad: tuple[bool, ...] = ()
+        self.wants_grad: list[bool] = []
         self.tree: Tree | None = None
 
     def returned(self, output: tuple[Tensor, ...]) -> Any:
         """Return `output` as the network returned it, with its structure and `requires_grad`."""
-        values = tuple(
-            value.detach().requires_grad_(flag)
-            for value, flag in zip(output, self.wants_grad, strict=True)
-        )
+        values = as_leaves(output, self.wants_grad)
         return values[0] if self.tree is None else self.tree.unflatten(values)
 
 
@@ -152,22 +146,22 @@ class Evaluations:
         regions = (one.region() for same in self._by_network.values() for one in same)
         return any(region is not None and region.is_wanted for region in regions)
 
-    def recording(self, make_region: Callable[[], Region]) -> _Answering:
-        """Return a context for the first forward; `make_region` makes a region per evaluation."""
-        return _Answering(partial(self._record, make_region))
+    def recording(self, around: Region) -> _Answering:
+        """Return a context for the first forward: each evaluation is a region beside `around`."""
+        return _Answering(partial(self._record, around))
 
     def inverting(self, fills: bool) -> _Answering:
         """Return a context for the inverse; `fills`: fill slots and remember outputs (Rule 1)."""
         return _Answering(self._fill_and_remember if fills else self._only_run)
 
-    def recalling(self) -> _Answering:
-        """Return a context for the forward after it, which reuses remembered outputs (Rule 2)."""
-        return _Answering(self._recall)
+    def answering(self, recall: bool) -> _Answering:
+        """Return a context for a second forward.
 
-    def filling(self) -> _Answering:
-        """Return a context for a full second forward: networks run again (See Rule 3)."""
+        It uses the outputs that the inverse remembered if `recall` (See Rule 2); or else networks
+        run again (See Rule 3).
+        """
         self._cursor = {}
-        return _Answering(self._fill_in_order)
+        return _Answering(self._recall if recall else self._fill_in_order)
 
     def forget(self) -> None:
         """Release the remembered outputs."""
@@ -175,14 +169,14 @@ class Evaluations:
             for evaluation in same:
                 evaluation.output = None
 
-    def _record(self, make_region: Callable[[], Region], network: nn.Module, inputs: Inputs) -> Any:
-        region = make_region()
+    def _record(self, around: Region, network: nn.Module, inputs: Inputs) -> Any:
+        region = Region(around.name, around.owner, around.index, around.first_run, around.way)
         evaluation = _Evaluation(inputs, region)
         self._by_network.setdefault(network, []).append(evaluation)
         with region.recording():
             output = _run(network, inputs, evaluation.call)
         values, evaluation.tree = flatten(output)
-        evaluation.wants_grad = tuple(value.requires_grad for value in values)
+        evaluation.wants_grad = [value.requires_grad for value in values]
         return output
 
     def _only(self, network: nn.Module) -> _Evaluation:
@@ -198,7 +192,7 @@ class Evaluations:
         evaluation = self._only(network)
         output = self._fill(evaluation, network, inputs)
         evaluation.output = output
-        evaluation.versions = [value._version for value in output]
+        evaluation.versions = versions_of(output)
         return output[0] if evaluation.tree is None else evaluation.tree.unflatten(output)
 
     def _fill(
@@ -206,15 +200,11 @@ class Evaluations:
     ) -> tuple[Tensor, ...]:
         region = evaluation.region()
         if region is None or not region.is_wanted:
-            output = flatten(_untaped(network, inputs, evaluation))[0]
-            return tuple(value.detach() for value in output)
-        taped = tuple(
-            value.detach().requires_grad_(flag)
-            for value, flag in zip(inputs, evaluation.requires_grad, strict=True)
-        )
+            return detached(flatten(_run_untaped(network, inputs, evaluation))[0])
+        taped = as_leaves(inputs, evaluation.requires_grad)
         with Filling(region, taped):
             output = flatten(_run(network, taped, evaluation.call))[0]
-        return tuple(value.detach() for value in output)
+        return detached(output)
 
     def _only_run(self, network: nn.Module, inputs: Inputs) -> Any:
         evaluation = self._only(network)
@@ -224,14 +214,14 @@ class Evaluations:
                 "draws random numbers: which draw belongs to which evaluation cannot be told in "
                 'the inverse. Use two networks, or memory="sqrt".'
             )
-        values, tree = flatten(_untaped(network, inputs, evaluation))
-        return tree.unflatten(tuple(value.detach() for value in values))
+        values, tree = flatten(_run_untaped(network, inputs, evaluation))
+        return tree.unflatten(detached(values))
 
     def _recall(self, network: nn.Module, inputs: Inputs) -> Any:
         del inputs
         evaluation = self._only(network)
         output = evaluation.output
-        if output is None or [value._version for value in output] != evaluation.versions:
+        if output is None or versions_of(output) != evaluation.versions:
             raise ReplayError(
                 f"The inverse of {self._name} did not evaluate {type(network).__name__}, or "
                 "changed its output in place. Evaluate it once in each direction, and do not "

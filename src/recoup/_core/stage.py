@@ -17,8 +17,6 @@ Rule 4. Draws in an inverted stage that no seed repeats come from the generators
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -27,17 +25,16 @@ from torch import Tensor, nn
 from recoup._core.closures import Held
 from recoup._core.code_keys import Codes
 from recoup._core.guards import is_in_place
-from recoup._core.region import Region
+from recoup._core.inner_gradients import Advancing
+from recoup._core.region import Filled, Filling, Owner, Region
 from recoup._core.replay import Rerun
-from recoup._core.saved_tensors import grad_mode, version_of
-from recoup._core.second_run import Filled, Filling, Untaped
+from recoup._core.saved_tensors import as_leaves, detached, grad_mode, versions_of
 from recoup._core.shared_evaluation import Evaluations
 from recoup.errors import ReplayError
 
 __all__ = ["Stage", "StageRun", "State", "is_said_in_place"]
 
 State = tuple[Tensor, ...]
-_NOTHING = nullcontext()
 
 
 class Stage(Protocol):
@@ -73,7 +70,14 @@ class Stage(Protocol):
 
 
 class StageRun:
-    """The record of the first run of one stage, from which later runs repeat it."""
+    """The record of the first run of one stage, from which later runs repeat it.
+
+    Args:
+        stage: the stage.
+        state: its input.
+        index: its place in the chain.
+        is_inverted: whether later runs may get the input from the output.
+    """
 
     __slots__ = (
         "_evaluations",
@@ -83,15 +87,17 @@ class StageRun:
         "_shapes",
         "_stage",
         "changes_input",
+        "index",
     )
 
-    def __init__(self, stage: Stage, state: State) -> None:
+    def __init__(self, stage: Stage, state: State, index: int, *, is_inverted: bool) -> None:
+        self.index = index
         self._stage = stage
         self._rerun = Rerun(stage.name, stage.modules, stage.code, stage.held)
         self._region: weakref.ref[Region] | None = None
-        self._evaluations: Evaluations | None = None
-        self._requires_grad = tuple(value.requires_grad for value in state)
-        self._shapes = tuple(value.shape for value in state)
+        self._evaluations = Evaluations(stage.name) if is_inverted else None
+        self._requires_grad = [value.requires_grad for value in state]
+        self._shapes = [value.shape for value in state] if is_inverted else []
         self.changes_input = False
 
     # -- the first run ---------------------------------------------------------------------
@@ -102,45 +108,38 @@ class StageRun:
         with first.lock, first:
             return self._forward(state)
 
-    def run_as_region(
-        self, state: State, make_region: Callable[[], Region], *, is_inverted: bool
-    ) -> tuple[State, Tensor | None]:
-        """Run the stage and leave slots where it would have kept residuals."""
-        # An input must not be mistaken for one of the stage's own parameters.
-        state = tuple(
-            value.view_as(value) if isinstance(value, nn.Parameter) else value for value in state
-        )
+    def record(self, state: State, owner: Owner) -> tuple[State, Tensor | None]:
+        """Run the stage and leave slots where it would have kept residuals; `owner` fills them."""
+        for value in state:
+            if isinstance(value, nn.Parameter):  # it would be mistaken for one of the stage's own
+                state = tuple(
+                    one.view_as(one) if isinstance(one, nn.Parameter) else one for one in state
+                )
+                break
         first_run = self._rerun.first_run()
-        regions: list[Region] = []
-
-        def make() -> Region:
-            region = make_region()
-            region.first_run = first_run
-            regions.append(region)
-            return region
-
-        region = make()
-        self._region = weakref.ref(region)
-        answering: AbstractContextManager[object] = _NOTHING
-        if is_inverted:
-            self._evaluations = Evaluations(self._stage.name)
-            answering = self._evaluations.recording(make)
         first = self._rerun.first()
+        name, evaluations = self._stage.name, self._evaluations
         is_whole = False
         try:
-            with first.lock, first, region.recording(), answering:
-                result = self._forward(state)
+            if evaluations is None:
+                region = Region(name, owner, self.index, first_run)
+                self._region = weakref.ref(region)
+                with first.lock, first, region.recording():
+                    result = self._forward(state)
+            else:
+                region = Region(name, owner, self.index, first_run, "invert")
+                self._region = weakref.ref(region)
+                with first.lock, first, region.recording(), evaluations.recording(region):
+                    result = self._forward(state)
             is_whole = True
         finally:
-            for each in regions:
-                each.ended(is_whole=is_whole)
             first_run.end(is_whole=is_whole)
         return result
 
     def _forward(self, state: State) -> tuple[State, Tensor | None]:
-        versions = [version_of(value) for value in state]
+        versions = versions_of(state)
         result = self._stage.forward(state)
-        self.changes_input = [version_of(value) for value in state] != versions
+        self.changes_input = versions_of(state) != versions
         return result
 
     @property
@@ -151,27 +150,15 @@ class StageRun:
             evaluations is not None and evaluations.are_wanted
         )
 
-    @property
-    def inputs(self) -> State | None:
-        """The input of a later run, while autograd holds residuals of the stage."""
-        region = self._region() if self._region is not None else None
-        return None if region is None else region.inputs
-
-    @inputs.setter
-    def inputs(self, inputs: State | None) -> None:
-        region = self._region() if self._region is not None else None
-        if region is not None:
-            region.inputs = inputs
-
     # -- later runs ------------------------------------------------------------------------
 
     def advance(self, state: State) -> State:
         """Run the stage again from its input, without a tape."""
         inputs = self._inputs(state)
         again = self._rerun.again()
-        with again.lock, again, Untaped(self._stage.name, self._rerun.first_run()):
+        with again.lock, again, Advancing(self._stage.name, self._rerun.first_run()):
             output, _ = self._stage.forward(inputs)
-        return tuple(value.detach() for value in output)
+        return detached(output)
 
     def fill(self, state: State, *, recall: bool = False, needs_output: bool = True) -> State:
         """Run the stage again from its input, and fill its slots.
@@ -183,17 +170,20 @@ class StageRun:
         # The evaluations are regions of their own, and a stop would leave some of them empty.
         stops = not needs_output and (self._evaluations is None or recall)
         filling = None if region is None else Filling(region, inputs, stops=stops)
-        stops = filling is not None and filling.stops
         taping = grad_mode(True) if filling is None else filling
-        again = self._rerun.again(stops=stops)
+        again = self._rerun.again(stops=filling is not None and filling.last >= 0)
         try:
-            with again.lock, again, taping, self._answering(recall):
-                output, _ = self._stage.forward(inputs)
+            if self._evaluations is None:
+                with again.lock, again, taping:
+                    output, _ = self._stage.forward(inputs)
+            else:
+                with again.lock, again, taping, self._evaluations.answering(recall):
+                    output, _ = self._stage.forward(inputs)
         except Filled as filled:
             if filled.region is not region:
                 raise
             return ()
-        return tuple(value.detach() for value in output) if needs_output else ()
+        return detached(output) if needs_output else ()
 
     def invert(self, after: State, *, is_taped: bool) -> State:
         """Invert the stage from its output, and fill its slots if `is_taped`."""
@@ -219,30 +209,22 @@ class StageRun:
         return region if region is not None and region.is_wanted else None
 
     def _inputs(self, state: State) -> State:
-        inputs = tuple(
-            value.detach().requires_grad_(flag)
-            for value, flag in zip(state, self._requires_grad, strict=True)
-        )
+        inputs = as_leaves(state, self._requires_grad)
         if not self.changes_input:
             return inputs
         with grad_mode(True):  # autograd allows no change of a leaf
-            return tuple(value.clone() for value in inputs)
-
-    def _answering(self, recall: bool) -> AbstractContextManager[None]:
-        if self._evaluations is None:
-            return _NOTHING
-        return self._evaluations.recalling() if recall else self._evaluations.filling()
+            return tuple([value.clone() for value in inputs])
 
     def _inverse(self, after: State) -> State:
         name = self._stage.name
-        versions = [value._version for value in after]
-        before = tuple(value.detach() for value in self._stage.inverse(after))
-        if [value._version for value in after] != versions:
+        versions = versions_of(after)
+        before = detached(self._stage.inverse(after))
+        if versions_of(after) != versions:
             raise ReplayError(
                 f"`inverse` of {name} changed its input in place, which is the output that forward "
                 "gave to the caller. Change a clone."
             )
-        shapes = tuple(value.shape for value in before)
+        shapes = [value.shape for value in before]
         if shapes != self._shapes:
             raise ReplayError(
                 f"`inverse` of {name} made shapes {[tuple(s) for s in shapes]} where forward was "

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recoup._core.forward_gradients import GradientsWithin
 from recoup._core.random_sources import own_generator
 from recoup._core.restoring import restoring
 from recoup._core.rng import draw_seed
 from recoup._core.saved_tensors import grad_mode
+from recoup.invertible.gradients_in_forward import GradientsInForward
 
 __all__ = ["exact_log_det", "power_series", "probes_for", "roulette_weights", "series_weights"]
 
@@ -103,10 +103,10 @@ def _differentiable(x: Tensor) -> Generator[Tensor]:
         with torch.inference_mode(mode=False), torch.enable_grad():
             yield x.clone().requires_grad_()
     elif torch.is_grad_enabled() and x.requires_grad:
-        with GradientsWithin():
+        with GradientsInForward():
             yield x.view_as(x)
     else:
-        with grad_mode(True), GradientsWithin():
+        with grad_mode(True), GradientsInForward():
             yield x.detach().requires_grad_()
 
 

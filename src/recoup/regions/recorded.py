@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from recoup._core.forward_gradients import FirstRun, place_of
+from recoup._core.inner_gradients import FirstRun, place_of
 from recoup._core.lazy_values import Source
 from recoup._core.saved_tensors import set_grad_enabled, version_of
 from recoup.errors import ReplayError

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup._core import region
-from recoup._core import second_run as filling
+from recoup._core.inner_gradients import FirstRun
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import InvertibleModule
@@ -25,7 +25,7 @@ from tests.zoo import conv_norm, dense, leaf, net, transformer
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch):
-    monkeypatch.setattr(filling, "_WORTH_A_STOP", 0)
+    monkeypatch.setattr(region, "_WORTH_A_STOP", 0)
 
 
 class Counted(TorchDispatchMode):
@@ -348,16 +348,22 @@ def test_networks_of_an_inverted_stage_are_filled_when_asked_again():
 
 
 def test_what_stops_another_region_passes():
-    other = region.Region("another", lambda: None, threading.RLock())
+    class Owner:
+        lock = threading.RLock()
+
+        def fill_slots(self, index):
+            raise AssertionError(f"nothing asks for region {index}")
+
+    other = region.Region("another", Owner(), 0, FirstRun((), is_training=True))
     runs = []
 
     def fn(x):
         runs.append(1)
         if len(runs) > 1:
-            raise filling.Filled(other)
+            raise region.Filled(other)
         return x.sin()
 
-    with pytest.raises(filling.Filled, match=r"another"):
+    with pytest.raises(region.Filled, match=r"another"):
         recoup.checkpoint(fn, leaf(4)).sum().backward()
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import recoup
-from recoup._core.forward_gradients import GradientsWithin
+from recoup.invertible.gradients_in_forward import GradientsInForward
 
 
 def slopes(network, x):
     """The sum of the squares of a network's derivative, taken while forward runs."""
-    with GradientsWithin():
+    with GradientsInForward():
         alias = x.view_as(x)
         gradient = torch.autograd.grad(network(alias).sum(), alias, create_graph=True)[0]
         return gradient.square().sum()
@@ -70,7 +70,7 @@ def test_hooks_beneath_see_each_save_once_and_give_backward_what_they_kept(netwo
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: (packed.append(t.shape), t)[1], lambda t: (unpacked.append(t.shape), t)[1]
     ):
-        with GradientsWithin():
+        with GradientsInForward():
             value = network(x.view_as(x)).sum()
             torch.autograd.grad(value, list(network.parameters()), retain_graph=True)
         assert packed == plain
@@ -93,7 +93,7 @@ def test_nothing_is_held_when_the_call_has_ended(network, x):
         assert [ref() for ref in seen] == [None]
         try:
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numel(), lambda n: None):
-                within = GradientsWithin()
+                within = GradientsInForward()
                 with within:
                     h = watched(x)
                     raise KeyError
