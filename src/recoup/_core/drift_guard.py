@@ -20,9 +20,11 @@ Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
+from recoup._core.restoring import Undoing, restoring
 from recoup.errors import DriftError
 from recoup.schedules import Way
 
@@ -154,9 +156,23 @@ class DriftGuard:
         share = max(share, _AT_ONCE) if at_once else share
         return max(share * self.tolerance / _PER_ERROR, num_done * _ROUNDINGS * least)
 
+    @staticmethod
+    def strict() -> AbstractContextManager[None]:
+        """Return a context in which guards raise where they would recompute, in all threads.
+
+        For tests of invertible layers, where a recomputed state would hide a wrong inverse.
+
+        Example:
+            >>> from recoup.invertible import ActNorm, Chain, DriftGuard
+            >>> chain = Chain(ActNorm(2), ActNorm(2), memory="constant")
+            >>> with DriftGuard.strict():
+            ...     chain(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))[0].sum().backward()
+        """
+        return _strict()
+
     def _objects(self, total: float, name: str) -> bool:
         """Whether to recompute a state that brings the sum to `total`; may raise or warn."""
-        if self.otherwise == "recompute":
+        if self.otherwise == "recompute" and not _Strict.is_on:
             return True
         text = (
             f"Inverses drifted: with the input of {name} the relative errors of what they "
@@ -164,7 +180,7 @@ class DriftGuard:
             f'`tolerance` of {self.tolerance:g}. Use drift="recompute", or bound the scale of the '
             "layers."
         )
-        if self.otherwise == "raise":
+        if self.otherwise != "warn":
             raise DriftError(text)
         self._warn(text)
         return False
@@ -254,6 +270,18 @@ class DriftGuard:
                 f"{self._worst[0]:.1e} (the input of {self._worst[1]})"
             )
         return f"{self!r}: {'; '.join(said)}"
+
+
+class _Strict:
+    is_on = False
+
+
+@restoring
+def _strict() -> Generator[None]:
+    with Undoing() as undo:
+        undo.later(setattr, _Strict, "is_on", _Strict.is_on)
+        _Strict.is_on = True
+        yield
 
 
 Drift = Otherwise | DriftGuard

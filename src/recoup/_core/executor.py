@@ -37,8 +37,8 @@ from torch import Tensor
 
 from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.compile import is_loaded, uncompiled
+from recoup._core.drift_comparison import DriftComparison
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.drift_watch import Watch
 from recoup._core.lazy_values import HasTensor, Source, as_value, keep
 from recoup._core.offload import moved_to_host
 from recoup._core.prepared_schedule import Prepared
@@ -50,7 +50,7 @@ from recoup._core.saved_tensors import (
     storage_of,
 )
 from recoup._core.shared_evaluation import is_answered
-from recoup._core.stage import Stage, StageRun, State, is_said_in_place
+from recoup._core.stage import Stage, StageRun, State, is_marked_in_place
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import (
     Action,
@@ -127,12 +127,12 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
     return state, beside
 
 
-def _sweep(plan: Executor, stages: Sequence[Stage], state: State) -> Result:
-    return Run(plan).sweep(stages, state)
+def _sweep(executor: Executor, stages: Sequence[Stage], state: State) -> Result:
+    return Run(executor).sweep(stages, state)
 
 
-def _sweep_to_values(plan: Executor, stages: Sequence[Stage], state: State) -> Result:
-    run = Run(plan)
+def _sweep_to_values(executor: Executor, stages: Sequence[Stage], state: State) -> Result:
+    run = Run(executor)
     given = set(map(storage_of, state))
     last, beside = run.sweep(stages, state)
     return tuple(run.as_value(place, value, given) for place, value in enumerate(last)), beside
@@ -160,34 +160,34 @@ class Run:
     """One forward of a chain and the backward that belongs to it."""
 
     __slots__ = (
+        "_current",
+        "_drift",
         "_has_ended",
         "_inputs",
-        "_kept",
-        "_moved",
+        "_kept_in_backward",
+        "_kept_in_forward",
+        "_offloaded",
         "_outputs",
-        "_plan",
         "_position",
         "_runs",
+        "_schedule",
         "_stages",
         "_storages",
-        "_swept",
-        "_watch",
-        "_working",
         "lock",
     )
 
-    def __init__(self, plan: Executor) -> None:
-        self._plan = plan.prepared
-        self._watch: Watch | None = None
-        if plan.guard is not None and plan.guard.otherwise != "ignore":
-            self._watch = Watch(plan.guard, self._plan.inverted)
+    def __init__(self, executor: Executor) -> None:
+        self._schedule = executor.prepared
+        self._drift: DriftComparison | None = None
+        if executor.guard is not None and executor.guard.otherwise != "ignore":
+            self._drift = DriftComparison(executor.guard, self._schedule.inverted)
         self._stages: list[Stage] = []
         self._runs: list[StageRun | None] = []
-        self._swept: dict[int, tuple[HasTensor, ...]] = {}
+        self._kept_in_forward: dict[int, tuple[HasTensor, ...]] = {}
         self._storages: set[int] = set()
-        self._kept: dict[int, State] = {}
-        self._moved: dict[int, tuple[Any, ...]] = {}
-        self._working: tuple[int, State] = (-1, ())
+        self._kept_in_backward: dict[int, State] = {}
+        self._offloaded: dict[int, tuple[Any, ...]] = {}
+        self._current: tuple[int, State] = (-1, ())
         self._inputs: dict[int, State] = {}  # of stages that are taped and not yet reversed
         self._position = 0
         self._has_ended = False
@@ -210,28 +210,28 @@ class Run:
         index = len(self._stages)
         self._stages.append(stage)
         self._runs.append(None)
-        if index == 0 and not self._plan.inverted and self._plan.last_keep >= 0:
-            self._swept[0] = self._keep(0, state)
-        step = self._plan.steps[index]
+        if index == 0 and not self._schedule.inverted and self._schedule.last_keep >= 0:
+            self._kept_in_forward[0] = self._keep(0, state)
+        step = self._schedule.steps[index]
         for action in step.before:
             if isinstance(action, Drop):
                 self._drop(action.index)
-            elif index not in self._swept or isinstance(action, Offload):
-                is_moved = isinstance(action, Offload)
-                self._swept[index] = self._keep(index, state, is_moved=is_moved)
+            elif index not in self._kept_in_forward or isinstance(action, Offload):
+                is_offloaded = isinstance(action, Offload)
+                self._kept_in_forward[index] = self._keep(index, state, is_offloaded=is_offloaded)
         if step.is_taped:
             return self._tape_first(index, state, step.is_run_again)
         return self._advance_first(index, state)
 
     def end(self, state: State) -> None:
         """End the forward; `state` is the output of the last stage."""
-        if self._plan.keeps_output and self._is_whole:
-            self._swept[len(self._stages)] = self._keep(len(self._stages), state)
-        self._position = self._plan.sweep_end
+        if self._schedule.keeps_output and self._is_whole:
+            self._kept_in_forward[len(self._stages)] = self._keep(len(self._stages), state)
+        self._position = self._schedule.sweep_end
         self._has_ended = True
-        if self._watch is not None:
-            self._watch.end_forward(self._lowest_wanted)
-        for kept in self._swept.values():
+        if self._drift is not None:
+            self._drift.end_forward(self._lowest_wanted)
+        for kept in self._kept_in_forward.values():
             for value in kept:
                 value.check("before forward had ended")
 
@@ -243,11 +243,13 @@ class Run:
 
     @property
     def _is_whole(self) -> bool:
-        return len(self._stages) == self._plan.num_stages
+        return len(self._stages) == self._schedule.num_stages
 
-    def _keep(self, index: int, state: State, *, is_moved: bool = False) -> tuple[HasTensor, ...]:
+    def _keep(
+        self, index: int, state: State, *, is_offloaded: bool = False
+    ) -> tuple[HasTensor, ...]:
         pair = pair_in_force()  # See Rule 5
-        if is_moved:
+        if is_offloaded:
             pair = moved_to_host(pair)
         if index == len(self._stages):
             return tuple(Kept(value, "The output of the chain", pair) for value in state)
@@ -257,7 +259,7 @@ class Run:
 
     def _spared(self, stage: Stage, state: State) -> State:
         """Return `state`, or a copy if `stage` would change a kept state in place."""
-        if not is_said_in_place(stage):
+        if not is_marked_in_place(stage):
             return state
         is_kept = not self._storages.isdisjoint(map(storage_of, state))
         return tuple(value.clone() for value in state) if is_kept else state
@@ -277,12 +279,12 @@ class Run:
         stage = self._stages[index]
         if self._storages:
             state = self._spared(stage, state)
-        is_inverted = index in self._plan.inverted
+        is_inverted = index in self._schedule.inverted
         run = self._runs[index] = StageRun(stage, state, index, is_inverted=is_inverted)
         result = run.record(state, self)
-        if is_inverted and self._watch is not None and not run.changes_input:
-            self._watch.see(index, state, result[0])
-        if run.changes_input and index in self._swept and not is_said_in_place(stage):
+        if is_inverted and self._drift is not None and not run.changes_input:
+            self._drift.sketch_input(index, state, result[0])
+        if run.changes_input and index in self._kept_in_forward and not is_marked_in_place(stage):
             raise ReplayError(
                 f"{stage.name} changes its input in place, and the schedule keeps that input. "
                 "Make it change a clone (for an activation, inplace=False)."
@@ -302,9 +304,9 @@ class Run:
 
     def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index` (See Rules 2 and 3)."""
-        target = self._plan.tape_at[index]
+        target = self._schedule.tape_at[index]
         try:
-            if not self._has_ended or (self._plan.inverted and not self._is_whole):
+            if not self._has_ended or (self._schedule.inverted and not self._is_whole):
                 self._fill_alone(index)
                 return
             inputs = self._inputs.get(index)
@@ -313,10 +315,10 @@ class Run:
                 return
             if target < self._position:
                 self._restart()
-            if self._watch is not None and self._position == self._plan.sweep_end:
-                self._watch.begin_backward()
+            if self._drift is not None and self._position == self._schedule.sweep_end:
+                self._drift.begin_backward()
             while self._position <= target:
-                action = self._plan.actions[self._position]
+                action = self._schedule.actions[self._position]
                 self._position += 1
                 self._execute(action, index)
         except BaseException:
@@ -325,13 +327,13 @@ class Run:
 
     def _fill_alone(self, index: int) -> None:
         """Fill the slots of stage `index` from the nearest state that is kept (See Rule 9)."""
-        if self._plan.inverted:
+        if self._schedule.inverted:
             raise ReplayError(
-                f"{self._stages[-1].name} is not the last of the {self._plan.num_stages} stages "
-                "that the schedule is for, and what comes after it was to be inverted. Make the "
+                f"{self._stages[-1].name} is not the last of the {self._schedule.num_stages} "
+                "stages that the schedule is for, and what comes after it was to be inverted. Make the "
                 "plan anew, with arguments for which the same blocks are called."
             )
-        start = max(at for at in self._swept if at <= index)
+        start = max(at for at in self._kept_in_forward if at <= index)
         self._load(start)
         for at in range(start, index):
             self._advance(at)
@@ -341,20 +343,20 @@ class Run:
 
     def _forget(self) -> None:
         """Release all that backward has made, so that the next demand starts over."""
-        self._position = len(self._plan.actions)
-        self._working = (-1, ())
-        self._kept.clear()
-        self._moved.clear()
+        self._position = len(self._schedule.actions)
+        self._current = (-1, ())
+        self._kept_in_backward.clear()
+        self._offloaded.clear()
         self._inputs.clear()
 
     def _restart(self) -> None:
         """Restore the states that the sweep kept and backward has dropped (See Rule 3)."""
         self._forget()
-        if not self._plan.inverted:  # a run that inverts drops nothing that the sweep kept
+        if not self._schedule.inverted:  # a run that inverts drops nothing that the sweep kept
             self._load(0)
-            for action in self._plan.actions[: self._plan.last_keep + 1]:
+            for action in self._schedule.actions[: self._schedule.last_keep + 1]:
                 self._execute(action, -1)
-        self._position = self._plan.sweep_end
+        self._position = self._schedule.sweep_end
 
     def _execute(self, action: Action, demanded: int) -> None:
         num_stages = len(self._stages)
@@ -368,17 +370,17 @@ class Run:
             case _ if action.index >= num_stages and not self._is_whole:
                 pass
             case Keep(at):
-                self._kept[at] = self._state_at(at)
+                self._kept_in_backward[at] = self._state_at(at)
             case Offload(at):
                 pair = moved_to_host(None)
-                self._moved[at] = tuple(pair[0](value) for value in self._state_at(at))
+                self._offloaded[at] = tuple(pair[0](value) for value in self._state_at(at))
             case Drop(at):
                 self._drop(at)
             case Load(at):
                 self._load(at)
             case Tape(index) if index <= demanded:
                 state = self._inputs[index] = self._state_at(index)
-                self._working = (index + 1, self._fill(index, state))
+                self._current = (index + 1, self._fill(index, state))
             case Tape(index):
                 self._advance(index)  # See Rule 7
             case Invert(index):
@@ -389,7 +391,7 @@ class Run:
 
     def _fill(self, index: int, state: State) -> State:
         is_last = index + 1 == len(self._stages)
-        needs_output = index in self._plan.tapes_that_go_on or (
+        needs_output = index in self._schedule.tapes_that_go_on or (
             is_last and any(ref() is not None for _, ref in self._outputs)
         )
         output = self._run(index).fill(state, needs_output=needs_output)
@@ -402,27 +404,33 @@ class Run:
         return ()  # nothing is run from the last state
 
     def _advance(self, index: int) -> None:
-        self._working = (index + 1, self._run(index).advance(self._state_at(index)))
+        self._current = (index + 1, self._run(index).advance(self._state_at(index)))
 
     def _invert(self, index: int, *, is_taped: bool) -> None:
         # Handed over, so that the stage can free it half way.
         state = self._run(index).invert(self._take(index + 1), is_taped=is_taped)
-        if self._watch is not None:
-            state = self._compared(index, state, self._watch, is_taped=is_taped)
-        self._working = (index, state)
+        if self._drift is not None:
+            state = self._compared(index, state, self._drift, is_taped=is_taped)
+        self._current = (index, state)
         if is_taped:
             self._inputs[index] = state
 
-    def _compared(self, index: int, state: State, watch: Watch, *, is_taped: bool) -> State:
+    def _compared(
+        self, index: int, state: State, drift: DriftComparison, *, is_taped: bool
+    ) -> State:
         """Return the state that an inverse returned, or the recomputed one (See Rule 8)."""
-        if watch.is_within(index, state, self._stages[index].name):
-            if index not in self._kept:
+        if drift.is_within(index, state, self._stages[index].name):
+            if index not in self._kept_in_backward:
                 return state
-            watch.is_exact(index)
+            drift.mark_exact(index)
             # Backward kept it to recompute the stages above, which are done now.
-            return self._kept[index] if index in self._swept else self._kept.pop(index)
+            return (
+                self._kept_in_backward[index]
+                if index in self._kept_in_forward
+                else self._kept_in_backward.pop(index)
+            )
         del state
-        sources = [at for at in (*self._swept, *self._kept) if at <= index]
+        sources = [at for at in (*self._kept_in_forward, *self._kept_in_backward) if at <= index]
         if not sources:
             raise DriftError(
                 f"The inverse of {self._stages[index].name} drifted, and the schedule keeps no "
@@ -430,13 +438,13 @@ class Run:
             )
         start = max(sources)
         self._check_alone(start, index)
-        spacing = watch.learn(index)
+        spacing = drift.keep_from_now_on(index)
         self._load(start)
         for at in range(start, index):
-            if (index - at) % spacing == 0 and at not in self._kept:
-                self._kept[at] = self._state_at(at)
+            if (index - at) % spacing == 0 and at not in self._kept_in_backward:
+                self._kept_in_backward[at] = self._state_at(at)
             self._advance(at)
-        watch.is_exact(index)
+        drift.mark_exact(index)
         state = self._state_at(index)
         if is_taped:
             self._run(index).fill(state)
@@ -453,35 +461,35 @@ class Run:
                 )
 
     def _drop(self, index: int) -> None:
-        self._kept.pop(index, None)
-        self._moved.pop(index, None)
+        self._kept_in_backward.pop(index, None)
+        self._offloaded.pop(index, None)
         # The source of a restart stays: the first state, or all that the sweep of a run that
         # inverts has kept, since backward keeps nothing on top of it.
-        if index != 0 and not self._plan.inverted:
-            self._swept.pop(index, None)
+        if index != 0 and not self._schedule.inverted:
+            self._kept_in_forward.pop(index, None)
 
     def _load(self, index: int) -> None:
-        state = self._kept.get(index)
-        moved = self._moved.get(index)
+        state = self._kept_in_backward.get(index)
+        moved = self._offloaded.get(index)
         if state is None and moved is not None:
             state = tuple(moved_to_host(None)[1](value) for value in moved)
         elif state is None:
             # The pair beneath may give it once only (torch's checkpoint does).
-            state = detached(kept.get() for kept in self._swept[index])
-            self._kept[index] = state
-        self._working = (index, state)
-        if self._watch is not None:
-            self._watch.is_exact(index)
+            state = detached(kept.get() for kept in self._kept_in_forward[index])
+            self._kept_in_backward[index] = state
+        self._current = (index, state)
+        if self._drift is not None:
+            self._drift.mark_exact(index)
 
     def _state_at(self, index: int) -> State:
-        at, state = self._working
+        at, state = self._current
         if at != index:
             raise ScheduleError(f"The schedule needs state {index} where it has state {at}.")
         return state
 
     def _take(self, index: int) -> State:
         state = self._state_at(index)
-        self._working = (-1, ())
+        self._current = (-1, ())
         return state
 
     def _run(self, index: int) -> StageRun:

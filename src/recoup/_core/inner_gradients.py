@@ -117,8 +117,7 @@ class Advancing(saving):
         self._unpack = _nothing  # or this object would hold itself: a reference cycle
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        if kind is None:
-            self.pop()
+        super().leave(kind, value, traceback)
         self.restore()
         self._first_run.end(is_whole=kind is None)
 

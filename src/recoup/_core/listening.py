@@ -35,7 +35,6 @@ class heard_by(Restoring):  # noqa: N801 - it reads as what it does
     __slots__ = ("_before", "_is_entered", "_listener")
 
     def __init__(self, listener: Listener) -> None:
-        super().__init__()
         self._listener = listener
         self._before: Listener | None = None
         self._is_entered = False

@@ -239,8 +239,7 @@ class Filling(saving):
         self._pack = _itself  # or this object would hold itself: a reference cycle
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        if kind is None:
-            self.pop()
+        super().leave(kind, value, traceback)
         self.restore()
         if kind is None:
             if self._has_stopped:

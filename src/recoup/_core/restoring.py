@@ -44,7 +44,7 @@ class _Exit:
         if context is None:
             return _leave  # for an ExitStack, which binds it itself
         leave = partial(_leave, context)
-        if context._statement is None:
+        if getattr(context, "_statement", None) is None:
             context._statement = weakref.ref(leave, context._cut_off)
         return leave
 
@@ -64,8 +64,7 @@ class Restoring:
 
     __slots__ = ("_statement",)
 
-    def __init__(self) -> None:
-        self._statement: weakref.ref[Any] | None = None
+    _statement: weakref.ref[Any] | None  # set as a `with` statement fetches `__exit__`
 
     def __enter__(self) -> Any:
         """Record the old settings and change them."""

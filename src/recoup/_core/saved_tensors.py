@@ -102,7 +102,6 @@ class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_h
     def __init__(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor] = unpack
     ) -> None:
-        super().__init__()
         self._pack = pack
         self._unpack = unpack
         self._beneath: Pair | None = None
@@ -116,15 +115,9 @@ class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_h
 
     @never_compiled
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        if kind is None:
-            self.pop()
-        else:
+        if kind is not None:
             self.restore()
-
-    @never_compiled
-    def pop(self) -> None:
-        """Pop the pair, which is the innermost one where no exception has cut this off."""
-        if self._is_entered:
+        elif self._is_entered:  # then the pair is the innermost one
             _pop()
             self._is_entered = False
 
@@ -170,7 +163,6 @@ class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_ena
     __slots__ = ("_before", "_is_enabled")
 
     def __init__(self, is_enabled: bool) -> None:
-        super().__init__()
         self._is_enabled = is_enabled
         self._before: bool | None = None
 

@@ -56,8 +56,11 @@ def evaluate(network: nn.Module, inputs: Inputs) -> Any:
         if draws_nothing(network):
             return network(*inputs)
         return _run(network, inputs, SeededCall())
-    with _Answering(None):
+    _local.answer = None  # networks within this one are its own
+    try:
         return answer(network, inputs)
+    finally:  # the context that set `answer` restores what was before it, also if this is cut off
+        _local.answer = answer
 
 
 def is_answered() -> bool:
@@ -80,12 +83,11 @@ def _run_untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) ->
 
 
 class _Answering(Restoring):
-    """A context in which `answer` makes every evaluation; None calls networks directly."""
+    """A context in which `answer` makes every evaluation."""
 
     __slots__ = ("_answer", "_before", "_is_entered")
 
-    def __init__(self, answer: Callable[[nn.Module, Inputs], Any] | None) -> None:
-        super().__init__()
+    def __init__(self, answer: Callable[[nn.Module, Inputs], Any]) -> None:
         self._answer = answer
         self._before: Callable[[nn.Module, Inputs], Any] | None = None
         self._is_entered = False
@@ -128,17 +130,18 @@ class Evaluations:
         name: the name of the module in error messages.
     """
 
-    __slots__ = ("_by_network", "_cursor", "_name")
+    __slots__ = ("_by_network", "_cursor", "_name", "_num_evaluations")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._by_network: dict[nn.Module, list[_Evaluation]] = {}
         self._cursor: dict[nn.Module, int] = {}
+        self._num_evaluations = 0
 
     @property
     def are_shared(self) -> bool:
         """Whether the inverse can make the residuals (See Rule 3)."""
-        return all(len(same) == 1 for same in self._by_network.values())
+        return len(self._by_network) == self._num_evaluations
 
     @property
     def are_wanted(self) -> bool:
@@ -173,6 +176,7 @@ class Evaluations:
         region = Region(around.name, around.owner, around.index, around.first_run, around.way)
         evaluation = _Evaluation(inputs, region)
         self._by_network.setdefault(network, []).append(evaluation)
+        self._num_evaluations += 1
         with region.recording():
             output = _run(network, inputs, evaluation.call)
         values, evaluation.tree = flatten(output)

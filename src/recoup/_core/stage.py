@@ -32,7 +32,7 @@ from recoup._core.saved_tensors import as_leaves, detached, grad_mode, versions_
 from recoup._core.shared_evaluation import Evaluations
 from recoup.errors import ReplayError
 
-__all__ = ["Stage", "StageRun", "State", "is_said_in_place"]
+__all__ = ["Stage", "StageRun", "State", "is_marked_in_place"]
 
 State = tuple[Tensor, ...]
 
@@ -244,7 +244,7 @@ class StageRun:
                 )
 
 
-def is_said_in_place(stage: Stage) -> bool:
+def is_marked_in_place(stage: Stage) -> bool:
     """Whether the module of `stage` says that it changes its input in place (See Rule 2)."""
     code = stage.code.codes[0] if isinstance(stage.code, Codes) else stage.code
     return isinstance(code, nn.Module) and is_in_place(code)

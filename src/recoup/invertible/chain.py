@@ -152,8 +152,12 @@ class Chain(HasMemoryMode, InvertibleModule):
                 blocks = [module for _, module in self._named(flat=True)]
                 return self._budget.run(self, self._forward_plainly, (x, context), blocks)
             stages = self._stages(context)
-            links = {stage.name: stage.module for stage in stages}
-            executor = self._ready_executor(links, tuple(stage.way for stage in stages))
+            links: dict[str, InvertibleModule] = {}
+            ways: list[Way] = []
+            for stage in stages:
+                links[stage.name] = stage.module
+                ways.append("invert" if stage.module.inverts_in_backward else "recompute")
+            executor = self._ready_executor(links, tuple(ways))
             state, log_dets = executor.execute(stages, _state_of(x, context))
             return self._to_pair(x, context, state, log_dets)
         return self._forward_plainly(x, context)
@@ -249,28 +253,14 @@ class Chain(HasMemoryMode, InvertibleModule):
 class _Stage:
     """A module that maps the first tensor of the state; a context and early latents pass by."""
 
-    __slots__ = ("_hands_context", "module", "name")
+    __slots__ = ("_hands_context", "code", "held", "module", "modules", "name")
 
     def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"
-        self.module = module
+        self.module = self.code = module
+        self.modules = (module,)
+        self.held = None
         self._hands_context = hands_context
-
-    @property
-    def way(self) -> Way:
-        return "invert" if self.module.inverts_in_backward else "recompute"
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return (self.module,)
-
-    @property
-    def code(self) -> object:
-        return self.module
-
-    @property
-    def held(self) -> None:
-        return None
 
     def forward(self, state: State) -> tuple[State, Tensor]:
         returned = self.module(state[0], *self._context(state))

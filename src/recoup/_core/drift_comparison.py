@@ -1,4 +1,4 @@
-"""The drift watch: compares the states that inverses return with those of forward.
+"""Drift comparison: the states that inverses return against those of forward.
 
 NOTE [ Sketches ]
 
@@ -32,14 +32,14 @@ from torch import Tensor
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.random_sources import own_generator
 
-__all__ = ["Watch"]
+__all__ = ["DriftComparison"]
 
 _NUM_RUNS, _RUN = 256, 8
 _EVERY = 4
 _SEED = 0
 
 
-class Watch:
+class DriftComparison:
     """The comparison of states over one forward and its backward.
 
     Args:
@@ -54,20 +54,20 @@ class Watch:
         "_inverted",
         "_is_autocast",
         "_least",
+        "_not_inverted",
         "_num_skipped",
         "_num_stages",
         "_sketches",
         "_sum",
         "_tables",
         "_top",
-        "_unasked",
     )
 
     def __init__(self, guard: DriftGuard, inverted: Collection[int]) -> None:
         self._guard = guard
         self._inverted = inverted
         self._num_stages = len(inverted)
-        self._unasked: tuple[int, ...] = ()
+        self._not_inverted: tuple[int, ...] = ()
         self._every = _EVERY if guard._is_calm(self._num_stages) else 1
         self._num_skipped = 0
         self._sketches: dict[int, tuple[Tensor | list[float] | None, ...]] = {}
@@ -78,7 +78,9 @@ class Watch:
         self._least = 0.0  # the largest machine epsilon of the states
         self._top = 0
 
-    def see(self, index: int, state: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    def sketch_input(
+        self, index: int, state: tuple[Tensor, ...], output: tuple[Tensor, ...]
+    ) -> None:
         """Sketch the input of a stage that backward will invert (See Rule 4)."""
         if index % self._every and index - 1 in self._inverted:
             return
@@ -97,18 +99,18 @@ class Watch:
             lowest: the lowest stage that backward can reach; those below are not inverted.
         """
         self._tables.clear()
-        self._unasked = tuple(index for index in self._inverted if index < lowest)
+        self._not_inverted = tuple(index for index in self._inverted if index < lowest)
 
     def begin_backward(self) -> None:
         """Clear the errors for a new backward."""
-        self._errors = dict.fromkeys(self._unasked, 0.0)
+        self._errors = dict.fromkeys(self._not_inverted, 0.0)
         self._sum = 0.0
         self._num_skipped = 0
         self._guard.errors = self._errors
         self._guard._num_recomputed = 0
         self._is_autocast = _is_autocast()
 
-    def is_exact(self, index: int) -> None:
+    def mark_exact(self, index: int) -> None:
         """Note that the working state at `index` is exact: kept or recomputed."""
         self._top = index
 
@@ -132,8 +134,12 @@ class Watch:
             self._guard._say_late(name)
         return False
 
-    def learn(self, index: int) -> int:
-        """Note that the state at `index` was too far off; return the spacing of states to keep."""
+    def keep_from_now_on(self, index: int) -> int:
+        """Choose a state to keep from the next forward on: the one at `index` was too far off.
+
+        Returns:
+            The spacing at which the recomputation of this backward keeps states.
+        """
         rate = self._guard._allowance(1, self._num_stages, self._least, at_once=False)
         self._guard._learn(self._errors, index, self._top, rate)
         spacing = max(1, self._top - index)
