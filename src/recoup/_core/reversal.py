@@ -1,0 +1,283 @@
+"""The reversal: executes the part of a schedule that belongs to backward.
+
+NOTE [ Reversing a chain ]
+
+Rule 1. Autograd unpacks residuals in descending order of stages. Unpacking an empty slot executes
+        the schedule up to the action that tapes its stage.
+Rule 2. If that action was already executed (a second backward over a retained graph, or one after
+        an exception), the schedule is executed again from its start, on the same graph. If the
+        stage has not been reversed yet, that stage alone is run again.
+Rule 3. Stages above the one whose residuals are needed are advanced over, not taped: a loss of an
+        early latent alone would otherwise make tapes that autograd never uses.
+Rule 4. A state that an inverse returns is compared with the state of forward before autograd uses
+        anything computed from it. If it is too far off, the drift guard decides.
+Rule 5. There may be fewer stages than the schedule is for; actions on the missing ones are skipped.
+        If residuals of a stage are needed before the chain has ended, the stage is run again from
+        the nearest state that is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from recoup._core.drift_comparison import DriftComparison
+from recoup._core.lazy_values import HasTensor
+from recoup._core.offload import moved_to_host
+from recoup._core.prepared_schedule import Prepared
+from recoup._core.saved_tensors import detached
+from recoup._core.stage import Stage, StageRun, State
+from recoup.errors import DriftError, ReplayError, ScheduleError
+from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
+
+__all__ = ["Forward", "Output", "Reversal"]
+
+
+class Output(Protocol):
+    """A tensor of the last state that a second run of the last stage makes again."""
+
+    def take(self, output: Tensor) -> None:
+        """Take the tensor that a second run has made."""
+        ...
+
+
+class Forward:
+    """What the forward of a chain leaves for its backward.
+
+    Args:
+        schedule: the schedule that both follow.
+        drift: compares the states that inverses return; None if nothing is compared.
+    """
+
+    __slots__ = ("drift", "has_ended", "kept", "outputs", "runs", "schedule", "stages")
+
+    def __init__(self, schedule: Prepared, drift: DriftComparison | None) -> None:
+        self.schedule = schedule
+        self.drift = drift
+        self.stages: list[Stage] = []
+        self.runs: list[StageRun | None] = []  # of the stages that may run again
+        self.kept: dict[int, tuple[HasTensor, ...]] = {}  # states, by the stage they enter
+        self.outputs: list[tuple[int, weakref.ref[Output]]] = []
+        self.has_ended = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are as many stages as the schedule is for."""
+        return len(self.stages) == self.schedule.num_stages
+
+
+class Reversal:
+    """The states and the position of one backward through a chain."""
+
+    __slots__ = ("_current", "_forward", "_inputs", "_kept", "_offloaded", "_position")
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._position = forward.schedule.sweep_end
+        self._current: tuple[int, State] = (-1, ())
+        self._kept: dict[int, State] = {}
+        self._offloaded: dict[int, tuple[Any, ...]] = {}
+        self._inputs: dict[int, State] = {}  # of stages that are taped and not yet reversed
+
+    def fill_slots(self, index: int) -> None:
+        """Fill the slots of stage `index` (See Rules 1 and 2)."""
+        forward = self._forward
+        schedule = forward.schedule
+        target = schedule.tape_at[index]
+        try:
+            if not forward.has_ended or (schedule.inverted and not forward.is_whole):
+                self._fill_alone(index)
+                return
+            inputs = self._inputs.get(index)
+            if inputs is not None and target < self._position:
+                self._fill(index, inputs)
+                return
+            if target < self._position:
+                self._restart()
+            if forward.drift is not None and self._position == schedule.sweep_end:
+                forward.drift.begin_backward()
+            while self._position <= target:
+                action = schedule.actions[self._position]
+                self._position += 1
+                self._execute(action, index)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _fill_alone(self, index: int) -> None:
+        """Fill the slots of stage `index` from the nearest state that is kept (See Rule 5)."""
+        if self._forward.schedule.inverted:
+            raise ReplayError(
+                f"{self._forward.stages[-1].name} is not the last of the "
+                f"{self._forward.schedule.num_stages} stages that the schedule is for, and what "
+                "comes after it was to be inverted. Make the plan anew, with arguments for which "
+                "the same blocks are called."
+            )
+        start = max(at for at in self._forward.kept if at <= index)
+        self._load(start)
+        for at in range(start, index):
+            self._advance(at)
+        state = self._state_at(index)
+        self._forget()
+        self._fill(index, state)
+
+    def _forget(self) -> None:
+        """Release all that backward has made, so that the next demand starts over."""
+        self._position = len(self._forward.schedule.actions)
+        self._current = (-1, ())
+        self._kept.clear()
+        self._offloaded.clear()
+        self._inputs.clear()
+
+    def _restart(self) -> None:
+        """Restore the states that the sweep kept and backward has dropped (See Rule 2)."""
+        self._forget()
+        if (
+            not self._forward.schedule.inverted
+        ):  # a run that inverts drops nothing that the sweep kept
+            self._load(0)
+            for action in self._forward.schedule.actions[: self._forward.schedule.last_keep + 1]:
+                self._execute(action, -1)
+        self._position = self._forward.schedule.sweep_end
+
+    def _execute(self, action: Action, demanded: int) -> None:
+        num_stages = len(self._forward.stages)
+        match action:
+            case Advance(start, stop) if stop >= num_stages and not self._forward.is_whole:
+                for index in range(start, num_stages - 1):  # See Rule 5
+                    self._advance(index)
+            case Advance():
+                for index in range(action.start, action.stop):
+                    self._advance(index)
+            case _ if action.index >= num_stages and not self._forward.is_whole:
+                pass
+            case Keep(at):
+                self._kept[at] = self._state_at(at)
+            case Offload(at):
+                pair = moved_to_host(None)
+                self._offloaded[at] = tuple(pair[0](value) for value in self._state_at(at))
+            case Drop(at):
+                self._drop(at)
+            case Load(at):
+                self._load(at)
+            case Tape(index) if index <= demanded:
+                state = self._inputs[index] = self._state_at(index)
+                self._current = (index + 1, self._fill(index, state))
+            case Tape(index):
+                self._advance(index)  # See Rule 3
+            case Invert(index):
+                self._invert(index, is_taped=index <= demanded)
+            case Reverse(index):
+                # Autograd reverses the stage; its slots are empty by now.
+                self._inputs.pop(index, None)
+
+    def _fill(self, index: int, state: State) -> State:
+        is_last = index + 1 == len(self._forward.stages)
+        needs_output = index in self._forward.schedule.tapes_that_go_on or (
+            is_last and any(ref() is not None for _, ref in self._forward.outputs)
+        )
+        output = self._run(index).fill(state, needs_output=needs_output)
+        if not is_last:
+            return output
+        for place, ref in self._forward.outputs:
+            source = ref()
+            if source is not None and output:
+                source.take(output[place])
+        return ()  # nothing is run from the last state
+
+    def _advance(self, index: int) -> None:
+        self._current = (index + 1, self._run(index).advance(self._state_at(index)))
+
+    def _invert(self, index: int, *, is_taped: bool) -> None:
+        # Handed over, so that the stage can free it half way.
+        state = self._run(index).invert(self._take(index + 1), is_taped=is_taped)
+        if self._forward.drift is not None:
+            state = self._compared(index, state, self._forward.drift, is_taped=is_taped)
+        self._current = (index, state)
+        if is_taped:
+            self._inputs[index] = state
+
+    def _compared(
+        self, index: int, state: State, drift: DriftComparison, *, is_taped: bool
+    ) -> State:
+        """Return the state that an inverse returned, or the recomputed one (See Rule 4)."""
+        if drift.is_within(index, state, self._forward.stages[index].name):
+            if index not in self._kept:
+                return state
+            drift.mark_exact(index)
+            # Backward kept it to recompute the stages above, which are done now.
+            return self._kept[index] if index in self._forward.kept else self._kept.pop(index)
+        del state
+        sources = [at for at in (*self._forward.kept, *self._kept) if at <= index]
+        if not sources:
+            raise DriftError(
+                f"The inverse of {self._forward.stages[index].name} drifted, and the schedule "
+                "keeps no state to compute its input from. Keep one in the schedule, or use "
+                'drift="raise".'
+            )
+        start = max(sources)
+        self._check_alone(start, index)
+        spacing = drift.keep_from_now_on(index)
+        self._load(start)
+        for at in range(start, index):
+            if (index - at) % spacing == 0 and at not in self._kept:
+                self._kept[at] = self._state_at(at)
+            self._advance(at)
+        drift.mark_exact(index)
+        state = self._state_at(index)
+        if is_taped:
+            self._run(index).fill(state)
+        return state
+
+    def _check_alone(self, start: int, stop: int) -> None:
+        """Raise if a stage is sharded: other ranks may see no drift, and would not run it again."""
+        stages = self._forward.stages
+        for stage in stages[start:stop]:
+            if any(hasattr(part, "unshard") for one in stage.modules for part in one.modules()):
+                raise DriftError(
+                    f"The inverse of {stages[stop].name} drifted, and its input cannot be "
+                    f"computed again: {stage.name} is sharded, so that all ranks must run it "
+                    'together. Bound the scale of the layers, or use memory="sqrt".'
+                )
+
+    def _drop(self, index: int) -> None:
+        self._kept.pop(index, None)
+        self._offloaded.pop(index, None)
+        # The source of a restart stays: the first state, or all that the sweep of a run that
+        # inverts has kept, since backward keeps nothing on top of it.
+        if index != 0 and not self._forward.schedule.inverted:
+            self._forward.kept.pop(index, None)
+
+    def _load(self, index: int) -> None:
+        state = self._kept.get(index)
+        moved = self._offloaded.get(index)
+        if state is None and moved is not None:
+            state = tuple(moved_to_host(None)[1](value) for value in moved)
+        elif state is None:
+            # The pair beneath may give it once only (torch's checkpoint does).
+            state = detached(kept.get() for kept in self._forward.kept[index])
+            self._kept[index] = state
+        self._current = (index, state)
+        if self._forward.drift is not None:
+            self._forward.drift.mark_exact(index)
+
+    def _state_at(self, index: int) -> State:
+        at, state = self._current
+        if at != index:
+            raise ScheduleError(f"The schedule needs state {index} where it has state {at}.")
+        return state
+
+    def _take(self, index: int) -> State:
+        state = self._state_at(index)
+        self._current = (-1, ())
+        return state
+
+    def _run(self, index: int) -> StageRun:
+        run = self._forward.runs[index]
+        if run is None:
+            raise ScheduleError(
+                f"The schedule runs {self._forward.stages[index].name} a second time."
+            )
+        return run
