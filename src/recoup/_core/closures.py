@@ -24,9 +24,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from recoup._core.closure_values import PLAIN, Place, plain_values, reads_of
-from recoup._core.guards import LOCK
-from recoup._core.restoring import Restoring
+from recoup._core.closure_values import PLAIN, plain_values, reads_of
+from recoup._core.guards import Location, Replacement
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError
 
@@ -42,25 +41,25 @@ _MISSING = object()
 class Held:
     """The modules, tensors and plain values that `fn` reads, as they are now."""
 
-    __slots__ = ("_fn", "_items", "_moved", "_places", "modules")
+    __slots__ = ("_fn", "_items", "_locations", "_moved", "modules")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._items: list[tuple[str, Any, int]] = []
-        self._places: dict[str, tuple[Any, Place, bool]] = {}
-        self._moved: list[tuple[Place, Any]] = []
+        self._locations: dict[str, tuple[Any, Location, bool]] = {}
+        self._moved: list[Replacement] = []
         modules: list[nn.Module] = []
-        for path, value, place, is_own in _walk(fn, "", 0):
+        for path, value, location, is_own in _walk(fn, "", 0):
             if isinstance(value, nn.Module):
                 if all(value is not module for module in modules):
                     modules.append(value)
             elif isinstance(value, Tensor):
                 kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
                 self._items.append((path, kept, version_of(value)))
-            elif place is None:
+            elif location is None:
                 self._items.append((path, value, 0))
             else:
-                self._places[path] = (value, place, is_own)
+                self._locations[path] = (value, location, is_own)
         self.modules = tuple(modules)
 
     @property
@@ -74,18 +73,18 @@ class Held:
 
     def first_run_ended(self) -> None:
         """Record the versions and values that the first run left (See Rule 2)."""
-        if not (self._items or self._places):
+        if not (self._items or self._locations):
             return
         now = Held(self._fn)
         self._items = now._items
-        for path, (before, place, is_own) in self._places.items():
-            after = now._places.get(path, (None, place, False))[0]
+        for path, (before, location, is_own) in self._locations.items():
+            after = now._locations.get(path, (None, location, False))[0]
             is_moved = is_own or not _is_same(before, after)
             if is_moved and type(after) is not bool:
-                self._moved.append((place, before))
-            elif path in now._places:
+                self._moved.append((location, before))
+            elif path in now._locations:
                 self._items.append((path, after, 0))
-        self._places = {}
+        self._locations = {}
 
     def check(self, name: str) -> None:
         """Raise if anything has changed since the first run ended (See Rules 1 and 2)."""
@@ -105,30 +104,9 @@ class Held:
                     "change it after backward."
                 )
 
-    def as_it_was(self) -> _AsItWas | None:
-        """Return a context that restores the values from before the first run (See Rule 2)."""
-        return _AsItWas(self._moved) if self._moved else None
-
-
-class _AsItWas(Restoring):
-    lock = LOCK  # the caller holds it around the context
-
-    __slots__ = ("_moved", "_now")
-
-    def __init__(self, moved: list[tuple[Place, Any]]) -> None:
-        super().__init__()
-        self._moved = moved
-        self._now: list[tuple[Place, Any]] = []
-
-    def __enter__(self) -> None:
-        self._now = [(place, place.get()) for place, _ in self._moved]
-        for place, value in self._moved:
-            place.put(value)
-
-    def restore(self) -> None:
-        for place, value in self._now:
-            place.put(value)
-        self._now = []
+    def to_replace(self) -> list[Replacement]:
+        """Return the values from before the first run that a second run must have (See Rule 2)."""
+        return self._moved
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -136,7 +114,7 @@ def _is_same(before: Any, now: Any) -> bool:
     return before is now or (type(before) is type(now) and (before == now or before != before))
 
 
-_Walked = tuple[str, Any, "Place | None", bool]
+_Walked = tuple[str, Any, "Location | None", bool]
 
 
 def _walk(fn: Any, path: str, depth: int) -> Iterator[_Walked]:

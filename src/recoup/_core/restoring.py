@@ -62,10 +62,7 @@ class Restoring:
     Subclasses change something in `__enter__`, and put it back in `restore` (See Rule 2).
     """
 
-    __slots__ = ("_statement",)
-
-    def __init__(self) -> None:
-        self._statement: weakref.ref[Any] | None = None
+    _statement: weakref.ref[Any] | None = None  # not an attribute of each: most have no statement
 
     def __enter__(self) -> Any:
         """Record the old settings and change them."""
