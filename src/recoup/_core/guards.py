@@ -102,11 +102,10 @@ class ModuleGuard:
 
     def _note_attributes(self, own: dict[str, Any]) -> None:
         for key, value in own.items():
-            kind = cast("type[Any]", type(value))
-            if kind in _NUMBERS:
+            if type(value) in _NUMBERS:
                 if key != "training":
                     self._numbers.append((own, key, value))
-            elif kind is Tensor and value.grad_fn is None:
+            elif type(value) is Tensor and value.grad_fn is None:
                 self._entries.append((own, key, value))
 
     def first_run_ended(self, name: str) -> None:

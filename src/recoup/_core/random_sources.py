@@ -133,40 +133,37 @@ class _SourceCheck(InMode):
     ) -> None:
         super().__init__(_Generators(name))
         self._codes = codes
-        self._generators = generators
+        self._generators = [*generators]
         self._checked = checked
         self._name = name
-        self._python_before: Any = None
-        self._numpy_before: Any = None
-        self._own_before: list[tuple[Any, Any]] = []
+        self._before: list[tuple[str, Any]] = []
 
     def __enter__(self) -> None:
-        numpy = sys.modules.get("numpy.random")
-        self._python_before = random.getstate()
-        self._numpy_before = None if numpy is None else _numpy_state(numpy)
-        own: list[Any] = [g for g in self._generators if not isinstance(g, torch.Generator)]
-        own.extend(_generators_in(self._codes))
-        self._own_before = [(generator, _own_state(generator)) for generator in own]
+        self._generators += _generators_in(self._codes)
+        self._before = list(self._states())
         super().__enter__()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         super().leave(kind, value, traceback)
         if kind is None:
-            self._check()
+            for (source, before), (_, now) in zip(self._before, self._states(), strict=False):
+                if now != before:
+                    raise ReplayError(_message(self._name, source))
             self._checked.update(weakref.ref(code, self._checked.discard) for code in self._codes)
 
-    def _check(self) -> None:
-        if random.getstate() != self._python_before:
-            raise ReplayError(_message(self._name, "Python's `random`"))
-        numpy = sys.modules.get("numpy.random")
-        if self._numpy_before is not None and _numpy_state(numpy) != self._numpy_before:
-            raise ReplayError(_message(self._name, "numpy's global generator"))
-        for generator, before in self._own_before:
-            if _own_state(generator) != before:
-                kind = (
-                    "random.Random" if isinstance(generator, random.Random) else "numpy Generator"
-                )
-                raise ReplayError(_message(self._name, f"a {kind} of its own"))
+    def _states(self) -> Generator[tuple[str, Any]]:
+        """Yield the sources that are not of torch, and their states."""
+        yield "Python's `random`", random.getstate()
+        for generator in self._generators:
+            if isinstance(generator, random.Random):
+                yield "a random.Random of its own", generator.getstate()
+            elif hasattr(generator, "bit_generator"):
+                yield "a numpy Generator of its own", repr(generator.bit_generator.state)
+            elif not isinstance(generator, torch.Generator):  # a RandomState of numpy
+                yield "a numpy Generator of its own", _numpy_state(generator)
+        numpy = sys.modules.get("numpy.random")  # last, since the code may import it
+        if numpy is not None:
+            yield "numpy's global generator", _numpy_state(numpy)
 
 
 def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
@@ -178,16 +175,8 @@ def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
             yield from (value for value in vars(module).values() if isinstance(value, kinds))
 
 
-def _own_state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if not hasattr(generator, "bit_generator"):  # a RandomState of numpy
-        return _numpy_state(generator)
-    return repr(generator.bit_generator.state)
-
-
-def _numpy_state(numpy: Any) -> tuple[bytes, int, int]:
-    _, words, position, has_normal, _ = numpy.get_state()
+def _numpy_state(generator: Any) -> tuple[bytes, int, int]:
+    _, words, position, has_normal, _ = generator.get_state()
     return words.tobytes(), position, has_normal
 
 

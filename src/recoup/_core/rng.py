@@ -197,6 +197,11 @@ class Draws:
         self._cursor = 0
         self.has_foreign = False
 
+    @property
+    def has_entries(self) -> bool:
+        """Whether anything was drawn or decided by recoup."""
+        return bool(self._entries)
+
     def _next(self) -> Any:
         entry = self._entries[self._cursor] if self._cursor < len(self._entries) else None
         self._cursor += 1
@@ -375,7 +380,7 @@ class SeededCall:
 
     def __init__(self) -> None:
         self._seed: int | None = None
-        self._within = Draws()  # of the seeds that the call draws
+        self._within: Draws | None = None  # the seeds that are drawn in the call, if any
         self.is_known = False
 
     @property
@@ -405,21 +410,27 @@ class SeededCall:
         return _recorded(make)
 
     def _run_first(self, call: Callable[[], T]) -> T:
-        self._within = Draws()
+        within = Draws()
         with generators_restored() as generators:
             before = generators.states
             seed = _fresh_seed()
             generators.states = generator_states()
             _seed_generators(seed)
             start = generator_states()
-            with _Regions((self._within,)):
+            with _Regions((within,)):
                 result = call()
             if same_states(start, generator_states()):
                 generators.states = before  # See Rule 2
             else:
                 self._seed = seed
+        self._within = within if within.has_entries else None
         return result
 
     def _repeat(self, call: Callable[[], T]) -> T:
-        with Replaying(self._within, is_alone=True):
-            return call() if self._seed is None else with_seed(call, self._seed)
+        if self._within is not None:
+            with Replaying(self._within, is_alone=True):
+                return self._seeded(call)
+        return self._seeded(call)
+
+    def _seeded(self, call: Callable[[], T]) -> T:
+        return call() if self._seed is None else with_seed(call, self._seed)
