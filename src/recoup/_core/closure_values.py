@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from recoup._core.guards import Location
 
-__all__ = ["PLAIN", "plain_values", "reads_of"]
+__all__ = ["MAX_DEPTH", "MAX_ENTRIES", "PLAIN", "plain_values", "reads_of"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_DEEPEST = 4
+MAX_DEPTH = 4  # of calls and containers that are followed
+MAX_ENTRIES = 64  # of a container that are looked at
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "math"))
 _SKIPPED = frozenset(("COPY", "PUSH_NULL", "NOP", "RESUME", "PRECALL", "EXTENDED_ARG", "DUP_TOP",
@@ -167,7 +168,7 @@ def _followed(value: Any, read: Read, prefix: str, depth: int) -> Iterator[Found
         function = value.fget if isinstance(value, property) else value
         if isinstance(function, types.FunctionType) and location is None:
             is_last = index + 1 == len(read.path) or isinstance(value, property)
-            if is_last and depth < _DEEPEST and not _is_of_others(before):
+            if is_last and depth < MAX_DEPTH and not _is_of_others(before):
                 yield from plain_values(function, before, f"{name.rpartition('.')[0]}: ", depth + 1)
             return
     if (

@@ -24,22 +24,24 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from recoup._core.closure_values import PLAIN, plain_values, reads_of
+from recoup._core.closure_values import MAX_DEPTH, MAX_ENTRIES, PLAIN, plain_values, reads_of
 from recoup._core.guards import Location, Replacement
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError
 
 __all__ = ["Held"]
 
-_MOST_ENTRIES = 64
-_DEEPEST = 4
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
 _MISSING = object()
 
 
 class Held:
-    """The modules, tensors and plain values that `fn` reads, as they are now."""
+    """The closure guard: the modules, tensors and plain values that `fn` reads, as they are now.
+
+    Attributes:
+        modules: the modules, which a `ModuleGuard` compares.
+    """
 
     __slots__ = ("_fn", "_items", "_locations", "_moved", "modules")
 
@@ -117,7 +119,8 @@ def _is_same(before: Any, now: Any) -> bool:
 _Walked = tuple[str, Any, "Location | None", bool]
 
 
-def _walk(fn: Any, path: str, depth: int) -> Iterator[_Walked]:
+def _walk(fn: Any, path: str, depth: int, owner: object = None) -> Iterator[_Walked]:
+    """Yield what `fn`, a method of `owner` if that is given, reads (See Rule 1)."""
     if isinstance(fn, nn.Module):
         yield path or "module", fn, None, False
     elif isinstance(fn, functools.partial):
@@ -127,21 +130,14 @@ def _walk(fn: Any, path: str, depth: int) -> Iterator[_Walked]:
             yield from _values(f"{path}partial[{key}]", value, depth, is_cell=True)
     elif isinstance(fn, types.MethodType):
         yield from _values("self", fn.__self__, depth, is_cell=False)
-        yield from _walk_function(fn.__func__, fn.__self__, path, depth)
+        yield from _walk(fn.__func__, path, depth, fn.__self__)
     elif isinstance(fn, types.FunctionType):
-        yield from _function(fn, None, path, depth)
+        yield from _function(fn, owner, path, depth)
     elif not isinstance(fn, types.BuiltinFunctionType):
         called = getattr(cast("Any", type(fn)), "__call__", None)  # noqa: B004 - its function
         if isinstance(called, types.FunctionType) and _is_users(called):
             yield from _values("self", fn, depth, is_cell=False)
             yield from _function(called, fn, path, depth)
-
-
-def _walk_function(fn: Any, owner: object, path: str, depth: int) -> Iterator[_Walked]:
-    if isinstance(fn, types.FunctionType):
-        yield from _function(fn, owner, path, depth)
-    else:
-        yield from _walk(fn, path, depth)
 
 
 def _function(fn: types.FunctionType, owner: object, path: str, depth: int) -> Iterator[_Walked]:
@@ -165,27 +161,27 @@ def _function(fn: types.FunctionType, owner: object, path: str, depth: int) -> I
         value = fn.__globals__.get(name)
         if isinstance(value, (nn.Module, Tensor)):
             yield f"{path}{name}", value, None, False
-        elif isinstance(value, types.FunctionType) and depth < _DEEPEST and _is_users(value):
+        elif isinstance(value, types.FunctionType) and depth < MAX_DEPTH and _is_users(value):
             yield from _function(value, None, f"{path}{name}.", depth + 1)
 
 
 def _values(path: str, value: Any, depth: int, *, is_cell: bool) -> Iterator[_Walked]:
     if isinstance(value, (nn.Module, Tensor)) or (is_cell and isinstance(value, PLAIN)):
         yield path, value, None, False
-    elif depth >= _DEEPEST:
+    elif depth >= MAX_DEPTH:
         return
     elif isinstance(value, (tuple, list)):
         entries = cast("tuple[Any, ...]", value)
-        for index, entry in enumerate(entries[:_MOST_ENTRIES]):
+        for index, entry in enumerate(entries[:MAX_ENTRIES]):
             yield from _values(f"{path}[{index}]", entry, depth + 1, is_cell=False)
     elif isinstance(value, dict):
         mapping = cast("dict[Any, Any]", value)
-        for key in list(mapping)[:_MOST_ENTRIES]:
+        for key in list(mapping)[:MAX_ENTRIES]:
             yield from _values(f"{path}[{key!r}]", mapping[key], depth + 1, is_cell=False)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         yield from _walk(value, f"{path}.", depth + 1)
     elif type(value).__module__.partition(".")[0] not in _OTHERS:
-        for key, entry in list(getattr(value, "__dict__", {}).items())[:_MOST_ENTRIES]:
+        for key, entry in list(getattr(value, "__dict__", {}).items())[:MAX_ENTRIES]:
             if isinstance(entry, (nn.Module, Tensor)):
                 yield f"{path}.{key}", entry, None, False
 
