@@ -41,12 +41,12 @@ class Codes:
         generators: generators of torch, Python and numpy, other than torch's default ones.
     """
 
-    __slots__ = ("_followed", "_kinds", "codes", "generators")
+    __slots__ = ("_kinds", "_seen", "codes", "generators")
 
     def __init__(self) -> None:
         self.codes: list[Any] = []
         self.generators: list[Any] = []
-        self._followed: list[types.FunctionType] = []
+        self._seen: set[int] = set()  # the ids of codes and functions
         numpy = sys.modules.get("numpy.random")
         own = (random.Random, torch.Generator)
         self._kinds = own if numpy is None else (*own, numpy.Generator, numpy.RandomState)
@@ -66,8 +66,8 @@ class Codes:
         elif isinstance(fn, types.FunctionType):
             self._note(fn.__code__)
             # Two functions made by one decorator share a code, and hold different functions.
-            if all(fn is not known for known in self._followed):
-                self._followed.append(fn)
+            if id(fn) not in self._seen:
+                self._seen.add(id(fn))
                 self.values(_captured_by(fn), depth)
         elif isinstance(fn, _ITSELF):
             self._note(fn)
@@ -103,7 +103,8 @@ class Codes:
         self.values([entry for entry in entries if isinstance(entry, kinds)], depth + 1)
 
     def _note(self, code: Any) -> None:
-        if all(code is not known for known in self.codes):
+        if id(code) not in self._seen:
+            self._seen.add(id(code))
             self.codes.append(code)
 
 
@@ -117,7 +118,6 @@ def codes_of(fn: Any, arguments: Iterable[Any] = ()) -> Codes:
     found = Codes()
     found.call(fn)
     found.values(arguments, 0)
-    found._followed.clear()  # See Rule 3
     return found
 
 

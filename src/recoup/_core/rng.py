@@ -150,6 +150,8 @@ def hash_seed(*numbers: int) -> int:
 
 def draw_seed() -> int:
     """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same seed."""
+    if not _local.regions:
+        return _fresh_seed()
 
     def make(recorded: Any) -> tuple[int, int]:
         seed = _fresh_seed()
