@@ -41,8 +41,8 @@ def step(model, ids):
 def test_as_the_checkpoint_function(kwargs, monkeypatch):
     """F8: `gradient_checkpointing_kwargs` are those of torch; F7: a layer is looked at once."""
     looks = []
-    looking = sources._Looking
-    monkeypatch.setattr(sources, "_Looking", lambda *a: looks.append(a) or looking(*a))
+    looking = sources._SourceCheck
+    monkeypatch.setattr(sources, "_SourceCheck", lambda *a: looks.append(a) or looking(*a))
     model, ids = llama(), torch.randint(64, (2, 16))
     want = step(model, ids)
     for layer in model.model.layers:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
-from recoup._core import ambient, guards, listening
+from recoup._core import guards, listening, replay
 from recoup._core import rng as seeds
 from recoup._core import saved_tensors as hooks
 from recoup._core import shared_evaluation as evaluation
@@ -283,7 +283,7 @@ def assert_nothing_is_left():
         "no grad mode": not torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu") or not torch.is_autocast_cache_enabled(),
-        "a level of autocast": ambient._nesting(),
+        "a level of autocast": replay.autocast_nesting(),
         "forwards": forwards.frames() or forwards._overriding,
         "regions": seeds.is_repeated(),
         "an answer": evaluation._local.answer,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup._core.rng import Draws, SeededCall, draw_seed
+from recoup._core.rng import Draws, Recording, Replaying, SeededCall, draw_seed
 from recoup.errors import RecoupError
 from recoup.invertible import AdditiveCoupling, Chain, Dequantize, Logit
 from recoup.schedules import constant
@@ -169,13 +169,13 @@ def held_states(model, x, monkeypatch):
     """The random states that a forward's run keeps, counted at their source."""
     found = []
 
-    leave_recording = type(Draws().recording()).leave
+    leave_recording = Recording.leave
 
     def spying(self, *args):
         leave_recording(self, *args)
         found.append(self._draws)
 
-    monkeypatch.setattr(type(Draws().recording()), "leave", spying)
+    monkeypatch.setattr(Recording, "leave", spying)
     loss = loss_of_all(model(x))
     states = [draws._start for draws in found if draws._start is not None]
     assert found, "no region was recorded"
@@ -252,12 +252,12 @@ def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
         return values
 
     torch.manual_seed(0)
-    with draws.recording():
+    with Recording(draws):
         first = run()
     torch.manual_seed(1)
     before = torch.get_rng_state()
     for _ in range(2):
-        with draws.replaying():
+        with Replaying(draws):
             again = run()
         for got, want in zip(again, first, strict=True):
             assert torch.equal(got, want)
@@ -271,15 +271,15 @@ def test_a_first_run_within_a_second_one_writes_down_what_it_is_given():
     def run():
         inner = Draws()
         inners.append(inner)
-        with inner.recording():
+        with Recording(inner):
             first = SeededCall().run(lambda: torch.rand(2))
             return [first, torch.tensor(draw_seed()), torch.rand(2)]
 
-    with outer.recording():
+    with Recording(outer):
         first = run()
-    with outer.replaying():
+    with Replaying(outer):
         second = run()
-    with inners[1].replaying():
+    with Replaying(inners[1]):
         third = [SeededCall().run(lambda: torch.rand(2)), torch.tensor(draw_seed()), torch.rand(2)]
     for other in (second, third):
         for got, want in zip(other, first, strict=True):
@@ -313,8 +313,8 @@ def test_what_is_drawn_by_seeds_within_a_seeded_call_is_repeated_in_any_order():
     def run(order):
         return {k: calls[k].run(lambda: (draw_seed(), draw_seed())) for k in order}
 
-    with draws.recording():
+    with Recording(draws):
         first = run([0, 1])
-    with draws.replaying():
+    with Replaying(draws):
         assert run([1, 0]) == first
     assert first[0] != first[1]

@@ -23,20 +23,20 @@ __all__ = ["Otherwise", "executor_for", "run_through", "value_of", "ways_of"]
 Otherwise = Literal["recompute", "keep"] | None
 
 
-def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
-    """Return the way in which each link gets its input back under "constant".
+def ways_of(callables: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
+    """Return the way in which each callable gets its input back under "constant".
 
     Args:
-        links: the callables in order, by their names in error messages.
-        otherwise: the way of links that cannot be inverted; None if those are an error.
+        callables: the callables in order, by their names in error messages.
+        otherwise: the way of callables that cannot be inverted; None if those are an error.
     """
     if otherwise not in (None, "recompute", "keep"):
         raise ValueError(f'`otherwise` is {otherwise!r}, but must be "recompute", "keep" or None.')
     ways: list[Way] = []
-    for name, link in links.items():
-        if not getattr(link, "inverts_in_backward", True):
+    for name, fn in callables.items():
+        if not getattr(fn, "inverts_in_backward", True):
             ways.append("recompute")
-        elif has_inverse(link):
+        elif has_inverse(fn):
             ways.append("invert")
         elif otherwise is None:
             raise NotInvertibleError(
@@ -49,13 +49,13 @@ def ways_of(links: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ...]:
 
 
 def executor_for(
-    memory: Memory, links: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
+    memory: Memory, callables: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
 ) -> Executor:
-    """Return the executor for `memory` and these links; raise if a link lacks an inverse."""
+    """Return the executor for `memory` and these callables; raise if one lacks an inverse."""
     ways = None if ways is None else guard.ways(ways)
-    executor = Executor(schedule_for(memory, len(links), ways), guard=guard)
-    for index, (name, link) in enumerate(links.items()):
-        if index in executor.prepared.inverted and not has_inverse(link):
+    executor = Executor(schedule_for(memory, len(callables), ways), guard=guard)
+    for index, (name, fn) in enumerate(callables.items()):
+        if index in executor.prepared.inverted and not has_inverse(fn):
             raise NotInvertibleError(
                 f"The schedule inverts {name}, which has no method `inverse`. Give it one, or tape "
                 "or recompute it in the schedule."
@@ -63,54 +63,56 @@ def executor_for(
     return executor
 
 
-def run_through(executor: Executor, links: Mapping[str, Any], value: Any) -> Any:
-    """Call the links in order; backward follows the schedule."""
+def run_through(executor: Executor, callables: Mapping[str, Any], value: Any) -> Any:
+    """Call each of the callables in order; backward follows the schedule."""
     state, tree = flatten(value)
-    trees = [tree] * (len(links) + 1)
-    stages = [_Link(index, name, link, trees) for index, (name, link) in enumerate(links.items())]
+    trees = [tree] * (len(callables) + 1)
+    stages = [
+        _CallableStage(index, name, fn, trees) for index, (name, fn) in enumerate(callables.items())
+    ]
     state, _ = executor.execute(stages, state)
     return trees[-1].unflatten(state)
 
 
-def value_of(link: Any, output: Any, given: Any, direction: Direction = "forward") -> Any:
+def value_of(fn: Any, output: Any, given: Any, direction: Direction = "forward") -> Any:
     """Return `output` without the log-determinant that an invertible module adds to its value.
 
     Args:
-        link: the callable.
+        fn: the callable.
         output: the result of the call.
         given: the input of the call.
         direction: the method that was called.
     """
-    if not getattr(link, "returns_log_det", False):
+    if not getattr(fn, "returns_log_det", False):
         return output
     tensors, _ = flatten(given)
     if tensors and tensors[0].dim():
-        num_early = getattr(link, "num_early", 0) if direction == "forward" else 0
-        name = type(link).__name__
+        num_early = getattr(fn, "num_early", 0) if direction == "forward" else 0
+        name = type(fn).__name__
         check_pair(output, len(tensors[0]), direction, name, num_early=num_early)
     return output[0]
 
 
-class _Link:
+class _CallableStage:
     """One callable as a stage; the first run records the structures of its input and output."""
 
-    __slots__ = ("_index", "_link", "_trees", "code", "held", "modules", "name")
+    __slots__ = ("_fn", "_index", "_trees", "code", "held", "modules", "name")
 
-    def __init__(self, index: int, name: str, link: Any, trees: list[Tree]) -> None:
+    def __init__(self, index: int, name: str, fn: Any, trees: list[Tree]) -> None:
         self._index = index
-        self._link = link
+        self._fn = fn
         self._trees = trees
         self.name = name
-        is_module = isinstance(link, nn.Module)
-        self.held: Held | None = None if is_module else Held(link)
+        is_module = isinstance(fn, nn.Module)
+        self.held: Held | None = None if is_module else Held(fn)
         self.modules: tuple[nn.Module, ...] = (
-            (link,) if self.held is None else tuple(self.held.modules)
+            (fn,) if self.held is None else tuple(self.held.modules)
         )
-        self.code: object = link if is_module else codes_of(link)
+        self.code: object = fn if is_module else codes_of(fn)
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         given = self._trees[self._index].unflatten(state)
-        state, tree = flatten(value_of(self._link, self._link(given), given))
+        state, tree = flatten(value_of(self._fn, self._fn(given), given))
         opaque = tree.opaque()
         if opaque is not None:
             raise ReplayError(
@@ -122,4 +124,4 @@ class _Link:
 
     def inverse(self, state: State) -> State:
         given = self._trees[self._index + 1].unflatten(state)
-        return flatten(value_of(self._link, self._link.inverse(given), given, "inverse"))[0]
+        return flatten(value_of(self._fn, self._fn.inverse(given), given, "inverse"))[0]

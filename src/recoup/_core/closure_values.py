@@ -21,10 +21,13 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Place", "plain_values", "reads_of"]
+from recoup._core.guards import Location
+
+__all__ = ["MAX_DEPTH", "MAX_ENTRIES", "PLAIN", "plain_values", "reads_of"]
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_DEEPEST = 4
+MAX_DEPTH = 4  # of calls and containers that are followed
+MAX_ENTRIES = 64  # of a container that are looked at
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "math"))
 _SKIPPED = frozenset(("COPY", "PUSH_NULL", "NOP", "RESUME", "PRECALL", "EXTENDED_ARG", "DUP_TOP",
@@ -107,37 +110,13 @@ def _begun(name: str, value: Any, own: str, cells: set[str]) -> Read | None:
     return None
 
 
-class Place(NamedTuple):
-    """The place of a plain value (its container and key), to read it or put it back."""
-
-    owner: Any
-    key: Any
-
-    def get(self) -> Any:
-        """Return the value at this place."""
-        if isinstance(self.owner, types.CellType):
-            return self.owner.cell_contents
-        if isinstance(self.owner, (dict, list)):
-            return cast("Any", self.owner)[self.key]
-        return getattr(self.owner, self.key)
-
-    def put(self, value: Any) -> None:
-        """Put `value` at this place."""
-        if isinstance(self.owner, types.CellType):
-            self.owner.cell_contents = value
-        elif isinstance(self.owner, (dict, list)):
-            cast("Any", self.owner)[self.key] = value
-        else:
-            setattr(self.owner, self.key, value)
-
-
-Found = tuple[str, Any, Place, bool]
+Found = tuple[str, Any, Location, bool]
 
 
 def plain_values(
     fn: types.FunctionType, owner: object, prefix: str, depth: int = 0
 ) -> Iterator[Found]:
-    """Yield each value that `fn` reads: name, value, place, and whether `fn` itself writes it.
+    """Yield each value that `fn` reads: name, value, location, and whether `fn` itself writes it.
 
     Args:
         fn: a function.
@@ -154,24 +133,24 @@ def plain_values(
         if read.root == "global":
             if read.name not in fn.__globals__:
                 continue
-            value, place = fn.__globals__[read.name], Place(fn.__globals__, read.name)
+            value, location = fn.__globals__[read.name], Location(fn.__globals__, read.name)
         else:
             try:
                 value = cells[read.name].cell_contents
             except (KeyError, ValueError):  # not bound yet
                 continue
-            place = Place(cells[read.name], None)
+            location = Location(cells[read.name], None)
         if read.path:
             if not _is_of_others(value):
                 yield from _followed(value, read, prefix, depth)
         elif isinstance(value, PLAIN):
-            yield f"{prefix}{read.name}", value, place, read.name in found.written
+            yield f"{prefix}{read.name}", value, location, read.name in found.written
 
 
 def _followed(value: Any, read: Read, prefix: str, depth: int) -> Iterator[Found]:
     """Yield the values at the end of the path of a read (See Rules 2 and 3)."""
     name = f"{prefix}{read.name}"
-    place: Place | None = None
+    location: Location | None = None
     for index, (is_entry, key) in enumerate(read.path):
         if isinstance(value, Tensor) or _is_of_others(value):
             return
@@ -180,34 +159,37 @@ def _followed(value: Any, read: Read, prefix: str, depth: int) -> Iterator[Found
             try:
                 if not isinstance(value, (dict, list)):
                     return
-                value, place = cast("Any", value)[key], Place(value, key)
+                value, location = cast("Any", value)[key], Location(value, key)
             except (KeyError, IndexError):
                 return
             continue
         before = value
-        value, place = _attribute(before, key)
+        value, location = _attribute(before, key)
         function = value.fget if isinstance(value, property) else value
-        if isinstance(function, types.FunctionType) and place is None:
+        if isinstance(function, types.FunctionType) and location is None:
             is_last = index + 1 == len(read.path) or isinstance(value, property)
-            if is_last and depth < _DEEPEST and not _is_of_others(before):
+            if is_last and depth < MAX_DEPTH and not _is_of_others(before):
                 yield from plain_values(function, before, f"{name.rpartition('.')[0]}: ", depth + 1)
             return
-    if isinstance(value, PLAIN) and place is not None and not isinstance(place.owner, nn.Module):
-        yield name, value, place, False
+    if (
+        isinstance(value, PLAIN)
+        and location is not None
+        and not isinstance(location.owner, nn.Module)
+    ):
+        yield name, value, location, False
 
 
-def _attribute(value: Any, key: str) -> tuple[Any, Place | None]:
-    """Return an attribute without running code; its place if it is the object's own or a number."""
+def _attribute(value: Any, key: str) -> tuple[Any, Location | None]:
+    """Return an attribute without running code, and its location if that can be written to."""
     own = getattr(value, "__dict__", {})
     if key in own and not isinstance(value, type):
-        # The guard of a module puts its numbers back.
-        return own[key], Place(value if isinstance(value, nn.Module) else own, key)
+        return own[key], Location(value if isinstance(value, nn.Module) else own, key)
     if isinstance(value, nn.Module) and key in value._modules:
-        return value._modules[key], Place(value, key)
+        return value._modules[key], Location(value, key)
     for kind in (value if isinstance(value, type) else cast("Any", type(value))).__mro__:
         if key in vars(kind):
             found = vars(kind)[key]
-            return found, Place(kind, key) if isinstance(found, PLAIN) else None
+            return found, Location(kind, key) if isinstance(found, PLAIN) else None
     return None, None
 
 

@@ -24,43 +24,44 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from recoup._core.closure_values import PLAIN, Place, plain_values, reads_of
-from recoup._core.guards import LOCK
-from recoup._core.restoring import Restoring
+from recoup._core.closure_values import MAX_DEPTH, MAX_ENTRIES, PLAIN, plain_values, reads_of
+from recoup._core.guards import Location, Replacement
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError
 
 __all__ = ["Held"]
 
-_MOST_ENTRIES = 64
-_DEEPEST = 4
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
 _MISSING = object()
 
 
 class Held:
-    """The modules, tensors and plain values that `fn` reads, as they are now."""
+    """The closure guard: the modules, tensors and plain values that `fn` reads, as they are now.
 
-    __slots__ = ("_fn", "_items", "_moved", "_places", "modules")
+    Attributes:
+        modules: the modules, which a `ModuleGuard` compares.
+    """
+
+    __slots__ = ("_fn", "_items", "_locations", "_moved", "modules")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._items: list[tuple[str, Any, int]] = []
-        self._places: dict[str, tuple[Any, Place, bool]] = {}
-        self._moved: list[tuple[Place, Any]] = []
+        self._locations: dict[str, tuple[Any, Location, bool]] = {}
+        self._moved: list[Replacement] = []
         modules: list[nn.Module] = []
-        for path, value, place, is_own in _walk(fn, "", 0):
+        for path, value, location, is_own in _walk(fn, "", 0):
             if isinstance(value, nn.Module):
                 if all(value is not module for module in modules):
                     modules.append(value)
             elif isinstance(value, Tensor):
                 kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
                 self._items.append((path, kept, version_of(value)))
-            elif place is None:
+            elif location is None:
                 self._items.append((path, value, 0))
             else:
-                self._places[path] = (value, place, is_own)
+                self._locations[path] = (value, location, is_own)
         self.modules = tuple(modules)
 
     @property
@@ -74,18 +75,18 @@ class Held:
 
     def first_run_ended(self) -> None:
         """Record the versions and values that the first run left (See Rule 2)."""
-        if not (self._items or self._places):
+        if not (self._items or self._locations):
             return
         now = Held(self._fn)
         self._items = now._items
-        for path, (before, place, is_own) in self._places.items():
-            after = now._places.get(path, (None, place, False))[0]
+        for path, (before, location, is_own) in self._locations.items():
+            after = now._locations.get(path, (None, location, False))[0]
             is_moved = is_own or not _is_same(before, after)
             if is_moved and type(after) is not bool:
-                self._moved.append((place, before))
-            elif path in now._places:
+                self._moved.append((location, before))
+            elif path in now._locations:
                 self._items.append((path, after, 0))
-        self._places = {}
+        self._locations = {}
 
     def check(self, name: str) -> None:
         """Raise if anything has changed since the first run ended (See Rules 1 and 2)."""
@@ -105,30 +106,9 @@ class Held:
                     "change it after backward."
                 )
 
-    def as_it_was(self) -> _AsItWas | None:
-        """Return a context that restores the values from before the first run (See Rule 2)."""
-        return _AsItWas(self._moved) if self._moved else None
-
-
-class _AsItWas(Restoring):
-    lock = LOCK  # the caller holds it around the context
-
-    __slots__ = ("_moved", "_now")
-
-    def __init__(self, moved: list[tuple[Place, Any]]) -> None:
-        super().__init__()
-        self._moved = moved
-        self._now: list[tuple[Place, Any]] = []
-
-    def __enter__(self) -> None:
-        self._now = [(place, place.get()) for place, _ in self._moved]
-        for place, value in self._moved:
-            place.put(value)
-
-    def restore(self) -> None:
-        for place, value in self._now:
-            place.put(value)
-        self._now = []
+    def to_replace(self) -> list[Replacement]:
+        """Return the values from before the first run that a second run must have (See Rule 2)."""
+        return self._moved
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -136,10 +116,11 @@ def _is_same(before: Any, now: Any) -> bool:
     return before is now or (type(before) is type(now) and (before == now or before != before))
 
 
-_Walked = tuple[str, Any, "Place | None", bool]
+_Walked = tuple[str, Any, "Location | None", bool]
 
 
-def _walk(fn: Any, path: str, depth: int) -> Iterator[_Walked]:
+def _walk(fn: Any, path: str, depth: int, owner: object = None) -> Iterator[_Walked]:
+    """Yield what `fn`, a method of `owner` if that is given, reads (See Rule 1)."""
     if isinstance(fn, nn.Module):
         yield path or "module", fn, None, False
     elif isinstance(fn, functools.partial):
@@ -149,21 +130,14 @@ def _walk(fn: Any, path: str, depth: int) -> Iterator[_Walked]:
             yield from _values(f"{path}partial[{key}]", value, depth, is_cell=True)
     elif isinstance(fn, types.MethodType):
         yield from _values("self", fn.__self__, depth, is_cell=False)
-        yield from _walk_function(fn.__func__, fn.__self__, path, depth)
+        yield from _walk(fn.__func__, path, depth, fn.__self__)
     elif isinstance(fn, types.FunctionType):
-        yield from _function(fn, None, path, depth)
+        yield from _function(fn, owner, path, depth)
     elif not isinstance(fn, types.BuiltinFunctionType):
         called = getattr(cast("Any", type(fn)), "__call__", None)  # noqa: B004 - its function
         if isinstance(called, types.FunctionType) and _is_users(called):
             yield from _values("self", fn, depth, is_cell=False)
             yield from _function(called, fn, path, depth)
-
-
-def _walk_function(fn: Any, owner: object, path: str, depth: int) -> Iterator[_Walked]:
-    if isinstance(fn, types.FunctionType):
-        yield from _function(fn, owner, path, depth)
-    else:
-        yield from _walk(fn, path, depth)
 
 
 def _function(fn: types.FunctionType, owner: object, path: str, depth: int) -> Iterator[_Walked]:
@@ -187,27 +161,27 @@ def _function(fn: types.FunctionType, owner: object, path: str, depth: int) -> I
         value = fn.__globals__.get(name)
         if isinstance(value, (nn.Module, Tensor)):
             yield f"{path}{name}", value, None, False
-        elif isinstance(value, types.FunctionType) and depth < _DEEPEST and _is_users(value):
+        elif isinstance(value, types.FunctionType) and depth < MAX_DEPTH and _is_users(value):
             yield from _function(value, None, f"{path}{name}.", depth + 1)
 
 
 def _values(path: str, value: Any, depth: int, *, is_cell: bool) -> Iterator[_Walked]:
     if isinstance(value, (nn.Module, Tensor)) or (is_cell and isinstance(value, PLAIN)):
         yield path, value, None, False
-    elif depth >= _DEEPEST:
+    elif depth >= MAX_DEPTH:
         return
     elif isinstance(value, (tuple, list)):
         entries = cast("tuple[Any, ...]", value)
-        for index, entry in enumerate(entries[:_MOST_ENTRIES]):
+        for index, entry in enumerate(entries[:MAX_ENTRIES]):
             yield from _values(f"{path}[{index}]", entry, depth + 1, is_cell=False)
     elif isinstance(value, dict):
         mapping = cast("dict[Any, Any]", value)
-        for key in list(mapping)[:_MOST_ENTRIES]:
+        for key in list(mapping)[:MAX_ENTRIES]:
             yield from _values(f"{path}[{key!r}]", mapping[key], depth + 1, is_cell=False)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         yield from _walk(value, f"{path}.", depth + 1)
     elif type(value).__module__.partition(".")[0] not in _OTHERS:
-        for key, entry in list(getattr(value, "__dict__", {}).items())[:_MOST_ENTRIES]:
+        for key, entry in list(getattr(value, "__dict__", {}).items())[:MAX_ENTRIES]:
             if isinstance(entry, (nn.Module, Tensor)):
                 yield f"{path}.{key}", entry, None, False
 

@@ -24,13 +24,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.closure_values import MAX_DEPTH, MAX_ENTRIES
+
 __all__ = ["Codes", "codes_of"]
 
-_DEEPEST = 4
-_MOST_ENTRIES = 64
 _WRAPPERS = (types.FunctionType, types.MethodType, functools.partial)
 # Objects that outlive a call, so that each stands for itself.
-_ONESELF = (nn.Module, type, types.BuiltinFunctionType, torch._ops.OperatorBase)
+_ITSELF = (nn.Module, type, types.BuiltinFunctionType, torch._ops.OperatorBase)
 
 
 class Codes:
@@ -41,12 +41,12 @@ class Codes:
         generators: generators of torch, Python and numpy, other than torch's default ones.
     """
 
-    __slots__ = ("_followed", "_kinds", "codes", "generators")
+    __slots__ = ("_kinds", "_seen", "codes", "generators")
 
     def __init__(self) -> None:
         self.codes: list[Any] = []
         self.generators: list[Any] = []
-        self._followed: list[types.FunctionType] = []
+        self._seen: set[int] = set()  # the ids of codes and functions
         numpy = sys.modules.get("numpy.random")
         own = (random.Random, torch.Generator)
         self._kinds = own if numpy is None else (*own, numpy.Generator, numpy.RandomState)
@@ -66,10 +66,10 @@ class Codes:
         elif isinstance(fn, types.FunctionType):
             self._note(fn.__code__)
             # Two functions made by one decorator share a code, and hold different functions.
-            if all(fn is not known for known in self._followed):
-                self._followed.append(fn)
-                self.values(_held_by(fn), depth)
-        elif isinstance(fn, _ONESELF):
+            if id(fn) not in self._seen:
+                self._seen.add(id(fn))
+                self.values(_captured_by(fn), depth)
+        elif isinstance(fn, _ITSELF):
             self._note(fn)
             self.values((getattr(fn, "__self__", None),), depth)
         else:
@@ -85,13 +85,13 @@ class Codes:
             if isinstance(value, self._kinds):
                 if not _is_default(value):
                     self.generators.append(value)
-            elif depth >= _DEEPEST:
+            elif depth >= MAX_DEPTH:
                 continue
             elif isinstance(value, (tuple, list)):
-                self.values(cast("list[Any]", value)[:_MOST_ENTRIES], depth + 1)
+                self.values(cast("list[Any]", value)[:MAX_ENTRIES], depth + 1)
             elif isinstance(value, dict):
                 entries = list(cast("dict[Any, Any]", value).values())
-                self.values(entries[:_MOST_ENTRIES], depth + 1)
+                self.values(entries[:MAX_ENTRIES], depth + 1)
             elif callable(value):
                 self.call(value, depth + 1)
             else:
@@ -99,11 +99,12 @@ class Codes:
 
     def _attributes(self, value: Any, depth: int) -> None:
         kinds = (*_WRAPPERS, nn.Module, *self._kinds)
-        entries = list(getattr(value, "__dict__", {}).values())[:_MOST_ENTRIES]
+        entries = list(getattr(value, "__dict__", {}).values())[:MAX_ENTRIES]
         self.values([entry for entry in entries if isinstance(entry, kinds)], depth + 1)
 
     def _note(self, code: Any) -> None:
-        if all(code is not known for known in self.codes):
+        if id(code) not in self._seen:
+            self._seen.add(id(code))
             self.codes.append(code)
 
 
@@ -117,11 +118,10 @@ def codes_of(fn: Any, arguments: Iterable[Any] = ()) -> Codes:
     found = Codes()
     found.call(fn)
     found.values(arguments, 0)
-    found._followed.clear()  # See Rule 3
     return found
 
 
-def _held_by(fn: types.FunctionType) -> Iterator[Any]:
+def _captured_by(fn: types.FunctionType) -> Iterator[Any]:
     for cell in fn.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -18,117 +18,134 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from types import CellType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from recoup._core.deterministic import QUIET
+from recoup._core.random_sources import DETERMINISTIC
 from recoup._core.restoring import Restoring
 from recoup.errors import ChangedError, ReplayError
 
-__all__ = ["LOCK", "Guard", "is_in_place"]
+__all__ = ["LOCK", "Location", "ModuleGuard", "Replaced", "Replacement", "is_in_place"]
 
-_NOTHING = nullcontext()
 _NUMBERS = frozenset((bool, int, float, complex, str))
+_MISSING = object()
+_Entry = tuple[dict[str, Any], str, Tensor]
 _Mark = tuple[int, int]
-_Entry = tuple[dict[str, Any], str, Tensor, _Mark]
-LOCK = threading.RLock()  # threads may share a module whose state is put back
+LOCK = threading.RLock()  # held while values are replaced: threads may share a module
 
 
-class Guard:
-    """The parameters, buffers, modes and numbers of modules, as a first run leaves them."""
+class ModuleGuard:
+    """The parameters, buffers, modes and numbers of modules, as a first run leaves them.
 
-    __slots__ = ("_buffers", "_children", "_modes", "_norms", "_numbers", "_roots", "_tensors")
+    Attributes:
+        is_training: whether any of the modules is in training mode.
+        has_norms: whether a norm updates its statistics, so that no second run may run meanwhile.
+    """
+
+    __slots__ = (
+        "_buffers",
+        "_children",
+        "_entries",
+        "_marks",
+        "_modes",
+        "_norms",
+        "_numbers",
+        "_roots",
+        "has_norms",
+        "is_training",
+    )
 
     def __init__(self, roots: tuple[nn.Module, ...]) -> None:
         self._roots = roots
-        self._tensors: list[_Entry] = []
+        self._entries: list[_Entry] = []  # of parameters, tensors that are attributes, and buffers
         self._buffers: list[_Entry] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-        self._norms: list[Any] = []
+        self._norms: list[nn.Module] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
-        for root in roots:
-            self._walk(root, is_sharded=False)
+        self.is_training = False
+        self._walk()
+        self.has_norms = bool(self._norms)
+        self._entries += self._buffers
+        self._marks = _marks_of(self._entries)
 
-    def _walk(self, module: nn.Module, *, is_sharded: bool) -> None:
+    def _walk(self) -> None:
         # nn.Module.modules() builds names and a set of those seen; this takes a tenth of its time.
         # A module that is met twice is compared twice.
-        self._modes.append((module, module.training))
-        counts = isinstance(module, _NormBase) and module.training and module.track_running_stats
-        if counts:
-            self._norms.append(module)
-        is_sharded = is_sharded or hasattr(type(module), "unshard")
-        if module._parameters and not is_sharded:  # See Rule 4
-            _note(module._parameters, self._tensors)
-        if module._buffers and not counts:
-            _note(module._buffers, self._buffers)
-        if type(module) not in QUIET:  # torch's own modules do not change their attributes
-            self._note_attributes(module.__dict__)
-        own = module._modules
-        for key, child in own.items():
-            if child is not None:
-                self._children.append((own, key, child))
-                self._walk(child, is_sharded=is_sharded)
+        pending = [(root, hasattr(type(root), "unshard")) for root in self._roots]
+        for module, is_sharded in pending:
+            self._modes.append((module, module.training))
+            self.is_training |= module.training
+            if not is_sharded:  # See Rule 4
+                own: dict[str, Any] = module._parameters
+                for key, value in own.items():
+                    if value is not None:
+                        self._entries.append((own, key, value))
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                self._norms.append(module)
+            else:
+                own = module._buffers
+                for key, value in own.items():
+                    if value is not None:
+                        self._buffers.append((own, key, value))
+            if type(module) not in DETERMINISTIC:  # those do not change their attributes
+                self._note_attributes(module.__dict__)
+            children = module._modules
+            for key, child in children.items():
+                if child is not None:
+                    self._children.append((children, key, child))
+                    pending.append((child, is_sharded or hasattr(type(child), "unshard")))
 
     def _note_attributes(self, own: dict[str, Any]) -> None:
         for key, value in own.items():
-            kind = cast("type[Any]", type(value))
-            if kind in _NUMBERS:
+            if type(value) in _NUMBERS:
                 if key != "training":
                     self._numbers.append((own, key, value))
-            elif kind is Tensor and value.grad_fn is None:
-                self._tensors.append((own, key, value, _mark_of(value)))
-
-    @property
-    def is_training(self) -> bool:
-        """Whether any of the modules is in training mode."""
-        return any(training for _, training in self._modes)
+            elif type(value) is Tensor and value.grad_fn is None:
+                self._entries.append((own, key, value))
 
     def first_run_ended(self, name: str) -> None:
         """Record the versions that the first run left; raise if it changed a buffer."""
-        for entries, key, value, mark in self._buffers:
-            if entries.get(key) is not value or _mark_of(value) != mark:
-                raise ReplayError(
-                    f"{name} changes its buffer `{self._name_of(entries, key)}` in forward, so "
-                    "running it again would not compute the same. Keep its residuals: "
-                    'memory="linear", a schedule that tapes it in the sweep, or a plan whose '
-                    "`blocks` leave it out."
-                )
         # A flag that the first run has set says that something was done once (an initialization).
-        if self._numbers:
-            self._numbers = [
-                (own, key, own.get(key) if type(value) is bool else value)
-                for own, key, value in self._numbers
-            ]
+        for index, (own, key, value) in enumerate(self._numbers):
+            if type(value) is bool:
+                self._numbers[index] = (own, key, own.get(key))
+        marks = _marks_of(self._entries)
+        if marks == self._marks:
+            return
+        num_tensors = len(self._entries) - len(self._buffers)
+        if marks[num_tensors:] != self._marks[num_tensors:]:
+            raise ReplayError(
+                f"{name} changes its buffer `{self._first_changed(marks, num_tensors)}` in "
+                "forward, so running it again would not compute the same. Keep its residuals: "
+                'memory="linear", a schedule that tapes it in the sweep, or a plan whose '
+                "`blocks` leave it out."
+            )
         # A tensor that the first run has replaced (a cache) is replaced by a second run too.
-        for entries, key, value, mark in self._tensors:
-            if entries.get(key) is not value or _mark_of(value) != mark:
-                self._tensors = [
-                    (entries, key, value, _mark_of(value))
-                    for entries, key, value, _ in self._tensors
-                    if entries.get(key) is value
-                ]
-                break
+        left = [pair for pair in zip(self._entries, marks, strict=True) if pair[1] is not None]
+        self._entries = [entry for entry, _ in left]
+        self._marks = [mark for _, mark in left]
 
     def check(self, name: str) -> None:
         """Raise if anything was changed or replaced since the first run ended."""
-        for entries, key, value, mark in (*self._tensors, *self._buffers):
-            if entries.get(key) is not value:
+        marks = _marks_of(self._entries)
+        if marks != self._marks:
+            what = f"`{self._first_changed(marks)}` of {name}"
+            if None in marks:
                 raise ChangedError(
-                    f"`{self._name_of(entries, key)}` of {name} was replaced between forward "
-                    "and backward, so running it again would compute something else. Run "
-                    "backward before replacing it (inside `functional_call`, for instance)."
+                    f"{what} was replaced between forward and backward, so running it again would "
+                    "compute something else. Run backward before replacing it (inside "
+                    "`functional_call`, for instance)."
                 )
-            if _mark_of(value) != mark:
-                raise ChangedError(
-                    f"`{self._name_of(entries, key)}` of {name} was changed in place between "
-                    "forward and backward, so running it again would compute something "
-                    "else. Step the optimizer after backward has passed every use of it."
-                )
+            raise ChangedError(
+                f"{what} was changed in place between forward and backward, so running it again "
+                "would compute something else. Step the optimizer after backward has passed every "
+                "use of it."
+            )
         for own, key, child in self._children:
             if own.get(key) is not child:
                 raise ChangedError(
@@ -144,21 +161,28 @@ class Guard:
                     "again would compute something else. Call train() or eval() after backward."
                 )
 
-    def as_it_was(self) -> _AsItWas | None:
-        """Return a context that restores numbers and stops norm statistics; None if not needed."""
-        moved = [entry for entry in self._numbers if entry[0].get(entry[1]) != entry[2]]
-        return _AsItWas(self._norms, moved) if self._norms or moved else None
+    def to_replace(self) -> list[Replacement]:
+        """Return the values that a second run must have, where they are not there (See Rule 2)."""
+        found: list[Replacement] = []
+        for own, key, value in self._numbers:
+            if own.get(key) != value:
+                found.append((Location(own, key), value))
+        for norm in self._norms:
+            found.append((Location(norm, "momentum"), 0.0))
+            found.append((Location(norm._buffers, "num_batches_tracked"), None))
+        return found
 
-    def counted(self) -> AbstractContextManager[object]:
-        """Return a context for a first run: with norms, the lock that keeps second runs out."""
-        return LOCK if self._norms else _NOTHING
+    def modules_with_attributes(self) -> list[nn.Module]:
+        """Return the modules whose forward may set attributes."""
+        return [module for module, _ in self._modes if type(module) not in DETERMINISTIC]
 
-    def _name_of(self, entries: dict[str, Any], key: str) -> str:
+    def _first_changed(self, marks: list[_Mark | None], start: int = 0) -> str:
+        """Return the name of the first tensor that was replaced, or else changed in place."""
+        changed = [n for n in range(start, len(marks)) if marks[n] != self._marks[n]]
+        own, key, _ = self._entries[min(changed, key=lambda n: marks[n] is not None)]
         for root in self._roots:
             for prefix, module in cast("Iterable[tuple[str, nn.Module]]", root.named_modules()):
-                if any(
-                    entries is own for own in (module._parameters, module._buffers, vars(module))
-                ):
+                if any(own is each for each in (module._parameters, module._buffers, vars(module))):
                     return f"{prefix}.{key}" if prefix else key
         return key
 
@@ -170,46 +194,74 @@ def is_in_place(module: nn.Module) -> bool:
     return bool(getattr(module, "inplace", False))
 
 
-def _note(entries: dict[str, Any], found: list[_Entry]) -> None:
-    for key, value in entries.items():
-        if value is not None:
-            found.append((entries, key, value, _mark_of(value)))
+def _marks_of(entries: list[_Entry]) -> list[_Mark | None]:
+    """Return marks that differ after a change in place or of the memory (``.data``).
+
+    The mark of a tensor that was replaced is None.
+    """
+    marks: list[_Mark | None] = []
+    for own, key, tensor in entries:
+        if own.get(key) is not tensor:
+            marks.append(None)
+            continue
+        kind = type(tensor)
+        is_plain = (kind is nn.Parameter or kind is Tensor) and tensor.layout is torch.strided
+        version = 0 if tensor.is_inference() else tensor._version
+        marks.append((version, tensor.data_ptr() if is_plain else 0))
+    return marks
 
 
-def _mark_of(tensor: Tensor) -> _Mark:
-    """Return a mark that differs after a change in place or of the memory (``.data``)."""
-    version = 0 if tensor.is_inference() else tensor._version
-    kind = type(tensor)
-    is_plain = (kind is nn.Parameter or kind is Tensor) and tensor.layout is torch.strided
-    return version, tensor.data_ptr() if is_plain else 0
+class Location(NamedTuple):
+    """The location of a value (its container and key), to read it or put it back."""
+
+    owner: Any  # a closure cell, a dict, a list, or an object with attributes
+    key: Any
+
+    def get(self) -> Any:
+        """Return the value at this location."""
+        if isinstance(self.owner, CellType):
+            return self.owner.cell_contents
+        if isinstance(self.owner, dict):
+            return cast("dict[Any, Any]", self.owner).get(self.key, _MISSING)
+        if isinstance(self.owner, list):
+            return cast("list[Any]", self.owner)[self.key]
+        return getattr(self.owner, self.key)
+
+    def put(self, value: Any) -> None:
+        """Put `value` at this location."""
+        if isinstance(self.owner, CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, (dict, list)):
+            if value is _MISSING:
+                cast("Any", self.owner).pop(self.key, None)
+            else:
+                cast("Any", self.owner)[self.key] = value
+        else:
+            setattr(self.owner, self.key, value)
 
 
-class _AsItWas(Restoring):
-    lock = LOCK  # the caller holds it around the context
+Replacement = tuple[Location, Any]
 
-    __slots__ = ("_moved", "_norms", "_numbers", "_saved")
 
-    def __init__(self, norms: list[Any], numbers: list[tuple[dict[str, Any], str, Any]]) -> None:
-        super().__init__()
-        self._norms = norms
-        self._numbers = numbers
-        self._saved: list[tuple[Any, Any, Any]] = []
-        self._moved: list[tuple[dict[str, Any], str, Any]] = []
+class Replaced(Restoring):
+    """A context in which locations have other values; it puts back those that they had.
+
+    The caller holds `LOCK` around it.
+    """
+
+    __slots__ = ("_before", "_values")
+
+    def __init__(self, values: list[Replacement]) -> None:
+        self._values = values
+        self._before: list[Replacement] = []
 
     def __enter__(self) -> None:
-        self._saved = [(n, n.momentum, n._buffers["num_batches_tracked"]) for n in self._norms]
-        self._moved = [(own, key, own.get(key)) for own, key, _ in self._numbers]
-        for own, key, value in self._numbers:
-            own[key] = value
-        for norm in self._norms:
-            norm.momentum = 0.0
-            norm._buffers["num_batches_tracked"] = None
+        self._before = [(location, location.get()) for location, _ in self._values]
+        for location, value in self._values:
+            location.put(value)
 
     def restore(self) -> None:
-        # In reverse, since a norm that is met twice was saved twice.
-        for norm, momentum, count in reversed(self._saved):
-            norm.momentum = momentum
-            norm._buffers["num_batches_tracked"] = count
-        for own, key, value in self._moved:
-            own[key] = value
-        self._saved, self._moved = [], []
+        # In reverse, since a norm that is met twice is there twice.
+        for location, value in reversed(self._before):
+            location.put(value)
+        self._before = []

@@ -1,4 +1,4 @@
-"""Sources of randomness that a second run cannot repeat.
+"""Which code draws random numbers, and from sources that a second run cannot repeat.
 
 NOTE [ Checked once ]
 
@@ -11,6 +11,8 @@ Rule 2. The check costs a dispatch mode and two generator states. So code is che
         see NOTE [ Code is recognized by what it wraps ]. A function that can reach a generator is
         checked in every first run, since it may be given another generator.
 Rule 3. Generators that recoup makes come from a seed that is repeated; they are registered here.
+Rule 4. Whether a network may draw follows from the network itself, never from its earlier runs: a
+        resumed training does not know those, and has to draw the same numbers.
 """
 
 from __future__ import annotations
@@ -19,18 +21,17 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup._core.code_keys import Codes
 from recoup._core.dispatch_modes import InMode
 from recoup.errors import ReplayError
 
-__all__ = ["looked_at", "own_generator"]
+__all__ = ["DETERMINISTIC", "draws_nothing", "own_generator", "sources_checked"]
 
 
 class _Referable(torch.Generator):
@@ -42,7 +43,46 @@ class _Referable(torch.Generator):
 _OwnGenerator = torch.Generator if torch.Generator.__weakrefoffset__ else _Referable
 _own: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
 _own_lock = threading.Lock()
-_seen: dict[bool, weakref.WeakSet[Any]] = {False: weakref.WeakSet(), True: weakref.WeakSet()}
+# Sets of references, since a WeakSet runs Python code at each look-up.
+_checked: tuple[set[weakref.ref[Any]], set[weakref.ref[Any]]] = (set(), set())
+
+# Modules of torch whose forward computes from input, parameters and buffers alone.
+DETERMINISTIC: frozenset[type[nn.Module]] = frozenset((
+    nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten, nn.Linear, nn.Bilinear, nn.Embedding,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid,
+    nn.Hardswish, nn.Softmax, nn.LogSoftmax, nn.GLU, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+    nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle,
+))  # fmt: skip
+_DROPOUTS: frozenset[type[nn.Module]] = frozenset((
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+))  # fmt: skip
+
+
+def draws_nothing(module: nn.Module) -> bool:
+    """Whether each module in `module` is known to draw nothing in its current mode (See Rule 4)."""
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    kind = type(module)
+    if kind in _DROPOUTS:
+        return not module.training or own.get("p") == 0
+    # A subclass may do anything, except a sequence that does not override forward, and a class that
+    # itself (not through a base class) declares that only the modules within may draw.
+    if (
+        kind not in DETERMINISTIC
+        and kind.forward is not nn.Sequential.forward
+        and not vars(kind).get("draws_only_in_modules", False)
+    ):
+        return False
+    for child in module._modules.values():  # a loop: this runs at every evaluation of a network
+        if child is not None and not draws_nothing(child):
+            return False
+    return True
 
 
 def own_generator(device: torch.device, seed: int) -> torch.Generator:
@@ -54,67 +94,76 @@ def own_generator(device: torch.device, seed: int) -> torch.Generator:
     return generator
 
 
-def looked_at(
-    code: object, modules: tuple[nn.Module, ...], is_training: bool, name: str
+def sources_checked(
+    codes: Sequence[Any],
+    modules: tuple[nn.Module, ...],
+    name: str,
+    *,
+    is_training: bool,
+    generators: Sequence[Any] = (),
 ) -> InMode | None:
     """Return a context that raises if a first run draws from elsewhere; None if checked before.
 
     Args:
-        code: a module, or the `Codes` of a function.
-        modules: the modules that the code uses; the same code may run with other modules later.
-        is_training: whether the code runs in training mode.
+        codes: the modules and the codes of functions that run.
+        modules: the modules that the codes use; the same code may run with other modules later.
         name: the name of the call in error messages.
+        is_training: whether the code runs in training mode.
+        generators: the generators other than torch's default ones that the code can reach.
     """
-    seen = _seen[is_training]
-    codes: list[Any] = code.codes if isinstance(code, Codes) else [code]
-    generators: list[Any] = code.generators if isinstance(code, Codes) else []
-    if not generators and all(one in seen for one in codes) and all(m in seen for m in modules):
-        return None
-    return _Looking((*codes, *modules), generators, seen, name)
+    checked = _checked[is_training]
+    if not generators:
+        for code in (*codes, *modules):
+            if weakref.ref(code) not in checked:
+                break
+        else:
+            return None
+    return _SourceCheck((*codes, *modules), generators, checked, name)
 
 
-class _Looking(InMode):
+class _SourceCheck(InMode):
     """A context that raises if the code within draws from a source that is not repeated."""
 
     def __init__(
-        self, codes: tuple[Any, ...], generators: list[Any], seen: weakref.WeakSet[Any], name: str
+        self,
+        codes: tuple[Any, ...],
+        generators: Sequence[Any],
+        checked: set[weakref.ref[Any]],
+        name: str,
     ) -> None:
         super().__init__(_Generators(name))
         self._codes = codes
-        self._generators = generators
-        self._seen = seen
+        self._generators = [*generators]
+        self._checked = checked
         self._name = name
-        self._python_before: Any = None
-        self._numpy_before: Any = None
-        self._own_before: list[tuple[Any, Any]] = []
+        self._before: list[tuple[str, Any]] = []
 
     def __enter__(self) -> None:
-        numpy = sys.modules.get("numpy.random")
-        self._python_before = random.getstate()
-        self._numpy_before = None if numpy is None else _numpy_state(numpy)
-        own: list[Any] = [g for g in self._generators if not isinstance(g, torch.Generator)]
-        own.extend(_generators_in(self._codes))
-        self._own_before = [(generator, _own_state(generator)) for generator in own]
+        self._generators += _generators_in(self._codes)
+        self._before = list(self._states())
         super().__enter__()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         super().leave(kind, value, traceback)
         if kind is None:
-            self._check()
-            self._seen.update(self._codes)
+            for (source, before), (_, now) in zip(self._before, self._states(), strict=False):
+                if now != before:
+                    raise ReplayError(_message(self._name, source))
+            self._checked.update(weakref.ref(code, self._checked.discard) for code in self._codes)
 
-    def _check(self) -> None:
-        if random.getstate() != self._python_before:
-            raise ReplayError(_message(self._name, "Python's `random`"))
-        numpy = sys.modules.get("numpy.random")
-        if self._numpy_before is not None and _numpy_state(numpy) != self._numpy_before:
-            raise ReplayError(_message(self._name, "numpy's global generator"))
-        for generator, before in self._own_before:
-            if _own_state(generator) != before:
-                kind = (
-                    "random.Random" if isinstance(generator, random.Random) else "numpy Generator"
-                )
-                raise ReplayError(_message(self._name, f"a {kind} of its own"))
+    def _states(self) -> Generator[tuple[str, Any]]:
+        """Yield the sources that are not of torch, and their states."""
+        yield "Python's `random`", random.getstate()
+        for generator in self._generators:
+            if isinstance(generator, random.Random):
+                yield "a random.Random of its own", generator.getstate()
+            elif hasattr(generator, "bit_generator"):
+                yield "a numpy Generator of its own", repr(generator.bit_generator.state)
+            elif not isinstance(generator, torch.Generator):  # a RandomState of numpy
+                yield "a numpy Generator of its own", _numpy_state(generator)
+        numpy = sys.modules.get("numpy.random")  # last, since the code may import it
+        if numpy is not None:
+            yield "numpy's global generator", _numpy_state(numpy)
 
 
 def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
@@ -126,16 +175,8 @@ def _generators_in(codes: tuple[Any, ...]) -> Generator[Any]:
             yield from (value for value in vars(module).values() if isinstance(value, kinds))
 
 
-def _own_state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if not hasattr(generator, "bit_generator"):  # a RandomState of numpy
-        return _numpy_state(generator)
-    return repr(generator.bit_generator.state)
-
-
-def _numpy_state(numpy: Any) -> tuple[bytes, int, int]:
-    _, words, position, has_normal, _ = numpy.get_state()
+def _numpy_state(generator: Any) -> tuple[bytes, int, int]:
+    _, words, position, has_normal, _ = generator.get_state()
     return words.tobytes(), position, has_normal
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
-from recoup._core.ambient import Ambient
 from recoup._core.closures import Held
 from recoup._core.code_keys import Codes
-from recoup._core.deterministic import QUIET
-from recoup._core.guards import Guard
+from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
-from recoup._core.random_sources import looked_at
+from recoup._core.random_sources import sources_checked
 from recoup._core.restoring import Restoring
-from recoup._core.rng import Draws
+from recoup._core.rng import Draws, Recording, Replaying
 
-__all__ = ["Rerun"]
+__all__ = ["Rerun", "autocast_nesting"]
 
-_NOTHING = nullcontext()
+_RLock = type(LOCK)  # threading.RLock is a function around it
 
 
 class Rerun:
@@ -33,25 +31,33 @@ class Rerun:
         held: the values that a function reads beside its arguments; None for a module.
     """
 
-    __slots__ = ("_ambient", "_code", "_draws", "_guard", "_held", "_modules", "_name")
+    __slots__ = (
+        "_closure",
+        "_codes",
+        "_draws",
+        "_generators",
+        "_guard",
+        "_modules",
+        "_name",
+        "_settings",
+    )
 
     def __init__(
         self, name: str, modules: tuple[nn.Module, ...], code: object, held: Held | None
     ) -> None:
         self._name = name
-        self._code = code
         self._modules = modules
-        self._held = held
-        self._guard = Guard(modules)
-        self._ambient = Ambient()
+        is_function = isinstance(code, Codes)
+        self._codes: Sequence[Any] = code.codes if is_function else (code,)
+        self._generators: Sequence[Any] = code.generators if is_function else ()
+        self._closure = held
+        self._guard = ModuleGuard(modules)
+        self._settings = _settings()
         self._draws = Draws()
 
     def first_run(self) -> FirstRun:
         """Return a `FirstRun`, which decides whether a run keeps its residuals until it ends."""
-        codes: Sequence[Any] = (self._code,)
-        if isinstance(self._code, Codes):
-            codes = self._code.codes
-        return FirstRun((*codes, *self._modules), is_training=self._guard.is_training)
+        return FirstRun((*self._codes, *self._modules), is_training=self._guard.is_training)
 
     def first(self) -> _First:
         """Return a context for the first run."""
@@ -71,79 +77,75 @@ class Rerun:
         return self._draws.has_foreign
 
 
-def _not_of_torch(guard: Guard) -> list[nn.Module]:
-    return [module for module, _ in guard._modes if type(module) not in QUIET]
-
-
-# Classes and not generators: a chain enters them once or twice for each of its stages.
-
-
-# The `with` statement takes their locks, since it takes and frees a lock in one instruction.
+# Classes and not generators: a chain enters them once or twice for each of its stages. The `with`
+# statement takes their locks, since it takes and frees a lock in one instruction.
 
 
 class _First(Restoring):
-    __slots__ = ("_draws", "_looking", "_rerun", "lock")
+    """A context for the first run of a call, whose `lock` the caller holds around it."""
+
+    __slots__ = ("_draws", "_rerun", "_source_check", "lock")
 
     def __init__(self, rerun: Rerun) -> None:
-        super().__init__()
         self._rerun = rerun
         guard = rerun._guard
-        self._looking = looked_at(rerun._code, rerun._modules, guard.is_training, rerun._name)
-        self.lock = guard.counted()
-        self._draws = rerun._draws.recording()
+        self._source_check = sources_checked(
+            rerun._codes,
+            rerun._modules,
+            rerun._name,
+            is_training=guard.is_training,
+            generators=rerun._generators,
+        )
+        self._draws = Recording(rerun._draws)
+        self.lock = LOCK if guard.has_norms else _RLock()
 
     def __enter__(self) -> None:
-        if self._looking is not None:
-            self._looking.__enter__()
+        if self._source_check is not None:
+            self._source_check.__enter__()
         self._draws.__enter__()
 
     def restore(self) -> None:
         self._draws.restore()
-        if self._looking is not None:
-            self._looking.restore()
+        if self._source_check is not None:
+            self._source_check.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         rerun = self._rerun
         self._draws.leave(kind, value, traceback)
-        if self._looking is not None:
-            self._looking.leave(kind, value, traceback)
+        if self._source_check is not None:
+            self._source_check.leave(kind, value, traceback)
         if kind is None:
             rerun._guard.first_run_ended(rerun._name)
-            if rerun._held is not None:
-                rerun._held.first_run_ended()
+            if rerun._closure is not None:
+                rerun._closure.first_run_ended()
 
 
 class _Again(Restoring):
-    __slots__ = (
-        "_ambient",
-        "_as_it_was",
-        "_attributes",
-        "_draws",
-        "_modules",
-        "lock",
-    )
+    """A context for a later run of a call, whose `lock` the caller holds around it."""
+
+    __slots__ = ("_attributes", "_draws", "_modules", "_replaced", "_settings", "lock")
 
     def __init__(self, rerun: Rerun, stops: bool) -> None:
-        super().__init__()
-        rerun._guard.check(rerun._name)
-        if rerun._held is not None:
-            rerun._held.check(rerun._name)
-        self._draws = rerun._draws.replaying()
-        self._ambient = rerun._ambient.entered()
-        guarded = rerun._guard.as_it_was()
-        held = None if rerun._held is None else rerun._held.as_it_was()
-        self._as_it_was = [each for each in (guarded, held) if each is not None]
-        self.lock: AbstractContextManager[object] = (
-            self._as_it_was[0].lock if self._as_it_was else _NOTHING
-        )
-        self._modules: Sequence[nn.Module] = _not_of_torch(rerun._guard) if stops else ()
+        guard, closure = rerun._guard, rerun._closure
+        guard.check(rerun._name)
+        values = guard.to_replace()
+        if closure is not None:
+            closure.check(rerun._name)
+            values += closure.to_replace()
+        self._replaced = Replaced(values) if values else None
+        self.lock = LOCK if values else _RLock()
+        self._draws = Replaying(rerun._draws)
+        self._settings: _Settings | None = None
+        if rerun._settings != _settings() or _casts(rerun._settings):
+            self._settings = _Settings(rerun._settings)
+        self._modules = guard.modules_with_attributes() if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
-        if self._ambient is not None:
-            self._ambient.__enter__()
-        for each in self._as_it_was:
-            each.__enter__()
+        if self._settings is not None:
+            self._settings.__enter__()
+        if self._replaced is not None:
+            self._replaced.__enter__()
         self._draws.__enter__()
         for module in self._modules:
             own = module.__dict__
@@ -156,12 +158,85 @@ class _Again(Restoring):
             own.update(before)
         self._attributes = []
         self._draws.restore()
-        for each in reversed(self._as_it_was):
-            each.restore()
-        if self._ambient is not None:
-            self._ambient.restore()
+        if self._replaced is not None:
+            self._replaced.restore()
+        if self._settings is not None:
+            self._settings.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         if kind is None:
             self._attributes.clear()
         self.restore()
+
+
+# --- the settings of autocast, and of the kernels of scaled dot product attention ----------------
+
+_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_sdpa = torch.backends.cuda
+# What torch.backends.cuda asks, a call of Python less for each setting of each region.
+_flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
+_math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
+_Values = tuple[bool, torch.dtype, bool, torch.dtype, bool, bool, bool, bool]
+
+
+def _settings() -> _Values:
+    """Return the settings that affect the results of operators."""
+    return (
+        *(_autocast("cpu"), _autocast_dtype("cpu"), _autocast("cuda"), _autocast_dtype("cuda")),
+        *(_flash(), _mem_efficient(), _math(), _cudnn()),
+    )
+
+
+def _casts(values: _Values) -> bool:
+    return values[0] or values[2]
+
+
+def _set(values: _Values) -> None:
+    for kind, is_enabled, dtype in (("cpu", *values[:2]), ("cuda", *values[2:4])):
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    if values[4:] != _settings()[4:]:
+        _sdpa.enable_flash_sdp(values[4])
+        _sdpa.enable_mem_efficient_sdp(values[5])
+        _sdpa.enable_math_sdp(values[6])
+        _sdpa.enable_cudnn_sdp(values[7])
+
+
+class _Settings(Restoring):
+    """A context with other settings.
+
+    Autocast is entered without its cache of weight copies: a cached copy would tie the second run
+    to the graph of the code around it. The copies hold the same numbers either way.
+    """
+
+    __slots__ = ("_before", "_values")
+
+    def __init__(self, values: _Values) -> None:
+        self._values = values
+        self._before: tuple[_Values, bool, int] | None = None
+
+    def __enter__(self) -> None:
+        before = _settings()
+        self._before = (before, torch.is_autocast_cache_enabled(), autocast_nesting())
+        if _casts(self._values) or _casts(before):
+            torch.autocast_increment_nesting()
+            torch.set_autocast_cache_enabled(False)
+        _set(self._values)
+
+    def restore(self) -> None:
+        if self._before is None:
+            return
+        values, has_cache, nesting = self._before
+        _set(values)
+        torch.set_autocast_cache_enabled(has_cache)
+        for _ in range(autocast_nesting() - nesting):
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+        self._before = None
+
+
+def autocast_nesting() -> int:
+    """Return the depth of nested autocast contexts; at depth 0 torch clears its cache."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting

@@ -20,8 +20,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +31,8 @@ from recoup.errors import RecoupError, ReplayError
 __all__ = [
     "Counted",
     "Draws",
+    "Recording",
+    "Replaying",
     "SeededCall",
     "States",
     "counted",
@@ -39,6 +40,7 @@ __all__ = [
     "fingerprint",
     "generator_states",
     "generators_restored",
+    "hash_seed",
     "is_repeated",
     "num_repeated",
     "remembered",
@@ -50,27 +52,30 @@ __all__ = [
 
 T = TypeVar("T")
 States = tuple[Tensor, ...]
+_64_BITS = 2**64 - 1
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.draws: list[Draws] = []
-        self.num_seeds = 0
+class _Local(threading.local):
+    regions: tuple[Draws, ...] = ()  # the draws of the regions around this code
+    num_seeds = 0  # that this thread has taken from the default generator
 
 
-_stack = _Stack()
+_local = _Local()
+
+
+# --- the default generators ----------------------------------------------------------------------
 
 
 def _generators() -> tuple[torch.Generator, ...]:
     # All devices, since a region may draw on one that is not the current device.
-    if torch.cuda.is_initialized():
+    if torch.cuda.default_generators and torch.cuda.is_initialized():
         return (torch.default_generator, *torch.cuda.default_generators)
     return (torch.default_generator,)
 
 
 def generator_states() -> States:
     """Return the states of the default generators."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.default_generators:  # CUDA was not initialized, and most often is not there
         return (torch.default_generator.get_state(),)
     return tuple(generator.get_state() for generator in _generators())
 
@@ -84,137 +89,80 @@ def set_generator_states(states: States) -> None:
 def same_states(a: States, b: States) -> bool:
     """Whether two states are equal, so that nothing was drawn in between."""
     # A device that was initialized in between counts as unchanged: it has no state to replay.
-    return all(_bytes(x) == _bytes(y) for x, y in zip(a, b, strict=False))
+    for x, y in zip(a, b, strict=False):
+        # torch.equal takes four times as long for the 5 KB of a state, in every region.
+        kind = ctypes.c_char * x.numel()
+        if kind.from_address(x.data_ptr()).raw != kind.from_address(y.data_ptr()).raw:
+            return False
+    return True
 
 
-def _bytes(state: Tensor) -> bytes:
-    # torch.equal takes five times as long for the 5 KB of a state, in every region.
-    return ctypes.string_at(state.data_ptr(), state.numel())
+def fingerprint() -> int:
+    """Return a hash of the state of the default CPU generator."""
+    state = torch.default_generator.get_state()
+    return hash(ctypes.string_at(state.data_ptr(), state.numel()))
 
 
-class Draws:
-    """The draws of a region: its seeds in order, and its first generator states if needed."""
+class generators_restored(Restoring):  # noqa: N801 - it reads as what it does
+    """A context after which the default generators have the states from before it.
 
-    __slots__ = ("_cursor", "_expected", "_foreign", "_replaying", "_seeds", "_start")
+    Attributes:
+        states: the states that they will have.
+    """
 
-    def __init__(self) -> None:
-        self._seeds: list[Any] = []  # seeds, seeded calls, and the decisions of Rule 6
-        self._start: States | None = None
-        self._expected: States = ()
-        self._foreign = False
-        self._replaying = False
-        self._cursor = 0
+    states: States | None = None
 
-    @property
-    def has_foreign(self) -> bool:
-        """Whether a default generator was moved by a foreign draw (See Rule 3)."""
-        return self._foreign
-
-    def recording(self) -> _Recording:
-        """Return a context for the first run, which records seeds and notes foreign draws."""
-        return _Recording(self)
-
-    def replaying(self) -> _Replaying:
-        """Return a context for a later run, which repeats the draws and restores generators."""
-        return _Replaying(self)
-
-    def _meet(self, states: States) -> None:
-        if not self._foreign and not same_states(self._expected, states):
-            self._foreign = True  # See Rule 3
-
-    def _next(self) -> Any:
-        seed = self._seeds[self._cursor] if self._cursor < len(self._seeds) else None
-        self._cursor += 1
-        return seed
-
-
-class _Pushed(Restoring):
-    """A context whose draws belong to a region."""
-
-    __slots__ = ("_draws", "_num_around")
-
-    def __init__(self, draws: Draws) -> None:
-        super().__init__()
-        self._draws = draws
-        self._num_around = -1
-
-    def push(self) -> None:
-        self._num_around = len(_stack.draws)
-        _stack.draws.append(self._draws)
+    def __enter__(self) -> Self:
+        self.states = generator_states()
+        return self
 
     def restore(self) -> None:
-        if self._num_around >= 0:
-            del _stack.draws[self._num_around :]
-            self._num_around = -1
+        if self.states is not None:
+            set_generator_states(self.states)
+            self.states = None
 
 
-class _Recording(_Pushed):
-    __slots__ = ("_start",)
-
-    def __init__(self, draws: Draws) -> None:
-        super().__init__(draws)
-        self._start: States = ()
-
-    def __enter__(self) -> None:
-        self._start = self._draws._expected = generator_states()
-        self.push()
-
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        self.restore()
-        draws = self._draws
-        draws._meet(generator_states())
-        draws._start = self._start if draws._foreign else None
-        draws._expected = ()
+def with_seed(call: Callable[[], T], seed: int) -> T:
+    """Run `call` with the default generators seeded with `seed`, and restore them after it."""
+    with generators_restored():
+        _seed_generators(seed)
+        return call()
 
 
-class _Replaying(_Pushed):
-    __slots__ = ("_before", "_outer")
-
-    def __init__(self, draws: Draws) -> None:
-        super().__init__(draws)
-        self._before: States | None = None
-        self._outer: tuple[bool, int] | None = None
-
-    def __enter__(self) -> None:
-        draws = self._draws
-        start = draws._start
-        if start is not None or any(map(_moves, draws._seeds)):
-            self._before = generator_states()
-        self._outer = (draws._replaying, draws._cursor)
-        draws._replaying, draws._cursor = True, 0
-        self.push()
-        if start is not None:
-            set_generator_states(start)
-
-    def restore(self) -> None:
-        super().restore()
-        if self._outer is not None:
-            self._draws._replaying, self._draws._cursor = self._outer
-            self._outer = None
-        if self._before is not None:
-            set_generator_states(self._before)  # See Rule 5
-            self._before = None
+def _seed_generators(seed: int) -> None:
+    for generator in _generators():
+        generator.manual_seed(seed)
 
 
-def _moves(entry: Any) -> bool:
-    """Whether repeating an entry of a region moves a default generator."""
-    if isinstance(entry, SeededCall):
-        return entry.draws
-    return not isinstance(entry, Counted) or entry.num_seeds > 0
+# --- seeds ---------------------------------------------------------------------------------------
 
 
-def _writers() -> tuple[list[Draws], Draws | None]:
-    """Return the regions that must record a draw, and the one that repeats it, if any."""
-    writers: list[Draws] = []
-    for draws in reversed(_stack.draws):
-        if draws._replaying:
-            return writers, draws  # See Rule 4
-        writers.append(draws)
-    return writers, None
+def hash_seed(*numbers: int) -> int:
+    """Return a seed of 64 bits made of `numbers`, by a step of SplitMix64 for each of them."""
+    seed = 0
+    for number in numbers:
+        seed = (seed + number + 0x9E3779B97F4A7C15) & _64_BITS
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _64_BITS
+        seed ^= seed >> 31
+    return seed
+
+
+def draw_seed() -> int:
+    """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same seed."""
+    if not _local.regions:
+        return _fresh_seed()
+
+    def make(recorded: Any) -> tuple[int, int]:
+        seed = _fresh_seed()
+        seed = recorded if isinstance(recorded, int) else seed
+        return seed, seed
+
+    return _recorded(make)
 
 
 def _fresh_seed() -> int:
-    _stack.num_seeds += 1
+    _local.num_seeds += 1
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     try:
         return int(seed.item())
@@ -225,23 +173,165 @@ def _fresh_seed() -> int:
         ) from error
 
 
-def draw_seed() -> int:
-    """Draw a seed of 8 bytes from the default CPU generator; a replay returns the same seed."""
-    writers, known = _writers()
+def skip(num_seeds: int) -> None:
+    """Advance the stream by `num_seeds` seeds, so that later foreign draws are repeated."""
+    for _ in range(num_seeds):
+        _fresh_seed()
+
+
+# --- the draws of a region -----------------------------------------------------------------------
+
+
+class Draws:
+    """The draws of a region: its seeds in order, and its first generator states if needed.
+
+    Attributes:
+        has_foreign: whether a default generator was moved by a foreign draw (See Rule 3).
+    """
+
+    __slots__ = ("_cursor", "_entries", "_expected", "_is_replaying", "_start", "has_foreign")
+
+    def __init__(self) -> None:
+        self._entries: list[Any] = []  # seeds, seeded calls, and the decisions of Rule 6
+        self._start: States | None = None
+        self._expected: States = ()  # the generator states, if no foreign draw was made since
+        self._is_replaying = False
+        self._cursor = 0
+        self.has_foreign = False
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether anything was drawn or decided by recoup."""
+        return bool(self._entries)
+
+    def _next(self) -> Any:
+        entry = self._entries[self._cursor] if self._cursor < len(self._entries) else None
+        self._cursor += 1
+        return entry
+
+
+class _Regions(Restoring):
+    """A context in which draws belong to `regions`."""
+
+    __slots__ = ("_around", "_regions")
+
+    def __init__(self, regions: tuple[Draws, ...]) -> None:
+        self._regions = regions
+        self._around: tuple[Draws, ...] | None = None
+
+    def __enter__(self) -> None:
+        self._around = _local.regions
+        _local.regions = self._regions
+
+    def restore(self) -> None:
+        if self._around is not None:
+            _local.regions = self._around
+            self._around = None
+
+
+class Recording(_Regions):
+    """A context for the first run of a region, which records seeds and notes foreign draws."""
+
+    __slots__ = ("_draws",)
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__((*_local.regions, draws))
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._draws._start = self._draws._expected = generator_states()
+        super().__enter__()
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        self.restore()
+        draws = self._draws
+        if not same_states(draws._expected, generator_states()):
+            draws.has_foreign = True
+        draws._expected = ()
+        if not draws.has_foreign:
+            draws._start = None
+
+
+class Replaying(_Regions):
+    """A context for a later run of a region: it repeats draws and restores the generators.
+
+    Args:
+        draws: the draws that the first run recorded.
+        is_alone: whether no region around records what is drawn.
+    """
+
+    __slots__ = ("_before", "_draws", "_outer")
+
+    def __init__(self, draws: Draws, *, is_alone: bool = False) -> None:
+        super().__init__((draws,) if is_alone else (*_local.regions, draws))
+        self._draws = draws
+        self._outer: tuple[bool, int] | None = None
+        self._before: States | None = None
+
+    def __enter__(self) -> None:
+        draws = self._draws
+        if draws._start is not None or any(map(_moves_generator, draws._entries)):
+            self._before = generator_states()
+        self._outer = (draws._is_replaying, draws._cursor)
+        draws._is_replaying, draws._cursor = True, 0
+        super().__enter__()
+        if draws._start is not None:
+            set_generator_states(draws._start)
+
+    def restore(self) -> None:
+        super().restore()
+        if self._outer is not None:
+            self._draws._is_replaying, self._draws._cursor = self._outer
+            self._outer = None
+        if self._before is not None:
+            set_generator_states(self._before)  # See Rule 5
+            self._before = None
+
+
+def _moves_generator(entry: Any) -> bool:
+    """Whether repeating an entry of a region moves a default generator."""
+    if isinstance(entry, SeededCall):
+        return entry.draws
+    return not isinstance(entry, Counted) or entry.num_seeds > 0
+
+
+def _recorded(make: Callable[[Any], tuple[Any, T]]) -> T:
+    """Return a result of `make`, of which the regions around record an entry.
+
+    Args:
+        make: returns the entry and the result; it is given the entry of the first run if a region
+            around runs again, else None.
+    """
+    around = _local.regions
+    num_outer = len(around)
+    while num_outer and not around[num_outer - 1]._is_replaying:
+        num_outer -= 1
+    writers = around[num_outer:]
     if writers:
         states = generator_states()
         for draws in writers:
-            draws._meet(states)
-    seed = _fresh_seed()
-    if known is not None:
-        recorded = known._next()
-        seed = seed if not isinstance(recorded, int) else recorded
+            if not same_states(draws._expected, states):
+                draws.has_foreign = True  # See Rule 3
+    entry, result = make(around[num_outer - 1]._next() if num_outer else None)  # See Rule 4
     if writers:
         states = generator_states()
         for draws in writers:
             draws._expected = states
-            draws._seeds.append(seed)
-    return seed
+            draws._entries.append(entry)
+    return result
+
+
+def num_repeated() -> int:
+    """Return the number of regions around this code that may run again, or run again now."""
+    return len(_local.regions)
+
+
+def is_repeated() -> bool:
+    """Whether this runs inside a region that may run again, or runs again now."""
+    return bool(_local.regions)
+
+
+# --- decisions and calls among the draws of a region ---------------------------------------------
 
 
 class Counted(NamedTuple):
@@ -253,201 +343,96 @@ class Counted(NamedTuple):
 
 def counted(decide: Callable[[], Any]) -> Counted:
     """Return the result of `decide`, and how many seeds it drew."""
-    before = _stack.num_seeds
+    before = _local.num_seeds
     value = decide()
-    return Counted(value, _stack.num_seeds - before)
-
-
-def skip(num_seeds: int) -> None:
-    """Advance the stream by `num_seeds` seeds, so that later foreign draws are repeated."""
-    for _ in range(num_seeds):
-        _fresh_seed()
-
-
-def num_repeated() -> int:
-    """Return the number of regions around this code that may run again, or run again now."""
-    return len(_stack.draws)
-
-
-def is_repeated() -> bool:
-    """Whether this runs inside a region that may run again, or runs again now."""
-    return bool(_stack.draws)
+    return Counted(value, _local.num_seeds - before)
 
 
 def remembered(decide: Callable[[], T]) -> T:
     """Return the result of `decide`; a region that runs again gets that of its first run."""
-    if not _stack.draws:
+    if not _local.regions:
         return decide()
-    writers, known = _writers()
-    states = generator_states() if writers else ()
-    for draws in writers:
-        draws._meet(states)
-    found = None if known is None else known._next()
-    if found is None:
-        with _Only([]):
-            found = counted(decide)
-    elif not isinstance(found, Counted):
-        raise ReplayError(
-            "A region that runs again draws in another order than its first run did: a weight is "
-            "read where a seed was drawn. Look for outside state that it reads."
-        )
-    else:
-        skip(found.num_seeds)
-    states = generator_states() if writers else ()
-    for draws in writers:
-        draws._expected = states
-        draws._seeds.append(found)
-    return found.value
 
+    def make(recorded: Any) -> tuple[Counted, T]:
+        if recorded is None:
+            with _Regions(()):
+                made = counted(decide)
+            return made, made.value
+        if not isinstance(recorded, Counted):
+            raise ReplayError(
+                "A region that runs again draws in another order than its first run did: a weight "
+                "is read where a seed was drawn. Look for outside state that it reads."
+            )
+        skip(recorded.num_seeds)
+        return recorded, recorded.value
 
-def generators_restored() -> AbstractContextManager[object]:
-    """Return a context after which the default generators are restored."""
-    return _LeftAs()
-
-
-class _LeftAs(Restoring):
-    """A context that restores the default generators at its end, or sets them to `states`."""
-
-    __slots__ = ("states",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: States | None = None
-
-    def __enter__(self) -> _LeftAs:
-        self.states = generator_states()
-        return self
-
-    def restore(self) -> None:
-        if self.states is not None:
-            set_generator_states(self.states)
-            self.states = None
-
-
-class _Only(Restoring):
-    """A context in which `draws` replaces the stack of regions."""
-
-    __slots__ = ("_around", "_draws")
-
-    def __init__(self, draws: list[Draws]) -> None:
-        super().__init__()
-        self._draws = draws
-        self._around: list[Draws] | None = None
-
-    def __enter__(self) -> None:
-        self._around = _stack.draws
-        _stack.draws = self._draws
-
-    def restore(self) -> None:
-        if self._around is not None:
-            _stack.draws = self._around
-            self._around = None
-
-
-def fingerprint() -> int:
-    """Return a hash of the state of the default CPU generator."""
-    return hash(_bytes(torch.default_generator.get_state()))
+    return _recorded(make)
 
 
 class SeededCall:
     """A call whose default-generator draws come from one seed, so it can be repeated in any order.
 
     Seeds drawn within belong to the call, and not to the regions around it.
+
+    Attributes:
+        is_known: whether the call has run, or is known to draw nothing.
     """
 
-    __slots__ = ("_draw", "_is_known", "_within")
+    __slots__ = ("_seed", "_within", "is_known")
 
     def __init__(self) -> None:
-        self._draw: int | None = None
-        self._is_known = False
-        self._within = Draws()
+        self._seed: int | None = None
+        self._within: Draws | None = None  # the seeds that are drawn in the call, if any
+        self.is_known = False
 
     @property
     def draws(self) -> bool:
         """Whether the call drew in its first run."""
-        return self._draw is not None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the call has run, or is known to draw nothing."""
-        return self._is_known
+        return self._seed is not None
 
     def draws_nothing(self) -> None:
         """Declare that the call draws nothing, so that its first run need not be watched."""
-        self._is_known = True
+        self.is_known = True
 
     def run(self, call: Callable[[], T]) -> T:
         """Run `call`, or repeat it (See Rules 1 and 2)."""
-        if self._is_known:
-            return self._again(call)
-        writers, known = _writers()
-        before = generator_states()
-        for region in writers:
-            region._meet(before)
-        found = None if known is None else known._next()
-        if isinstance(found, SeededCall):
-            if found._draw is not None:
-                skip(1)
-            self._draw, self._within = found._draw, found._within
-            result = self._again(call)
-        else:
-            result = self._first(call, before)
-        self._is_known = True
-        after = generator_states()
-        for region in writers:
-            region._seeds.append(self)
-            region._expected = after
-        return result
+        if self.is_known:
+            return self._repeat(call)
 
-    def _first(self, call: Callable[[], T], before: States) -> T:
-        seed = _fresh_seed()
-        with _LeftAs() as left:
+        def make(recorded: Any) -> tuple[SeededCall, T]:
+            if isinstance(recorded, SeededCall):
+                skip(int(recorded.draws))
+                self._seed, self._within = recorded._seed, recorded._within
+                result = self._repeat(call)
+            else:
+                result = self._run_first(call)
+            self.is_known = True
+            return self, result
+
+        return _recorded(make)
+
+    def _run_first(self, call: Callable[[], T]) -> T:
+        within = Draws()
+        with generators_restored() as generators:
+            before = generators.states
+            seed = _fresh_seed()
+            generators.states = generator_states()
             _seed_generators(seed)
-            probe = generator_states()
-            with _Within(self._within, is_replaying=False):
+            start = generator_states()
+            with _Regions((within,)):
                 result = call()
-            drew = not same_states(probe, generator_states())
-            if not drew:
-                left.states = before  # See Rule 2
-        self._draw = seed if drew else None
+            if same_states(start, generator_states()):
+                generators.states = before  # See Rule 2
+            else:
+                self._seed = seed
+        self._within = within if within.has_entries else None
         return result
 
-    def _again(self, call: Callable[[], T]) -> T:
-        with _Within(self._within, is_replaying=True):
-            return call() if self._draw is None else with_seed(call, self._draw)
+    def _repeat(self, call: Callable[[], T]) -> T:
+        if self._within is not None:
+            with Replaying(self._within, is_alone=True):
+                return self._seeded(call)
+        return self._seeded(call)
 
-
-class _Within(_Only):
-    """A context for a seeded call, which alone records, or repeats, the seeds drawn within."""
-
-    __slots__ = ("_is_replaying", "_outer", "_own")
-
-    def __init__(self, draws: Draws, *, is_replaying: bool) -> None:
-        super().__init__([draws])
-        self._own = draws
-        self._is_replaying = is_replaying
-        self._outer: tuple[bool, int] | None = None
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        draws = self._own
-        self._outer = (draws._replaying, draws._cursor)
-        draws._replaying, draws._cursor = self._is_replaying, 0
-
-    def restore(self) -> None:
-        super().restore()
-        if self._outer is not None:
-            self._own._replaying, self._own._cursor = self._outer
-            self._outer = None
-
-
-def with_seed(call: Callable[[], T], seed: int) -> T:
-    """Run `call` with the default generators seeded with `seed`, and restore them after it."""
-    with _LeftAs():
-        _seed_generators(seed)
-        return call()
-
-
-def _seed_generators(seed: int) -> None:
-    for generator in _generators():
-        generator.manual_seed(seed)
+    def _seeded(self, call: Callable[[], T]) -> T:
+        return call() if self._seed is None else with_seed(call, self._seed)

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup._core.deterministic import draws_nothing
 from recoup._core.inner_gradients import Advancing, FirstRun
 from recoup._core.pytree import Tree, flatten
+from recoup._core.random_sources import draws_nothing
 from recoup._core.region import Filling, Region
 from recoup._core.restoring import Restoring
 from recoup._core.rng import SeededCall

@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from recoup._core.random_sources import own_generator
+from recoup._core.rng import hash_seed
 
 __all__ = ["dropped", "dropped_", "noised", "noised_", "scales"]
 
 _CHUNK = 2**17  # entries (See Rule 1)
 _PIECE = 2**15  # entries that an operator works on (See Rule 3)
 _GPU_PIECE = 2**22
-_64_BITS = 2**64 - 1
 
 _Chunks = Iterator[tuple[torch.Generator, int, int]]  # its generator, where it starts and ends
 
@@ -228,19 +228,8 @@ def _flat(weight: Tensor, out: Tensor) -> Tensor:
 # --- draws ---------------------------------------------------------------------------------------
 
 
-def _hash(seed: int, chunk: int) -> int:
-    """Return the seed of a chunk: a step of SplitMix64 for each number (See Rule 1)."""
-    number = seed
-    for other in (0, chunk):
-        number = (number + other + 0x9E3779B97F4A7C15) & _64_BITS
-        number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
-        number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _64_BITS
-        number ^= number >> 31
-    return number
-
-
 def _generator(out: Tensor, seed: int) -> torch.Generator:
-    return own_generator(out.device, _hash(seed, 0))
+    return own_generator(out.device, hash_seed(seed, 0))
 
 
 def _bits(num_dropped: int) -> tuple[torch.dtype, int, int]:
@@ -354,7 +343,7 @@ def _taken(queue: deque[int], numel: int, seed: int, generator: torch.Generator)
             chunk = queue.popleft()
         except IndexError:
             return
-        generator.manual_seed(_hash(seed, chunk))
+        generator.manual_seed(hash_seed(seed, chunk))
         yield generator, chunk * _CHUNK, min((chunk + 1) * _CHUNK, numel)
 
 

@@ -19,13 +19,13 @@ from tests.zoo import leaf
 def looks(monkeypatch):
     """The names of the calls that were looked at."""
     found = []
-    looking = sources._Looking
+    looking = sources._SourceCheck
 
     def counted(codes, generators, seen, name):
         found.append(name)
         return looking(codes, generators, seen, name)
 
-    monkeypatch.setattr(sources, "_Looking", counted)
+    monkeypatch.setattr(sources, "_SourceCheck", counted)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup._core.random_sources import looked_at
+from recoup._core.random_sources import sources_checked
 from recoup.weights import draws
 
 CPU = torch.device("cpu")
@@ -274,7 +274,7 @@ def test_no_random_state_moves(numel):
 @pytest.mark.parametrize("numel", [4096, 2**19])
 def test_a_region_takes_the_draws_for_repeatable(numel):
     w = weight((numel,))
-    with looked_at(nn.Module(), (), True, "the draws"):  # which none has looked at before
+    with sources_checked([nn.Module()], (), "the draws", is_training=True):  # never checked before
         draws.dropped(w, 1, 0.5)
         draws.noised(w, 1, 0.5)
 
