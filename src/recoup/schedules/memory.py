@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recoup.schedules._binomial import binomial
+from recoup.schedules._binomial import binomial, log, revolve
 from recoup.schedules._constant import Way, constant
-from recoup.schedules._linear import linear
-from recoup.schedules._revolve import revolve
-from recoup.schedules._sqrt import sqrt
 from recoup.schedules.actions import Schedule
-from recoup.schedules.logarithmic import log
+from recoup.schedules.segmented import linear, sqrt
 
 __all__ = ["Memory", "schedule_for", "shown"]
 

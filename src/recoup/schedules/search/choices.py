@@ -20,7 +20,7 @@ Rule 4. In a long chain neighbours are grouped. The ends of a long segment are b
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -29,23 +29,26 @@ from recoup.schedules.costs import Cost
 
 __all__ = ["Chain", "Choice"]
 
-_Way = Literal["tape", "keep", "offload", "invert"]
+_Kind = Literal["tape", "keep", "offload", "invert"]
 
 
 class Choice(NamedTuple):
-    """A choice: a way to begin a segment.
+    """A choice: how to begin a segment.
 
     Args:
-        way: tape the first stages, keep or offload the input of the first part, or invert the
+        kind: tape the first stages, keep or offload the input of the first part, or invert the
             first stage.
-        middle: the stage at which the first part ends and the later one begins.
+        earlier_stop: the end of the earlier part, which is run without tapes and solved after the
+            later one; the start of the segment if nothing is left to solve there.
+        middle: the stage at which the later part begins.
         variant: the variant of the tape.
         needs: the bytes at the worst moment, without the parts that are solved.
         keeps: the bytes that are kept while the later part is solved.
         seconds: the time, without that of the parts that are solved.
     """
 
-    way: _Way
+    kind: _Kind
+    earlier_stop: int
     middle: int
     variant: int
     needs: int
@@ -94,33 +97,32 @@ class Chain:
         return self._until[stop] - self._until[start]
 
     def segments(self) -> Iterator[tuple[int, int]]:
-        """Yield the segments that may be run again, each after all segments within it."""
+        """Yield all segments, each after the segments within it; those of the sweep come last."""
         for start in reversed(range(self.num_stages)):
             for stop in self.ends(start):
                 yield start, stop
+        for start in reversed(range(self.num_stages)):
+            yield start, self.num_stages
 
     def ends(self, start: int) -> list[int]:
         """Return the ends of segments that begin at `start` and are run again."""
         last = min(self._reach[start], self.num_stages - 1)
         border = self._next[start]
         ends = list(range(start + 1, min(border, last) + 1))
-        if start in self._starts:
-            first, stop = bisect_right(self.borders, border), bisect_right(self.borders, last)
-            ends += self.borders[first:stop]
-        return ends
+        return ends + self._borders_between(border + 1, last + 1) if start in self._starts else ends
+
+    def _borders_between(self, start: int, stop: int) -> list[int]:
+        """Return the borders from `start` on and before `stop`."""
+        return self.borders[bisect_left(self.borders, start) : bisect_left(self.borders, stop)]
 
     def choices(self, start: int, stop: int) -> tuple[Choice, ...]:
-        """Return all ways to begin a segment; the first one is to tape."""
+        """Return all choices to begin a segment; the first one is to tape."""
         key = start, stop
         if key not in self._choices:
             is_last = stop == self.num_stages
             found = self._in_sweep(start) if is_last else self._in_backward(start, stop)
             self._choices[key] = tuple(found)
         return self._choices[key]
-
-    def handed_over(self, start: int) -> int:
-        """Return the bytes after a segment of the sweep whose input is then the working state."""
-        return self.states[start] + self._behind[start]
 
     def _in_backward(self, start: int, stop: int) -> Iterator[Choice]:
         border, behind = self._next[start], self._behind[stop]
@@ -129,24 +131,20 @@ class Chain:
             running, reversing = self._taped_once[start]
         else:
             first = border
-            splits = self._splits(start, stop)
+            splits = self._borders_between(start + 1, stop)
             running, reversing = self._taped_group[start]
         keeps = self.taped[first] - self.taped[start]
         seconds = self.run(start, first)
-        yield Choice("tape", first, 0, max(running + behind, reversing), keeps, seconds)
+        yield Choice("tape", start, first, 0, max(running + behind, reversing), keeps, seconds)
         kept, offloaded, *_ = self._passing[start]
         state, offload = self.states[start], self.costs[start].offload_seconds
         for split in splits:
             seconds = self.run(start, split)
             at = split - start - 1
-            yield Choice("keep", split, 0, kept[at] + behind, state, seconds)
+            yield Choice("keep", split, split, 0, kept[at] + behind, state, seconds)
             if offload is not None:
-                yield Choice("offload", split, 0, offloaded[at] + behind, 0, seconds + offload)
-
-    def _splits(self, start: int, stop: int) -> list[int]:
-        return self.borders[
-            bisect_right(self.borders, start) : bisect_right(self.borders, stop - 1)
-        ]
+                needs, seconds = offloaded[at] + behind, seconds + offload
+                yield Choice("offload", split, split, 0, needs, 0, seconds)
 
     def _in_sweep(self, start: int) -> Iterator[Choice]:
         cost, state, output = self.costs[start], self.states[start], self.states[start + 1]
@@ -161,7 +159,7 @@ class Chain:
                 reversed_,
             )
             seconds = cost.seconds + thin.seconds
-            yield Choice("tape", start + 1, variant, needs, thin.tape_bytes, seconds)
+            yield Choice("tape", start, start + 1, variant, needs, thin.tape_bytes, seconds)
         if cost.is_fixed:
             return
         if cost.is_invertible and self._links(start + 1):
@@ -169,17 +167,17 @@ class Chain:
                 max(state + max(cost.run_bytes, cost.before_bytes), output) + passed,
                 max(output + cost.tape_run_bytes, _reversing(cost)) + behind,
                 state + reversed_,
-                self.handed_over(start + 1),
+                output + behind,
             )
             seconds = cost.seconds + cost.invert_seconds
-            yield Choice("invert", start + 1, 0, needs, 0, seconds)
+            yield Choice("invert", start, start + 1, 0, needs, 0, seconds)
         *_, kept, offloaded = self._passing[start]
         for split in self._ends_in_sweep(start):
             seconds, at = self.run(start, split), split - start - 1
-            yield Choice("keep", split, 0, kept[at], state, seconds)
+            yield Choice("keep", split, split, 0, kept[at], state, seconds)
             if cost.offload_seconds is not None:
                 seconds += cost.offload_seconds
-                yield Choice("offload", split, 0, offloaded[at], 0, seconds)
+                yield Choice("offload", split, split, 0, offloaded[at], 0, seconds)
 
     def _ends_in_sweep(self, start: int) -> list[int]:
         ends = self.ends(start)
@@ -224,10 +222,7 @@ class Chain:
             held = self.taped[index] - self.taped[start]
             most = max(self.states[index] + cost.tape_run_bytes, cost.tape_bytes + output)
             running = max(running, held + most)
-            most = max(
-                _reversing(cost) + self._behind[index + 1],
-                self._behind[index],
-            )
+            most = max(_reversing(cost) + self._behind[index + 1], self._behind[index])
             reversing = max(reversing, held + most)
         return running, reversing
 
