@@ -26,7 +26,7 @@ WEIGHTS = (
 
 
 def write() -> None:
-    """Put the tables between the marks; leave all alone where a result is missing."""
+    """Put the tables between the marks, or leave all files alone if a result is missing."""
     names = (
         "couplings",
         "chains",
@@ -65,7 +65,7 @@ def write() -> None:
 
 
 def _summary(found: dict) -> str:
-    """One line a claim, beside the best of the others."""
+    """Return the table of the README: a row for each claim, beside the best other library."""
     memory = {
         (r["name"], r["dropout"]): r["peak_bytes"]["64"] for r in found["couplings"]["memory"]
     }
@@ -86,18 +86,19 @@ def _summary(found: dict) -> str:
     }
     rows = [
         (
-            "64 invertible conv blocks: peak",
+            "peak of a step of 64 invertible conv blocks",
             (
                 f"plain {_whole(memory['plain', 0.0])} MiB, revtorch "
                 f"{memory['revtorch', 0.0] / 2**20:.1f}"
             ),
             (
-                f"{memory['recoup constant', 0.0] / 2**20:.1f} MiB, dropout too, "
+                f"{memory['recoup constant', 0.0] / 2**20:.1f} MiB "
+                f"({memory['recoup constant', 0.1] / 2**20:.1f} with dropout), "
                 f"{seconds['recoup constant']:.2f} of the plain time"
             ),
         ),
         (
-            "a Glow of 32 steps, training: peak",
+            "peak of a training step of a Glow of 32 steps",
             (
                 f"nflows {glow['nflows', 16]['peak_bytes'] / 2**20:.1f} MiB, FrEIA "
                 f"{glow['FrEIA', 16]['peak_bytes'] / 2**20:.1f}"
@@ -105,32 +106,32 @@ def _summary(found: dict) -> str:
             f"{glow['recoup constant', 16]['peak_bytes'] / 2**20:.1f} MiB at any depth",
         ),
         (
-            "RealNVP on MNIST, 5 epochs, test bits/dim",
+            "RealNVP on MNIST, 5 epochs: test bits/dim, peak",
             f"linear {linear['test_bits_per_dim']:.3f}, {_whole(linear['peak_bytes'])} MiB",
             f"constant {constant['test_bits_per_dim']:.3f}, {_whole(constant['peak_bytes'])} MiB",
         ),
         (
-            "sqrt of 100 layers: units, forwards",
+            "100 layers, `sqrt`: peak in states and tapes, forwards",
             f"torch {peer['peak_units']:.0f}, {peer['num_forwards']}",
             f"{sqrt['peak_units']:.0f}, {sqrt['num_forwards']}",
         ),
         (
-            "GPT-2 and ResNet-50 in fewer bytes",
+            "training GPT-2 and ResNet-50 in fewer bytes",
             f"{len(gains)} other ways",
-            f"as fast as {sum(g['is_won'] for g in gains)} of them in their bytes",
+            f"a plan in the same bytes is as fast as {sum(g['is_won'] for g in gains)} of them",
         ),
         (
-            "weight dropout, Linear 4096x4096: kept",
+            "kept by weight dropout, Linear 4096x4096",
             f"torch parametrize {_whole(weights['torch parametrize'])} MiB",
             f"{_whole(weights['recoup'])} MiB",
         ),
         (
-            "16 backwards over 128 MiB of weights",
+            "peak of 16 summed backwards over 128 MiB of weights",
             f"candle's merge {_whole(sums['merged out of place (candle)'])} MiB",
             f"{_whole(sums['recoup'])} MiB",
         ),
         (
-            "AWD-LSTM, windows of 2000 steps",
+            "peak of AWD-LSTM, windows of 2000 steps",
             f"torch {_whole(long_windows[1]['peak_bytes'])} MiB",
             f"{_whole(long_windows[3]['peak_bytes'])} MiB",
         ),
@@ -139,8 +140,8 @@ def _summary(found: dict) -> str:
     couplings = found["couplings"]
     conditions = (
         f"<sub>{couplings['device_name']}, two cores, torch {couplings['versions']['torch']}, "
-        "peaks by the allocator's events; `make bench`. [All tables, with their "
-        "conditions](docs/benchmarks.md), also where others are faster.</sub>"
+        "peaks by the allocator's events. `make bench` measures again; [all tables and their "
+        "conditions](docs/benchmarks.md) also show where others are faster.</sub>"
     )
     return "\n".join([*lines, "", conditions])
 
@@ -177,8 +178,8 @@ def _table(couplings: dict, chains: dict, regions: dict) -> str:
         f"`sqrt` over 100 layers peaks at {sqrt['peak_units']:.0f} units with "
         f"{sqrt['num_forwards']} forwards (torch's `checkpoint_sequential`: "
         f"{peer['peak_units']:.0f} and {peer['num_forwards']}); 44 slots over 1000 layers take "
-        f"{slots['num_forwards']} forwards, the optimum. A region costs "
-        f"{region['recoup.checkpoint']:.0f} us beyond the second run (torch: "
+        f"{slots['num_forwards']} forwards, the optimum. A region adds "
+        f"{region['recoup.checkpoint']:.0f} us to the second run itself (torch: "
         f"{region['torch checkpoint']:.0f})."
     )
     conditions = (
@@ -301,7 +302,7 @@ def _drift(found: dict) -> str:
 
 
 def _mnist(found: dict) -> str:
-    """A row a run, and what a step costs."""
+    """Return a row for each run, and the time of a step."""
     lines = [
         "![MNIST in linear and constant memory, and peaks against depth](images/flows.png)",
         "",
@@ -323,7 +324,7 @@ def _mnist(found: dict) -> str:
     minutes = sum(row["seconds"] for row in found["runs"]) / 60
     sentence = (
         f"A step in constant memory takes, of one in linear memory: {ratios} (the fastest of 8 "
-        "each, in turn). Small networks, so that the cost of regions shows. Published, with other "
+        "each, in turn). The networks are small, so regions cost much. Published, with other "
         "conventions and far larger models: NICE 4.36, i-ResNet 1.06, Residual Flow 0.97."
     )
     conditions = (
@@ -337,7 +338,7 @@ def _mnist(found: dict) -> str:
 
 
 def _plans(found: dict) -> str:
-    """A picture, and how often a plan of ours is the fastest of those that take no more bytes."""
+    """Return a figure, and how often a plan is the fastest way that takes no more bytes."""
     gains = [gain for gain in found["gains"] if not gain["name"].startswith("least peak")]
     least = [
         f"{gain['model']} {_whole(gain['ours_bytes']) if gain['ours_bytes'] else 'none'} MiB "
@@ -355,7 +356,7 @@ def _plans(found: dict) -> str:
 
 
 def _flows(found: dict) -> str:
-    """A row a library: its steps over ours in linear memory, and the peak at two depths."""
+    """Return a row for each library: its times over ours, and its peak at two depths."""
     lines = [
         "| flows | RealNVP: training | log_prob | sampling | Glow: training | MiB, 2 steps | 16 |",
         "|---|---|---|---|---|---|---|",
@@ -384,7 +385,7 @@ def _flows(found: dict) -> str:
 
 
 def _plans_table(found: dict) -> str:
-    """Each rival, and beside it our fastest plan that takes no more bytes."""
+    """Return a row for each other way, and the fastest plan that takes no more bytes."""
     lines = [
         "| a training step | peak MiB | time over plain | `recoup.plan` in as many bytes |",
         "|---|---|---|---|",
