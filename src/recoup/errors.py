@@ -1,4 +1,4 @@
-"""The errors of recoup: each names the culprit, what was needed, and the way out."""
+"""The errors of recoup. Each message names the culprit, what was needed, and the way out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RecoupError(RuntimeError):
 
 
 class ChangedError(RecoupError):
-    """A value that backward needs was changed in place after forward used it."""
+    """Something that backward needs was changed after forward used it: a tensor, a mode, a number."""
 
 
 class ReplayError(RecoupError):
@@ -29,15 +29,15 @@ class ReplayError(RecoupError):
 
 
 class NotInvertibleError(RecoupError, ValueError):
-    """A stage that cannot be inverted was to be inverted."""
+    """A schedule or a memory mode inverts a stage that has no inverse."""
 
 
 class DriftError(RecoupError):
-    """The result of an inverse in backward is too far from the input of forward."""
+    """An inverse in backward computed a state that is too far from the one of forward."""
 
 
 class GridError(RecoupError, ValueError):
-    """A value left the range within which arithmetic on a grid is exact."""
+    """A value is outside the range in which arithmetic on a grid is exact."""
 
 
 class ConvergenceError(RecoupError, ArithmeticError):
@@ -53,11 +53,11 @@ class GradientError(RecoupError):
 
 
 class BudgetError(RecoupError, ValueError):
-    """No plan keeps to the byte budget.
+    """No plan fits in the byte budget.
 
     Args:
         message: the budget, and the smallest one that is possible.
-        least_bytes: the smallest budget that a plan keeps to.
+        least_bytes: the smallest budget that a plan fits in.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:

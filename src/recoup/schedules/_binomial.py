@@ -1,8 +1,8 @@
 """Schedules with a number of slots: `revolve`, `binomial` and `log`.
 
-All three split a chain where the closed forms in `bounds` say. `revolve` is the schedule as it was
-published, with one tape at a time; `binomial` tapes each stage in the last pass over it; `log`
-chooses the number of slots from the length of the chain.
+All three split a chain by the closed forms in `bounds`. `revolve` is the published schedule, with
+one tape at a time; `binomial` tapes each stage in the last pass over it; `log` chooses the number
+of slots from the length of the chain.
 """
 
 from __future__ import annotations
