@@ -21,11 +21,11 @@ class RecoupError(RuntimeError):
 
 
 class ChangedError(RecoupError):
-    """Something that backward needs was changed after forward used it: a tensor, a mode, a number."""
+    """A tensor, a mode or a Python value was changed between forward and backward."""
 
 
 class ReplayError(RecoupError):
-    """The recomputation of a region did not make the residuals of the first run."""
+    """A region cannot be run again, or its second run differs from its first."""
 
 
 class NotInvertibleError(RecoupError, ValueError):
@@ -45,7 +45,7 @@ class ConvergenceError(RecoupError, ArithmeticError):
 
 
 class ScheduleError(RecoupError, ValueError):
-    """A schedule contains an action that is impossible at its position."""
+    """A schedule is incomplete, has an impossible action, or does not exist within a budget."""
 
 
 class GradientError(RecoupError):
