@@ -34,7 +34,6 @@ class Walk:
     ) -> None:
         self.num_stages = len(tape_bytes)
         self.state_bytes = state_bytes
-        self.tape_bytes = tape_bytes
         self.is_costed = costs is not None
         self.tapes_of_stage = (  # the whole tape first, then its variants
             [(Thin(size, 0.0),) for size in tape_bytes]
