@@ -196,7 +196,7 @@ def mnist_table(found: dict) -> str:
         "conventions and far larger models: NICE 4.36, i-ResNet 1.06, Residual Flow 0.97."
     )
     conditions = (
-        f"<sub>{found['runs'][0]['epochs']} epochs in batches of 128 pictures (54,000), Adamax "
+        f"<sub>{found['runs'][0]['epochs']} epochs in batches of 128 images (54,000), Adamax "
         "or Adam, cosine; uniform dequantization, a logit of margin 0.05 whose log-determinant "
         "counts (NICE: none), 10,000 test pictures with one draw of noise. All runs together "
         f"{minutes:.0f} minutes of processor time, on a machine that had other work. "
