@@ -48,7 +48,7 @@ def sequential(num_layers: int) -> list[dict]:
 
 
 def binomial() -> list[dict]:
-    """Every row of the table of optima, executed."""
+    """Execute every row of the table of optima."""
     rows = []
     x = torch.randn(64, requires_grad=True)
     for num_layers, slots in (

@@ -33,7 +33,7 @@ def networks(depth: int, dropout: float) -> list[tuple[nn.Module, nn.Module]]:
 
 
 class Plain(nn.Module):
-    """The coupling of all these libraries, as one writes it without any."""
+    """The coupling of all these libraries, written without any of them."""
 
     def __init__(self, f: nn.Module, g: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def torch_checkpoint_sequential(pairs):
 
 
 class _First(nn.Module):
-    """The value of a chain without its log-determinant."""
+    """A chain that returns its value without the log-determinant."""
 
     def __init__(self, chain: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def step_of(name: str, depth: int, dropout: float, device: str):
 
 
 def peak_and_held(step, device: str) -> tuple[int, int]:
-    """Bytes above the start while `step` runs, and after it, by the allocator's own events.
+    """Return the bytes above the start while `step` runs and after it, by the allocator's events.
 
     Not by following storages, which does not see memcnn empty them.
     """
@@ -199,9 +199,9 @@ def memory(device: str) -> list[dict]:
 
 
 def seconds(device: str, depth: int = 16, rounds: int = 40) -> list[dict]:
-    """One thread, processor time, all libraries in every round, in an order of its own.
+    """Measure processor time on one thread, with all libraries in every round, in random order.
 
-    What ran before decides how much memory the allocator has at hand: a fixed order favours some.
+    What the allocator has cached depends on the steps before: a fixed order favours some.
     """
     steps = {name: step_of(name, depth, 0.0, device) for name in installed(BUILDERS)}
     times: dict[str, list[float]] = {name: [] for name in BUILDERS}

@@ -43,7 +43,7 @@ SUITE_SECONDS = {
 
 
 def main() -> int:
-    """Run all parts; return how many went wrong, or 0 where there is no device."""
+    """Run all parts and return how many failed, or 0 if there is no device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together")
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def run_tests(results: Path, end: float) -> bool:
-    """Run tests/cuda, and write down what passed, what failed and why."""
+    """Run tests/cuda, and record what passed, what failed and why."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-p", "no:cacheprovider"]
@@ -106,7 +106,7 @@ def _outcomes(report: Path) -> dict:
 
 
 def run(name: str, command: list[str], limit: float) -> bool:
-    """Run a part for at most `limit` seconds; return whether it ended, and ended well."""
+    """Run a part for at most `limit` seconds and return whether it succeeded."""
     if limit < 5:
         print(f"== {name}: left out, since the time is over", flush=True)
         return False

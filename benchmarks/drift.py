@@ -1,4 +1,4 @@
-"""What inverses lose: gradients of stiff chains with and without the guard, and what it costs."""
+"""Errors of the gradients of stiff chains with and without the drift guard, and its time."""
 
 import statistics
 import time
@@ -29,7 +29,7 @@ def gradient(chain: Chain, x: torch.Tensor) -> torch.Tensor:
 
 
 def stiff(device: str) -> list[dict]:
-    """Error of the gradient, relative to that of linear memory; the worst of three steps."""
+    """Return the error of the gradient relative to linear memory, the worst of three steps."""
     rows = []
     for scale in (1.0, 2.0, 3.0):
         for depth in (10, 50, 200, 500):
@@ -50,7 +50,7 @@ def stiff(device: str) -> list[dict]:
 
 
 def overhead(device: str, rounds: int = 40) -> list[dict]:
-    """Time of a step of 16 conv couplings with the guard over one without."""
+    """Return the time of a step of 16 conv couplings with the guard over one without."""
     pairs = networks(16, 0.0)
     chain = Chain(*(AdditiveCoupling(f, g, condition="second") for f, g in pairs)).to(device)
     chain.memory = "constant"

@@ -70,7 +70,7 @@ def convolutions(num_inputs: int, num_outputs: int) -> nn.Sequential:
 
 
 class TakesContext(nn.Sequential):
-    """For nflows, which hands its networks a context, here None."""
+    """A network for nflows, which passes a context, here None."""
 
     def forward(self, x, context=None):
         return super().forward(x)
@@ -172,7 +172,7 @@ MOONS = {
 
 
 def scales() -> list[tuple[int, int, int]]:
-    """Channels, height and width of each of two scales, after its squeeze."""
+    """Return channels, height and width of each of two scales, after its squeeze."""
     _, c, h, w = IMAGES
     return [(4 * c, h // 2, w // 2), (8 * c, h // 4, w // 4)]
 

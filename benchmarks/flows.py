@@ -33,7 +33,7 @@ def images(device: str) -> Tensor:
 
 
 def made(builder: Callable[[], Contestant], device: str, x: Tensor) -> Contestant:
-    """Make one, start its ActNorms, allocate its gradients and see that all of it works."""
+    """Build a flow, initialize its ActNorms, allocate its gradients and check that it works."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers use deprecated names of torch
@@ -146,7 +146,7 @@ def moons(device: str) -> list[dict]:
 
 
 def glow(device: str) -> Iterator[list[dict]]:
-    """Yield the rows that there are, after each depth."""
+    """Yield the rows so far, after each depth."""
     found = []
     for num_steps in DEPTHS:
         builders = {name: partial(build, num_steps) for name, build in GLOWS.items()}

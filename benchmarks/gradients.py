@@ -103,7 +103,7 @@ def loss(y):
 
 
 def sums(device: str) -> list[dict]:
-    """Sixteen backwards over four weights of 32 MiB."""
+    """Measure sixteen backwards over four weights of 32 MiB."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2896, 2896, bias=False) for _ in range(4))).to(device)
     xs = torch.randn(NUM_SEGMENTS, 2, 2896, device=device)
@@ -129,7 +129,7 @@ def one_backward(cell, x, num_segments):
 
 
 def candle_loop(cell, x, num_segments):
-    """As in candle #1483: inputs kept, segments run again, stores merged out of place."""
+    """Keep inputs, run segments again and merge stores out of place, as in candle #1483."""
     inputs = [x]
     with torch.no_grad():
         for _ in range(num_segments):
@@ -191,7 +191,7 @@ def _call(fn, *arguments):
 
 
 def _seconds(calls: dict, rounds: int) -> dict:
-    """Medians of processor time, the contestants in turn."""
+    """Return medians of processor time, the ways in turn."""
     found = {name: [] for name in calls}
     for each in range(rounds + 1):
         for name, call in calls.items():

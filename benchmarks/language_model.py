@@ -24,7 +24,7 @@ from recoup.recipes.language_model.train import prepare
 
 WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
 
-# The preset awd-lstm-600, and what is trained on: WikiText-2 if it is there.
+# The preset awd-lstm-600. The text is WikiText-2 if it exists.
 SIZES = {"embed_size": 200, "hidden_size": 600, "num_layers": 3}
 DROPOUT = {
     "input_dropout": 0.3,
@@ -83,7 +83,7 @@ def plain(vocab_size, window):
 
 
 def parametrized(vocab_size, window):
-    """The same regularisation by torch.nn.utils.parametrize, which stores what it makes."""
+    """The same regularisation with torch.nn.utils.parametrize, which keeps what it computes."""
     network = LanguageModel(
         vocab_size, **SIZES, **DROPOUT | {"embedding_dropout": 0.0, "weight_dropout": 0.0}
     )
@@ -128,7 +128,7 @@ CONTESTANTS = {
 
 
 def window_of(num_steps, batch_size, device):
-    """A window of the text, and the size of its vocabulary; of random tokens without the text."""
+    """Return a window and the size of its vocabulary; the tokens are random without the text."""
     if WIKITEXT.exists():
         texts = Texts(
             str(WIKITEXT), min_count=1, batch_size=batch_size, bptt=num_steps, jitter=False
@@ -143,7 +143,7 @@ def window_of(num_steps, batch_size, device):
 
 
 def curve(device, epochs=2):
-    """Train on WikiText-2's prefix; the curve, by tokens read. On a GPU, the larger preset."""
+    """Train on a prefix of WikiText-2 and return the learning curve; a larger preset on a GPU."""
     preset = "awd-lstm-wt2" if device == "cuda" else "awd-lstm-600"
     args = ["--config", preset, "--data", str(WIKITEXT), "--epochs", str(epochs)]
     args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
@@ -154,7 +154,7 @@ def curve(device, epochs=2):
 
 
 class CurveRecord(Callback):
-    """Perplexity of each tenth of an epoch of training, and of each validation."""
+    """Record the perplexity of each tenth of an epoch of training, and of each validation."""
 
     def __init__(self):
         self.rows = []
@@ -183,7 +183,7 @@ class CurveRecord(Callback):
 
 
 def speeds(device, rounds=8):
-    """Tokens a second of forward and backward, the contestants in turn, and their peaks."""
+    """Measure tokens a second of forward and backward, the ways in turn, and their peaks."""
     vocab_size, window = window_of(BPTT, BATCH_SIZE, device)
     steps = {}
     for name, build in CONTESTANTS.items():
@@ -216,7 +216,7 @@ def speeds(device, rounds=8):
 
 
 def long_windows(device, batch_size=10, long=2000):
-    """Peak and speed of a long window, in the bytes that a short one takes."""
+    """Measure peak and speed of a long window, in the bytes that a short one takes."""
     vocab_size, short_window = window_of(BPTT, batch_size, device)
     _, long_window = window_of(long, batch_size, device)
     with torch.device(device):

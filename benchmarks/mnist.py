@@ -48,7 +48,7 @@ def _now():
 
 
 class CurveRecord(Callback):
-    """The training loss, averaged over 50 steps, and the validation loss of each epoch."""
+    """Record the training loss, averaged over 50 steps, and the validation loss of each epoch."""
 
     def __init__(self):
         self.rows = []
@@ -80,7 +80,7 @@ class CurveRecord(Callback):
 
 
 def one(name, memory, device="cpu"):
-    """Train one, test it, and measure the peak of a step."""
+    """Train a flow, test it, and measure the peak of a step."""
     epochs = EPOCHS[device]
     args = [
         "--config",
@@ -128,7 +128,7 @@ def one(name, memory, device="cpu"):
 
 
 def seconds(device, rounds=8):
-    """Time of a training step in constant over linear memory, the two in turn."""
+    """Measure the time of a training step in constant over linear memory, the two in turn."""
     rows = []
     for name in ("realnvp", "glow"):
         steps = {memory: _step(name, memory, device) for memory in ("linear", "constant")}

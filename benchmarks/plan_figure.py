@@ -94,7 +94,7 @@ def _panel(axes, rows: list[dict], title: str) -> dict:
 
 
 def _best(rows) -> list[tuple[float, float]]:
-    """The points that no other one beats in both: what one gets for so many bytes."""
+    """Return the points that no other point beats in both bytes and time."""
     points: list[tuple[float, float]] = []
     for row in sorted(rows, key=lambda row: (row["peak_bytes"], row["seconds"])):
         if not points or row["seconds"] < points[-1][1]:
@@ -103,7 +103,7 @@ def _best(rows) -> list[tuple[float, float]]:
 
 
 def _label(axes, place: tuple[float, float], text: str, color: str, above: int) -> None:
-    """The setting beside a mark: segments, what is kept, or a budget of the compiler."""
+    """Return the label of a mark: segments, what is kept, or a budget of the compiler."""
     axes.annotate(
         text,
         xy=place,

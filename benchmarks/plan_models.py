@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass
 class Case:
-    """A model in training mode, what it is called with, and the loss of what it returns.
+    """A model in training mode, its arguments, and the loss of its output.
 
     `owner.<name>` is the list of its repeating blocks, which the model calls one after another: a
     contestant puts other modules there.
@@ -35,7 +35,7 @@ class Case:
 
 
 def gpt2(device: str, num_layers: int = 12, dropout: float = 0.1, batch_size: int = 6) -> Case:
-    """A small vocabulary, since logits that take more than a block would hide what plans do."""
+    """A GPT-2 with a small vocabulary: logits larger than a block would hide what plans save."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ def resnet(
     batch_size: int = 64,
     size: int = 128,
 ) -> Case:
-    """Narrower than the original, whose gradients would be most of the peak at this batch."""
+    """A narrower ResNet-50: the original's gradients would be most of the peak at this batch."""
     torch.manual_seed(0)
     model = ResNet(num_blocks, width, num_classes=100).to(device).train()
     x = torch.randn(batch_size, 3, size, size, device=device)

@@ -29,7 +29,7 @@ def plain(case: Case) -> Forward:
 
 
 class Around(nn.Module):
-    """A block that is called by a function of it, its arguments and its keyword arguments."""
+    """A block whose call goes through a function of the block and its arguments."""
 
     def __init__(self, block: nn.Module, call: Callable) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ torch_checkpoint = _around(partial(checkpoint, use_reentrant=False))
 
 
 class InSegments(nn.Module):
-    """All blocks as one, under `checkpoint_sequential`, which passes on a single tensor."""
+    """Run all blocks under `checkpoint_sequential`, which passes on a single tensor."""
 
     def __init__(self, blocks: list[nn.Module], num_segments: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ torch_selective = _around(
 
 
 def transformers(case: Case) -> Forward:
-    """What its trainer does for `gradient_checkpointing=True`."""
+    """Do what the trainer of transformers does for `gradient_checkpointing=True`."""
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(case.model, name):
             getattr(case.model, name)({"use_reentrant": False})
@@ -123,7 +123,7 @@ def compiled(budget: float) -> Callable[[Case], Forward]:
 
 
 def torch_remat(*kept: str) -> Callable[[Case], Forward]:
-    """Its regions around each block, in which the children named `kept` are not run again.
+    """Put a region of torch_remat around each block; the children named `kept` are not run again.
 
     What such a child returns is declared as needed: to leave that out, and so keep less, takes a
     symbol that CPU builds of torch 2.13 lack.
@@ -172,7 +172,7 @@ class _RematKept:
 
 
 class _Draws:
-    """The state of the default generator, for `torch_remat`, which leaves that to its users."""
+    """The state of the default generator, which `torch_remat` leaves to its users."""
 
     def __init__(self, device: str) -> None:
         self.random = torch.cuda if device == "cuda" else torch

@@ -25,7 +25,7 @@ NOISE = 0.02
 
 
 class Contestant:
-    """A model under one way: its step, and what was found about it."""
+    """A model under one way to train it: its step, and the measurements."""
 
     def __init__(self, name: str, case: Case, forward: Forward, **found) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Contestant:
         return found
 
     def measure(self, device: str) -> None:
-        """The peak of a step, of which one was run before."""
+        """Return the peak of a step, after one that is not measured."""
         self.found["peak_bytes"] = peak_and_held(self.step, device)[0]
         self.clear()
 
@@ -105,7 +105,7 @@ def _small_forward(name: str, case: Case) -> Forward:
 
 
 def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterator[Contestant]:
-    """Plans at budgets from the least to the most, and at each rival's peak."""
+    """Measure plans at budgets from the least to the most, and at the peak of each other way."""
     whole = _plan(_case_of(name, model, device), "1 TiB")
     rivals_bytes = rivals_bytes if name == "recoup" else []
     for budget in budgets(whole.least_bytes, whole.most_bytes, NUM_BUDGETS[name], rivals_bytes):
@@ -126,7 +126,7 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
 
 
 def budgets(least: int, most: int, num: int, rivals_bytes: list[int]) -> list[int]:
-    """Equally spaced ones, and the rivals' that are not within a hundredth above another one."""
+    """Return equally spaced budgets, and the other ways' peaks that differ by over a hundredth."""
     spaced = [least + (most - least) * i // (num - 1) for i in range(num)]
     found = spaced
     for each in sorted(rivals_bytes):
@@ -155,7 +155,7 @@ def _compiled(blocks: list[nn.Module]) -> None:
         block.compile(dynamic=False, recompile_limit=64)  # alike blocks share their code
 
 
-# A name and what is done to the blocks before they are planned for.
+# For each name, a function that prepares the blocks before a plan is made.
 OURS: dict[str, Callable[[list[nn.Module]], None]] = {
     "recoup": _as_they_are,
     "recoup, blocks compiled": _compiled,
@@ -203,7 +203,7 @@ def rows(model: str, device: str, rounds: int = 4) -> list[dict]:
 
 
 def gains(rows: list[dict], prefix: str = "recoup") -> list[dict]:
-    """At each rival's peak, our fastest plan that fits; and at last the least peaks.
+    """Return our fastest plan that fits in each other way's peak, and the least peaks.
 
     `ours_over_rival` is of seconds, and of bytes in the rows named "least peak"; missing where no
     plan of ours fits. `is_won` if it is at most 1, give or take the noise of a time.

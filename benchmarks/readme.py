@@ -3,30 +3,15 @@
 import json
 from pathlib import Path
 
+import tables
+from tables import mib, torch_sequential
+
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
-NAMES = (
-    "plain",
-    "torch checkpoint, each block",
-    "torch checkpoint_sequential, sqrt",
-    "memcnn",
-    "revtorch",
-    "revlib",
-    "recoup sqrt",
-    "recoup constant",
-)
-WEIGHTS = (
-    "by hand",
-    "torch parametrize",
-    "fastai-style",
-    "torchnlp",
-    "RETURNN scope",
-    "recoup",
-)
 
 
 def write() -> None:
-    """Put the tables between the marks; leave all alone where a result is missing."""
+    """Put the tables between the marks, or leave all files alone if a result is missing."""
     names = (
         "couplings",
         "chains",
@@ -45,33 +30,34 @@ def write() -> None:
         return
     found = dict(zip(names, (json.loads(path.read_text()) for path in paths), strict=True))
     parts = {
-        "Invertible couplings, chains, regions": _table(
+        "Invertible couplings, chains, regions": tables.couplings_table(
             found["couplings"], found["chains"], found["regions"]
         ),
-        "Weights": _weights_table(found["weights"]),
-        "Gradients": _gradients(found["gradients"]),
-        "A language model": _language_model(found["language_model"], found["language_model_curve"]),
-        "Plans": _plans(found["plans"]),
-        "Drift": _drift(found["drift"]),
-        "Flows beside other libraries": _flows(found["flows"]),
-        "Flows on MNIST": _mnist(found["mnist"]),
+        "Weights": tables.weights_table(found["weights"]),
+        "Gradients": tables.gradients_table(found["gradients"]),
+        "A language model": tables.language_model_table(
+            found["language_model"], found["language_model_curve"]
+        ),
+        "Plans": tables.plans_table(found["plans"]),
+        "Drift": tables.drift_table(found["drift"]),
+        "Flows beside other libraries": tables.flows_table(found["flows"]),
+        "Flows on MNIST": tables.mnist_table(found["mnist"]),
     }
     _put(ROOT / "README.md", _summary(found))
     _put(
         ROOT / "docs" / "benchmarks.md",
         "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items()),
     )
-    _put(ROOT / "docs" / "plans.md", _plans_table(found["plans"]))
 
 
 def _summary(found: dict) -> str:
-    """One line a claim, beside the best of the others."""
+    """Return the table of the README: a row for each claim, beside the best other library."""
     memory = {
         (r["name"], r["dropout"]): r["peak_bytes"]["64"] for r in found["couplings"]["memory"]
     }
     seconds = {r["name"]: r["median_over_plain"] for r in found["couplings"]["seconds"]}
     sequential = {(r["name"], r["layers"]): r for r in found["chains"]["sequential"]}
-    sqrt, peer = sequential["recoup sqrt", 100], _peer(sequential)
+    sqrt, peer = sequential["recoup sqrt", 100], torch_sequential(sequential)
     sums = {r["name"]: r["peak_bytes"] for r in found["gradients"]["sums"]}
     long_windows = found["language_model"]["long_windows"]
     glow = {(r["name"], r["num_steps"]): r for r in found["flows"]["glow"]}
@@ -86,18 +72,19 @@ def _summary(found: dict) -> str:
     }
     rows = [
         (
-            "64 invertible conv blocks: peak",
+            "peak of a step of 64 invertible conv blocks",
             (
-                f"plain {_whole(memory['plain', 0.0])} MiB, revtorch "
+                f"plain {mib(memory['plain', 0.0])} MiB, revtorch "
                 f"{memory['revtorch', 0.0] / 2**20:.1f}"
             ),
             (
-                f"{memory['recoup constant', 0.0] / 2**20:.1f} MiB, dropout too, "
+                f"{memory['recoup constant', 0.0] / 2**20:.1f} MiB "
+                f"({memory['recoup constant', 0.1] / 2**20:.1f} with dropout), "
                 f"{seconds['recoup constant']:.2f} of the plain time"
             ),
         ),
         (
-            "a Glow of 32 steps, training: peak",
+            "peak of a training step of a Glow of 32 steps",
             (
                 f"nflows {glow['nflows', 16]['peak_bytes'] / 2**20:.1f} MiB, FrEIA "
                 f"{glow['FrEIA', 16]['peak_bytes'] / 2**20:.1f}"
@@ -105,42 +92,42 @@ def _summary(found: dict) -> str:
             f"{glow['recoup constant', 16]['peak_bytes'] / 2**20:.1f} MiB at any depth",
         ),
         (
-            "RealNVP on MNIST, 5 epochs, test bits/dim",
-            f"linear {linear['test_bits_per_dim']:.3f}, {_whole(linear['peak_bytes'])} MiB",
-            f"constant {constant['test_bits_per_dim']:.3f}, {_whole(constant['peak_bytes'])} MiB",
+            "RealNVP on MNIST, 5 epochs: test bits/dim, peak",
+            f"linear {linear['test_bits_per_dim']:.3f}, {mib(linear['peak_bytes'])} MiB",
+            f"constant {constant['test_bits_per_dim']:.3f}, {mib(constant['peak_bytes'])} MiB",
         ),
         (
-            "sqrt of 100 layers: units, forwards",
+            "100 layers, `sqrt`: peak in states and tapes, forwards",
             f"torch {peer['peak_units']:.0f}, {peer['num_forwards']}",
             f"{sqrt['peak_units']:.0f}, {sqrt['num_forwards']}",
         ),
         (
-            "GPT-2 and ResNet-50 in fewer bytes",
+            "training GPT-2 and ResNet-50 in fewer bytes",
             f"{len(gains)} other ways",
-            f"as fast as {sum(g['is_won'] for g in gains)} of them in their bytes",
+            f"a plan in the same bytes is as fast as {sum(g['is_won'] for g in gains)} of them",
         ),
         (
-            "weight dropout, Linear 4096x4096: kept",
-            f"torch parametrize {_whole(weights['torch parametrize'])} MiB",
-            f"{_whole(weights['recoup'])} MiB",
+            "kept by weight dropout, Linear 4096x4096",
+            f"torch parametrize {mib(weights['torch parametrize'])} MiB",
+            f"{mib(weights['recoup'])} MiB",
         ),
         (
-            "16 backwards over 128 MiB of weights",
-            f"candle's merge {_whole(sums['merged out of place (candle)'])} MiB",
-            f"{_whole(sums['recoup'])} MiB",
+            "peak of 16 summed backwards over 128 MiB of weights",
+            f"candle's merge {mib(sums['merged out of place (candle)'])} MiB",
+            f"{mib(sums['recoup'])} MiB",
         ),
         (
-            "AWD-LSTM, windows of 2000 steps",
-            f"torch {_whole(long_windows[1]['peak_bytes'])} MiB",
-            f"{_whole(long_windows[3]['peak_bytes'])} MiB",
+            "peak of AWD-LSTM, windows of 2000 steps",
+            f"torch {mib(long_windows[1]['peak_bytes'])} MiB",
+            f"{mib(long_windows[3]['peak_bytes'])} MiB",
         ),
     ]
     lines = ["| | others | recoup |", "|---|---|---|", *(f"| {' | '.join(r)} |" for r in rows)]
     couplings = found["couplings"]
     conditions = (
         f"<sub>{couplings['device_name']}, two cores, torch {couplings['versions']['torch']}, "
-        "peaks by the allocator's events; `make bench`. [All tables, with their "
-        "conditions](docs/benchmarks.md), also where others are faster.</sub>"
+        "peaks by the allocator's events. `make bench` measures again; [all tables and their "
+        "conditions](docs/benchmarks.md) also show where others are faster.</sub>"
     )
     return "\n".join([*lines, "", conditions])
 
@@ -149,290 +136,3 @@ def _put(path: Path, table: str) -> None:
     text = path.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
-
-
-def _table(couplings: dict, chains: dict, regions: dict) -> str:
-    seconds = {row["name"]: row for row in couplings["seconds"]}
-    memory = {(row["name"], row["dropout"]): row["peak_bytes"] for row in couplings["memory"]}
-    lines = [
-        "| conv couplings, 8x16x32x32 | peak MiB, 8 blocks | 64 blocks | with dropout, 64 | time |",
-        "|---|---|---|---|---|",
-    ]
-    for name in NAMES:
-        peaks, dropped = memory[name, 0.0], memory.get((name, 0.1))
-        cells = [
-            f"**{name}**" if name.startswith("recoup") else name,
-            _mebibytes(peaks["8"]),
-            _mebibytes(peaks["64"]),
-            _mebibytes(dropped["64"]) if dropped else "wrong gradient",
-            f"{seconds[name]['median_over_plain']:.2f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    sequential = {(row["name"], row["layers"]): row for row in chains["sequential"]}
-    sqrt, slots = sequential["recoup sqrt", 100], sequential["recoup 44 slots", 1000]
-    region = {row["name"]: row.get("microseconds_beyond") for row in regions["overhead"]}
-    versions = couplings["versions"]
-    peer = _peer(sequential)
-    sentence = (
-        f"`sqrt` over 100 layers peaks at {sqrt['peak_units']:.0f} units with "
-        f"{sqrt['num_forwards']} forwards (torch's `checkpoint_sequential`: "
-        f"{peer['peak_units']:.0f} and {peer['num_forwards']}); 44 slots over 1000 layers take "
-        f"{slots['num_forwards']} forwards, the optimum. A region costs "
-        f"{region['recoup.checkpoint']:.0f} us beyond the second run (torch: "
-        f"{region['torch checkpoint']:.0f})."
-    )
-    conditions = (
-        "<sub>Peaks by the allocator's events; time is processor time of one thread at 16 blocks "
-        f"over plain, median of {seconds['plain']['rounds']} interleaved rounds. "
-        f"{couplings['device_name']}, {couplings['date']}, torch {versions['torch']}, memcnn "
-        f"{versions['memcnn']}, revtorch {versions['revtorch']}, revlib {versions['revlib']}; "
-        "`make bench`.</sub>"
-    )
-    lines += ["", sentence, "", conditions]
-    return "\n".join(lines)
-
-
-def _weights_table(weights: dict) -> str:
-    alone = weights["alone"] if isinstance(weights["alone"], dict) else {}
-    memory = {(row["layer"], row["dtype"]): dict(row) for row in weights["memory"]}
-    for row in alone.get("memory", ()):
-        memory[row["layer"], row["dtype"]]["RETURNN scope"] = row["RETURNN scope"]
-    seconds = _over_plain(weights["seconds"]) | _over_plain(alone.get("seconds", ()))
-    linear, lstm = "Linear 4096x4096", "LSTM 400, 1150"
-    columns = ((linear, "float32"), (linear, "bfloat16 autocast"), (lstm, "float32"))
-    lines = [
-        f"| weight dropout | MiB kept, {linear} | in bf16 autocast | {lstm} | its time | LSTM's |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in WEIGHTS:
-        kept = (memory[column].get(name, "-") for column in columns)
-        times = (seconds.get((layer, "dropout", name)) for layer in (linear, lstm))
-        cells = [
-            f"**{name}**" if name == "recoup" else name,
-            *(value if isinstance(value, str) else _mebibytes(value) for value in kept),
-            *("-" if ratio is None else f"{ratio:.2f}" for ratio in times),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    noise = {name: seconds[linear, "noise", name] for name in ("by hand", "recoup")}
-    small = {(row["kind"], row["name"]): row["microseconds_beyond"] for row in weights["overhead"]}
-    versions = weights["versions"]
-    sentence = (
-        f"With weight noise the step takes {noise['recoup']:.2f} of plain (drawn and kept: "
-        f"{noise['by hand']:.2f}). A weight of 64x64 costs {small['dropout', 'recoup']:.0f} us "
-        f"with dropout, {small['noise', 'recoup']:.0f} us with noise."
-    )
-    conditions = (
-        "<sub>Kept beyond the plain layer; time of a step over plain, wall time on "
-        f"{weights['num_threads']} threads, median of 9 interleaved rounds. {weights['date']}, "
-        f"torch {versions['torch']}, returnn {versions['returnn']}, pytorch-nlp "
-        f"{versions['pytorch-nlp']}.</sub>"
-    )
-    return "\n".join([*lines, "", sentence, "", conditions])
-
-
-def _gradients(gradients: dict) -> str:
-    peaks = {row["name"]: row["peak_bytes"] for row in gradients["sums"]}
-    loops = {(row["name"], row["num_segments"]): row for row in gradients["loops"]}
-    plain, ours = loops["one backward", 256], loops["recoup, inputs", 256]
-    sqrt = loops["recoup, sqrt", 256]
-    return (
-        "Sixteen backwards over 128 MiB of shared weights peak at "
-        f"{_whole(peaks['recoup'])} MiB in a `GradStore` (a list of gradients "
-        f"{_whole(peaks['list of stores'])}, candle's merge "
-        f"{_whole(peaks['merged out of place (candle)'])}). A recurrent chain of 256 segments "
-        f"trains in {_whole(ours['peak_bytes'])} MiB with their inputs kept, in "
-        f"{_whole(sqrt['peak_bytes'])} with `sqrt` (plain {_whole(plain['peak_bytes'])}), at "
-        f"{ours['seconds'] / plain['seconds']:.2f} and "
-        f"{sqrt['seconds'] / plain['seconds']:.2f} of the plain time.\n\n"
-        "<sub>Peaks by the allocator's events, processor time of one thread; a cell of two layers "
-        f"of 128 units, 1024 rows. {gradients['date']}, torch {gradients['versions']['torch']}."
-        "</sub>"
-    )
-
-
-def _language_model(found: dict, curve: dict) -> str:
-    lines = ["| AWD-LSTM, 600 units, WikiText-2 | speed over plain | peak MiB |", "|---|---|---|"]
-    for row in found["speeds"]:
-        shown = {"plain": "plain nn.LSTM, no dropout", "parametrize": "torch parametrize"}
-        name = shown.get(row["name"], f"**{row['name']}**")
-        lines.append(f"| {name} | {row['speed_over_plain']:.2f} | {_whole(row['peak_bytes'])} |")
-    short, whole, _, bounded = found["long_windows"]
-    validated = [row for row in curve["curve"] if row["part"] == "validation"]
-    perplexities = ", ".join(f"{row['perplexity']:.0f}" for row in validated)
-    speed = bounded["tokens_per_second"] / whole["tokens_per_second"]
-    sentence = (
-        f"A window of {whole['bptt']} steps trains in {_whole(bounded['peak_bytes'])} MiB, where "
-        f"one of {short['bptt']} takes {_whole(short['peak_bytes'])} and torch "
-        f"{_whole(whole['peak_bytes'])}, at {speed:.2f} of the speed. Perplexity in validation "
-        f"after each epoch of 1.84 million words: {perplexities} (published: 80.1, after 750 "
-        "epochs of all 2.09 million)."
-    )
-    conditions = (
-        "<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
-        f"{found['num_threads']} threads, the fastest of 8 rounds in turn; peaks by the "
-        f"allocator's events. {found['date']}, torch {found['versions']['torch']}.</sub>"
-    )
-    return "\n".join([*lines, "", sentence, "", conditions])
-
-
-def _drift(found: dict) -> str:
-    lines = [
-        "| additive couplings, float32 | unguarded | guarded | states kept |",
-        "|---|---|---|---|",
-    ]
-    for row in found["stiff"]:
-        cells = [
-            f"initial scale x{row['scale']:.0f}, {row['depth']} blocks",
-            f"{row['unguarded_error']:.1e}",
-            f"{row['guarded_error']:.1e}",
-            str(row["num_kept"]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    cost = found["overhead"][0]
-    best = max(0.0, cost["guarded_over_unguarded"] - 1)
-    conditions = (
-        "<sub>Error of the gradient in constant memory, relative to linear memory, the worst of "
-        "three steps; networks of 32, 64 and 32 units with tanh, batches of 64. The guard costs "
-        f"{best:.1%} of a step of 16 conv couplings (the fastest of {cost['rounds']} rounds; of "
-        f"medians {cost['median_over_unguarded'] - 1:.1%}). "
-        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}.</sub>"
-    )
-    return "\n".join([*lines, "", conditions])
-
-
-def _mnist(found: dict) -> str:
-    """A row a run, and what a step costs."""
-    lines = [
-        "![MNIST in linear and constant memory, and peaks against depth](images/flows.png)",
-        "",
-        "| MNIST, 28x28, 256 levels | parameters | test bits/dim | peak MiB of a step |",
-        "|---|---|---|---|",
-    ]
-    shown = {"realnvp": "RealNVP", "glow": "Glow", "nice": "NICE", "nice-exact": "NICE, exact"}
-    for row in found["runs"]:
-        cells = [
-            f"{shown[row['name']]}, {row['memory']}",
-            f"{row['num_parameters']:,}",
-            f"{row['test_bits_per_dim']:.3f}",
-            f"{row['peak_bytes'] / 2**20:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    ratios = ", ".join(
-        f"{shown[row['name']]} {row['constant_over_linear']:.2f}" for row in found["seconds"]
-    )
-    minutes = sum(row["seconds"] for row in found["runs"]) / 60
-    sentence = (
-        f"A step in constant memory takes, of one in linear memory: {ratios} (the fastest of 8 "
-        "each, in turn). Small networks, so that the cost of regions shows. Published, with other "
-        "conventions and far larger models: NICE 4.36, i-ResNet 1.06, Residual Flow 0.97."
-    )
-    conditions = (
-        f"<sub>{found['runs'][0]['epochs']} epochs in batches of 128 pictures (54,000), Adamax "
-        "or Adam, cosine; uniform dequantization, a logit of margin 0.05 whose log-determinant "
-        "counts (NICE: none), 10,000 test pictures with one draw of noise. All runs together "
-        f"{minutes:.0f} minutes of processor time, on a machine that had other work. "
-        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}.</sub>"
-    )
-    return "\n".join([*lines, "", sentence, "", conditions])
-
-
-def _plans(found: dict) -> str:
-    """A picture, and how often a plan of ours is the fastest of those that take no more bytes."""
-    gains = [gain for gain in found["gains"] if not gain["name"].startswith("least peak")]
-    least = [
-        f"{gain['model']} {_whole(gain['ours_bytes']) if gain['ours_bytes'] else 'none'} MiB "
-        f"(others {_whole(gain['peak_bytes'])})"
-        for gain in found["gains"]
-        if gain["name"].startswith("least peak")
-    ]
-    num_won = sum(gain["is_won"] for gain in gains)
-    sentence = (
-        f"`recoup.plan` beside {len(gains)} ways to train GPT-2 and a ResNet-50 in fewer bytes: in "
-        f"as many bytes it is as fast as or faster than {num_won} of them (within 2 percent). "
-        f"Least peak: {', '.join(least)}. [All of them](plans.md#measured)."
-    )
-    return "\n".join(["![Time of a step against its peak](images/plans.png)", "", sentence])
-
-
-def _flows(found: dict) -> str:
-    """A row a library: its steps over ours in linear memory, and the peak at two depths."""
-    lines = [
-        "| flows | RealNVP: training | log_prob | sampling | Glow: training | MiB, 2 steps | 16 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    glow = {(row["name"], row["num_steps"]): row for row in found["glow"]}
-    moons = {row["name"]: row for row in found["moons"]}
-    for name in dict.fromkeys([*moons, *(row["name"] for row in found["glow"])]):
-        point, image = moons.get(name), glow.get((name, 8))
-        tasks = ("training", "log_prob", "sampling")
-        cells = [
-            f"**{name}**" if name.startswith("recoup") else name,
-            *(f"{point[f'{task}_median_over_ours']:.2f}" if point else "-" for task in tasks),
-            f"{image['training_median_over_ours']:.2f}" if image else "-",
-            *(_mebibytes(glow[name, k]["peak_bytes"]) if image else "-" for k in (2, 16)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = found["versions"]
-    libraries = ", ".join(f"{n} {versions[n]}" for n in ("nflows", "normflows", "FrEIA", "zuko"))
-    conditions = (
-        "<sub>Time of a step over `recoup linear`: 8 couplings on 2-D moons, and a Glow of two "
-        "scales with 8 steps each on 3x16x16; processor time of one thread, median of interleaved "
-        f"rounds. {found['device_name']}, {found['date']}, torch {versions['torch']}, {libraries}."
-        "</sub>"
-    )
-    return "\n".join([*lines, "", conditions])
-
-
-def _plans_table(found: dict) -> str:
-    """Each rival, and beside it our fastest plan that takes no more bytes."""
-    lines = [
-        "| a training step | peak MiB | time over plain | `recoup.plan` in as many bytes |",
-        "|---|---|---|---|",
-    ]
-    rows = {(row["model"], row["name"]): row for row in found["plans"]}
-    for gain in found["gains"]:
-        over = gain["ours_over_rival"]
-        if gain["name"].startswith("least peak"):
-            continue
-        rival = rows[gain["model"], gain["name"]]
-        ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
-        compiled = " (blocks compiled)" if "compiled" in (gain["ours"] or "") else ""
-        cells = [
-            f"{gain['model']}: {gain['name']}",
-            _whole(gain["peak_bytes"]),
-            f"{rival['ratio']:.2f}",
-            f"**{ours}**{compiled}" if gain["is_won"] else f"{ours}{compiled}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = found["versions"]
-    conditions = (
-        "<sub>Forward, loss and backward; peaks by the allocator's events, beyond what is alive "
-        f"before; wall time on {found['num_threads']} threads, the fastest of 4 rounds in turn. "
-        f"{found['device_name']}, {found['date']}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, torch_remat {versions['torch_remat']}.</sub>"
-    )
-    return "\n".join([*lines, "", conditions])
-
-
-def _whole(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f}"
-
-
-def _over_plain(rows) -> dict:
-    plain = {(r["layer"], r["kind"]): r["seconds"] for r in rows if r["name"] == "plain"}
-    return {
-        (row["layer"], row["kind"], row["name"]): row["seconds"] / plain[row["layer"], row["kind"]]
-        for row in rows
-    }
-
-
-def _peer(sequential: dict) -> dict:
-    return next(
-        row
-        for (name, layers), row in sequential.items()
-        if layers == 100 and "checkpoint_sequential" in name
-    )
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.2f}"

@@ -1,4 +1,4 @@
-"""What one region costs beyond the computation that it repeats."""
+"""The overhead of a region beyond the computation that it repeats."""
 
 import time
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def _microseconds(fn, calls: int = 1000, rounds: int = 15) -> float:
 
 
 def overhead() -> list[dict]:
-    """Forward and backward of three small operations, one thread, best of 15 rounds."""
+    """Measure forward and backward of three small operations on one thread, best of 15 rounds."""
     x = torch.randn(4, 4, requires_grad=True)
     plain = _microseconds(lambda: body(x).sum().backward())
     again = _microseconds(lambda: body(x))

@@ -1,4 +1,4 @@
-"""Which of the other libraries are installed: one that is missing is left out, and said to be."""
+"""The other libraries that are installed; a missing one is left out, with a message."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ def installed(contestants: Mapping[str, T]) -> dict[str, T]:
     """Return the contestants without those of a library that is missing.
 
     Args:
-        contestants: by name; that of a library's begins with the name of its package.
+        contestants: what is compared, by name; each name begins with the name of its package.
     """
     found = {}
     for name, contestant in contestants.items():

@@ -23,7 +23,7 @@ import readme
 import torch
 
 HERE = Path(__file__).parent
-# Files beside this one; each has a generator `suite(device)` of tables and what they are called.
+# Files in this folder; each has a generator `suite(device)` that yields tables with their names.
 SUITES = (
     "couplings",
     "chains",

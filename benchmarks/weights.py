@@ -24,7 +24,7 @@ STD = 0.01
 
 
 def _layers(device: str) -> dict:
-    """Layer, the weight that is noisy, and the inputs."""
+    """Return the layer, the name of its noisy weight, and the inputs."""
     torch.manual_seed(0)
     token = torch.randint(8192, (16, 35), device=device)
 
@@ -49,7 +49,7 @@ def _layers(device: str) -> dict:
 
 
 class ByHand(nn.Module):
-    """What one writes: `F.dropout` (or noise) on the weight, for the call."""
+    """A layer written by hand: `F.dropout` (or noise) on the weight, for the call."""
 
     def __init__(self, layer, name, noise):
         super().__init__()
@@ -148,7 +148,7 @@ ALONE = {"plain": plain, "RETURNN scope": returnn_scope}
 
 
 def memory(contestants: dict, device: str) -> list[dict]:
-    """Bytes that the graph holds after forward, beyond those of the plain layer."""
+    """Return the bytes that the graph holds after forward, beyond those of the plain layer."""
     rows = []
     for title, (layer, name, inputs) in _layers(device).items():
         for dtype in ("float32", "bfloat16 autocast"):
@@ -182,7 +182,7 @@ def _held(module, inputs, dtype: str, device: str) -> int:
 
 
 def seconds(contestants: dict, device: str) -> list[dict]:
-    """A step of forward and backward, all cores, wall time."""
+    """Measure the wall time of forward and backward on all cores."""
     rows = []
     for title, kind, noise in (
         ("Linear 4096x4096", "dropout", dropped),
@@ -205,7 +205,7 @@ def seconds(contestants: dict, device: str) -> list[dict]:
 
 
 def overhead(contestants: dict, device: str) -> list[dict]:
-    """What one weight of 64x64 costs beyond the plain layer, in a stack of them, one thread."""
+    """Measure the overhead of one 64x64 weight in a stack of layers, on one thread."""
     num_threads, num_layers = torch.get_num_threads(), 20
     torch.set_num_threads(1)
     rows = []

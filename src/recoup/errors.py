@@ -1,4 +1,4 @@
-"""The errors of recoup: each names the culprit, what was needed, and the way out."""
+"""The errors of recoup. Each message names the culprit, what was needed, and the way out."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class RecoupError(RuntimeError):
 
 
 class ChangedError(RecoupError):
-    """A value that backward needs was changed in place after forward used it."""
+    """A tensor, a mode or a Python value was changed between forward and backward."""
 
 
 class ReplayError(RecoupError):
-    """The recomputation of a region did not make the residuals of the first run."""
+    """A region cannot be run again, or its second run differs from its first."""
 
 
 class NotInvertibleError(RecoupError, ValueError):
-    """A stage that cannot be inverted was to be inverted."""
+    """A schedule or a memory mode inverts a stage that has no inverse."""
 
 
 class DriftError(RecoupError):
-    """The result of an inverse in backward is too far from the input of forward."""
+    """An inverse in backward computed a state that is too far from the one of forward."""
 
 
 class GridError(RecoupError, ValueError):
-    """A value left the range within which arithmetic on a grid is exact."""
+    """A value is outside the range in which arithmetic on a grid is exact."""
 
 
 class ConvergenceError(RecoupError, ArithmeticError):
@@ -45,7 +45,7 @@ class ConvergenceError(RecoupError, ArithmeticError):
 
 
 class ScheduleError(RecoupError, ValueError):
-    """A schedule contains an action that is impossible at its position."""
+    """A schedule is incomplete, has an impossible action, or does not exist within a budget."""
 
 
 class GradientError(RecoupError):
@@ -53,11 +53,11 @@ class GradientError(RecoupError):
 
 
 class BudgetError(RecoupError, ValueError):
-    """No plan keeps to the byte budget.
+    """No plan fits in the byte budget.
 
     Args:
         message: the budget, and the smallest one that is possible.
-        least_bytes: the smallest budget that a plan keeps to.
+        least_bytes: the smallest budget that a plan fits in.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:

@@ -8,8 +8,7 @@ from torch import nn
 
 import recoup
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain, InvertibleModule
-from recoup.schedules import binomial, constant, log, optimal, revolve, simulate, sqrt
-from recoup.schedules._optimal import Cost
+from recoup.schedules import Cost, binomial, constant, log, optimal, revolve, simulate, sqrt
 from tests.zoo import AsksTwice
 
 # Slots and least number of forwards, the sweep included, of a uniform chain of so many stages:

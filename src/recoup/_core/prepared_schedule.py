@@ -60,7 +60,7 @@ class Prepared:
         simulate(schedule)  # raises on a schedule that cannot be executed
         self.num_stages = schedule.num_stages
         self.actions = schedule.actions
-        self.sweep_end = _end_of_sweep(schedule)
+        self.sweep_end = schedule.sweep_end
         backward = range(self.sweep_end, len(self.actions))
         self.tape_at = {
             action.index: place
@@ -101,16 +101,6 @@ class Prepared:
                     before.clear()
                 case _:
                     raise ScheduleError(f"{action} cannot stand in the sweep of a schedule.")
-
-
-def _end_of_sweep(schedule: Schedule) -> int:
-    for place, action in enumerate(schedule.actions):
-        reached = action.stop if isinstance(action, Advance) else 0
-        reached = action.index + 1 if isinstance(action, Tape) else reached
-        if reached == schedule.num_stages:
-            after = schedule.actions[place + 1] if place + 1 < len(schedule.actions) else None
-            return place + (2 if after == Keep(schedule.num_stages) else 1)
-    raise ScheduleError(f"The schedule {schedule.name} never reaches its last state.")
 
 
 def _is_taken(actions: Sequence[Action], place: int) -> bool:

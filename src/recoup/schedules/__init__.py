@@ -6,15 +6,9 @@ it. Nothing in this package depends on tensors.
 
 from __future__ import annotations
 
-from recoup.schedules._binomial import binomial
+from recoup.schedules._binomial import binomial, log, revolve
 from recoup.schedules._constant import Way, constant
-from recoup.schedules._frontier import Point, frontier
-from recoup.schedules._linear import linear
-from recoup.schedules._optimal import optimal
-from recoup.schedules._revolve import revolve
-from recoup.schedules._simulate import Simulation, simulate
-from recoup.schedules._sqrt import sqrt
-from recoup.schedules._trace import Moment, trace
+from recoup.schedules._simulate import Moment, Simulation, simulate, trace
 from recoup.schedules.actions import (
     Action,
     Advance,
@@ -27,13 +21,10 @@ from recoup.schedules.actions import (
     Schedule,
     Tape,
 )
-from recoup.schedules.bounds import (
-    beta,
-    num_advances,
-    num_sweeps,
-)
+from recoup.schedules.bounds import beta, num_advances, num_sweeps
 from recoup.schedules.costs import Cost, Thin
-from recoup.schedules.logarithmic import log
+from recoup.schedules.search.frontier import Point, frontier, optimal
+from recoup.schedules.segmented import linear, sqrt
 
 __all__ = [
     "Action",

@@ -9,6 +9,7 @@ NOTE [ The order of actions ]
 
 Rule 1. A schedule begins with the working state ``x_0`` and runs forward until the working
         state is ``x_n``: that part is the *sweep*, executed while the model computes its output.
+        A `Keep` of ``x_n`` that follows directly belongs to it.
 Rule 2. The actions after the sweep are executed in backward, with one `Reverse` for each stage,
         from ``n - 1`` down to 0.
 Rule 3. A stage must have a tape when it is reversed; a stage is taped only once.
@@ -36,48 +37,113 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep the working state, which must be ``x_index``."""
+class _OnState:
+    """Base class of the actions on one state."""
 
     index: int
 
     def __str__(self) -> str:
-        return f"keep x_{self.index}"
+        return f"{type(self).__name__.lower()} x_{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
-    """Keep the working state, which must be ``x_index``, in host memory."""
+class _OnStage:
+    """Base class of the actions on one stage."""
 
     index: int
 
     def __str__(self) -> str:
-        return f"offload x_{self.index}"
+        return f"{type(self).__name__.lower()} {self.index}"
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Release the state ``x_index``, which is kept or offloaded."""
+class Keep(_OnState):
+    """Keep the working state in memory, to run or to invert stages from it later.
 
-    index: int
+    Kept: the tensors of ``x_index``, until a `Drop`; a tape that begins with the same state shares
+    them.
 
-    def __str__(self) -> str:
-        return f"drop x_{self.index}"
+    Args:
+        index: number of the state, which must be the working state and not be kept already.
+
+    Example:
+        >>> from recoup.schedules import Keep, sqrt
+        >>> [action.index for action in sqrt(10).actions if isinstance(action, Keep)]
+        [0, 4, 7]
+    """
+
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Make the state ``x_index`` the working state; it stays kept, or offloaded."""
+class Offload(_OnState):
+    """Copy the working state to host memory, to run stages from it later.
 
-    index: int
+    Kept: ``x_index`` in host memory, until a `Drop`, and nothing of it on the device.
 
-    def __str__(self) -> str:
-        return f"load x_{self.index}"
+    Args:
+        index: number of the state, which must be the working state and be neither kept nor
+            offloaded. The chain's last state cannot be offloaded.
+
+    Example:
+        >>> from recoup.schedules import Keep, Offload, Schedule, simulate, sqrt
+        >>> offloads = [Offload(a.index) if isinstance(a, Keep) else a for a in sqrt(10).actions]
+        >>> simulation = simulate(Schedule(10, tuple(offloads)))
+        >>> simulation.peak_states, simulation.peak_offloaded_bytes
+        (0, 3)
+    """
+
+    __slots__ = ()
+
+
+class Drop(_OnState):
+    """Release a state that is kept or offloaded.
+
+    Kept: nothing. If ``x_index`` is also the working state, the next action can still use it.
+
+    Args:
+        index: number of the state, which must be kept or offloaded.
+
+    Example:
+        >>> from recoup.schedules import Drop, sqrt
+        >>> [action.index for action in sqrt(10).actions if isinstance(action, Drop)]
+        [7, 4, 0]
+    """
+
+    __slots__ = ()
+
+
+class Load(_OnState):
+    """Make a state the working state, copying it back to the device if it is offloaded.
+
+    The state stays kept, or offloaded, so that it can be loaded again. Only backward loads states.
+
+    Args:
+        index: number of the state, which must be kept or offloaded.
+
+    Example:
+        >>> from recoup.schedules import Load, revolve
+        >>> [action.index for action in revolve(3, 1).actions if isinstance(action, Load)]
+        [0, 0]
+    """
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Run stages ``start ... stop - 1`` without a tape, from ``x_start`` to ``x_stop``."""
+    """Run stages ``start ... stop - 1`` without their tapes, from ``x_start`` to ``x_stop``.
+
+    Kept: nothing but the new working state, ``x_stop``. Autograd holds an empty slot for each
+    residual of these stages, and a later `Tape` or `Invert` of the stage fills it.
+
+    Args:
+        start: number of the first stage, whose input must be the working state.
+        stop: number of the last stage plus one.
+
+    Example:
+        >>> from recoup.schedules import Advance, sqrt
+        >>> [str(action) for action in sqrt(10).actions if isinstance(action, Advance)]
+        ['run 0 to 3', 'run 4 to 6', 'run 7 to 8']
+    """
 
     start: int
     stop: int
@@ -89,9 +155,20 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Run stage ``index`` with a tape, from ``x_index`` to ``x_{index+1}``.
+    """Run one stage with its tape, from ``x_index`` to ``x_{index+1}``.
 
-    Variant 0 is the whole tape, variant ``v`` is ``variants[v - 1]`` of the stage's `Cost`.
+    Kept: the residuals of the stage, until its `Reverse`. In the sweep autograd keeps them as
+    usual; in backward the run fills the empty slots that an `Advance` left.
+
+    Args:
+        index: number of the stage, whose input must be the working state.
+        variant: which tape is made in the sweep: 0 is the whole tape, ``v`` is ``variants[v - 1]``
+            of the stage's `Cost`. A tape made in backward is always whole.
+
+    Example:
+        >>> from recoup.schedules import Reverse, Schedule, Tape, simulate
+        >>> simulate(Schedule(2, (Tape(0), Tape(1), Reverse(1), Reverse(0)))).peak_tapes
+        2
     """
 
     index: int
@@ -101,24 +178,42 @@ class Tape:
         return f"tape {self.index}" + (f" (variant {self.variant})" if self.variant else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Invert:
-    """Invert stage ``index`` from ``x_{index+1}`` to ``x_index``, making its tape on the way."""
+class Invert(_OnStage):
+    """Invert one stage in backward, from ``x_{index+1}`` to ``x_index``, and make its tape.
 
-    index: int
+    The inverse and the tape share the runs of the stage's networks. Kept: the residuals of the
+    stage, until its `Reverse`; ``x_{index+1}`` is released, unless it is kept.
 
-    def __str__(self) -> str:
-        return f"invert {self.index}"
+    Args:
+        index: number of the stage, which must be invertible and whose output must be the working
+            state.
+
+    Example:
+        >>> from recoup.schedules import Invert, constant
+        >>> [str(action) for action in constant(3).actions if isinstance(action, Invert)]
+        ['invert 2', 'invert 1', 'invert 0']
+    """
+
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Reverse:
-    """Run the backward of stage ``index``, and release its tape."""
+class Reverse(_OnStage):
+    """Run the backward of one stage, and release its tape.
 
-    index: int
+    Autograd runs it, not the executor: a schedule names it so that the bytes can be counted. Kept:
+    nothing.
 
-    def __str__(self) -> str:
-        return f"reverse {self.index}"
+    Args:
+        index: number of the stage, which must have a tape and be the last stage that is not
+            reversed.
+
+    Example:
+        >>> from recoup.schedules import Reverse, linear
+        >>> [action.index for action in linear(3).actions if isinstance(action, Reverse)]
+        [2, 1, 0]
+    """
+
+    __slots__ = ()
 
 
 Action = Keep | Offload | Drop | Load | Advance | Tape | Invert | Reverse
@@ -149,8 +244,8 @@ class Schedule:
     def __str__(self) -> str:
         stages = "stage" if self.num_stages == 1 else "stages"
         lines = [f"{self.name}, {self.num_stages} {stages}"]
-        begins = self._backward_begins()
-        for title, part in (("sweep", self.actions[:begins]), ("backward", self.actions[begins:])):
+        end = self.sweep_end
+        for title, part in (("sweep", self.actions[:end]), ("backward", self.actions[end:])):
             words = f"{title}: " + ", ".join(map(str, part))
             # Lines are wrapped only between actions.
             words = words.replace(" ", "\0").replace(",\0", ", ").replace(":\0", ": ")
@@ -158,17 +253,18 @@ class Schedule:
             lines += [line.replace("\0", " ") for line in wrapped]
         return "\n".join(lines)
 
-    def _backward_begins(self) -> int:
-        """Return the position of the first action of backward (NOTE [ The order of actions ])."""
-        swept = False
-        for position, action in enumerate(self.actions):
-            if swept:
-                return position + (action == Keep(self.num_stages))
+    @property
+    def sweep_end(self) -> int:
+        """The number of actions of the sweep; those after them are executed in backward."""
+        for position, action in enumerate(self.actions, start=1):
             match action:
                 case Tape(index):
-                    swept = index + 1 == self.num_stages
+                    reached = index + 1
                 case Advance(_, stop):
-                    swept = stop == self.num_stages
+                    reached = stop
                 case _:
-                    pass
+                    continue
+            if reached == self.num_stages:
+                keeps_output = self.actions[position : position + 1] == (Keep(reached),)
+                return position + keeps_output
         return len(self.actions)

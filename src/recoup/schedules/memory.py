@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recoup.schedules._binomial import binomial
+from recoup.schedules._binomial import binomial, log, revolve
 from recoup.schedules._constant import Way, constant
-from recoup.schedules._linear import linear
-from recoup.schedules._revolve import revolve
-from recoup.schedules._sqrt import sqrt
 from recoup.schedules.actions import Schedule
-from recoup.schedules.logarithmic import log
+from recoup.schedules.segmented import linear, sqrt
 
 __all__ = ["Memory", "schedule_for", "shown"]
 
@@ -67,10 +64,9 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
             return constant(num_stages if ways is None else ways)
         case str() if memory[:1].isdigit():
             raise ValueError(
-                f"`memory` is {memory!r}, but a plan that keeps to bytes needs a chain that has it "
-                "from one step to the next. Make one of the segments, "
-                f"recoup.Sequential(*segments, memory={memory!r}), and give [it] with "
-                'memory="linear".'
+                f"`memory` is {memory!r}, but a number of bytes needs a chain that keeps its plan "
+                f"from step to step. Make chain = recoup.Sequential(*segments, memory={memory!r}), "
+                'and pass [chain] as the segments, with memory="linear".'
             )
         case _:
             raise ValueError(

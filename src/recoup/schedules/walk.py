@@ -19,7 +19,6 @@ from recoup.schedules.costs import Cost, Thin
 
 __all__ = ["Walk"]
 
-
 # The cost of a stage of which only the sizes are known: it rules out no action.
 _ANY = Cost(0.0, 0, 0, is_invertible=True)
 
@@ -35,10 +34,8 @@ class Walk:
     ) -> None:
         self.num_stages = len(tape_bytes)
         self.state_bytes = state_bytes
-        self.tape_bytes = tape_bytes
         self.is_costed = costs is not None
-        # All tapes of each stage, the whole one first.
-        self.thins = (
+        self.tapes_of_stage = (  # the whole tape first, then its variants
             [(Thin(size, 0.0),) for size in tape_bytes]
             if costs is None
             else [tuple(map(cost.tape, range(len(cost.variants) + 1))) for cost in costs]
@@ -88,7 +85,7 @@ class Walk:
                     self._enter(index, self.costs[index].run_bytes)
                     self._work(self._output(index))
             case Tape(index, variant):
-                self._enter(index, self._thin(index, variant).tape_run_bytes)
+                self._enter(index, self._tape_cost(index, variant).tape_run_bytes)
                 self._tape(index, variant, self._output(index))
             case Invert(index):
                 self._invert(index)
@@ -110,16 +107,17 @@ class Walk:
             case Keep(index):
                 return self._needs(index) or self._present(index)
             case Offload(index):
-                return self._needs(index) or self._present(index) or self._offloadable(index)
+                return self._needs(index) or self._present(index) or self._unmovable(index)
             case Drop(index) | Load(index):
                 there = index in self.kept or index in self.offloaded
                 return None if there else f"it needs x_{index} kept, and it is not"
             case Advance(start, stop):
                 return self._needs(start) or self._unfit(start, stop)
             case Tape(index, variant):
-                return self._needs(index) or self._untaped(index) or self._tapable(index, variant)
+                return self._needs(index) or self._untaped(index) or self._untapable(index, variant)
             case Invert(index):
-                return self._needs(index + 1) or self._untaped(index) or self._invertible(index)
+                reason = self._needs(index + 1) or self._untaped(index) or self._fixed(index)
+                return reason or self._uninvertible(index)
             case Reverse(index):
                 if index != self.remaining - 1:
                     return f"the next stage to reverse is {self.remaining - 1}"
@@ -156,7 +154,7 @@ class Walk:
             return f"x_{index} is kept already"
         return f"x_{index} is offloaded already" if index in self.offloaded else None
 
-    def _offloadable(self, index: int) -> str | None:
+    def _unmovable(self, index: int) -> str | None:
         if self.is_costed and self.costs[index].offload_seconds is None:
             return f"x_{index} cannot be offloaded"
         return None
@@ -166,26 +164,27 @@ class Walk:
             return f"stage {index} is taped already"
         return f"stage {index} is reversed already" if index >= self.remaining else None
 
+    def _fixed(self, index: int) -> str | None:
+        if self.costs[index].is_fixed:
+            return f"stage {index} is fixed: it can only be taped, when it is first passed"
+        return None
+
     def _unfit(self, start: int, stop: int) -> str | None:
         for index in range(start, stop):
             if self.costs[index].is_fixed:
-                return f"stage {index} is fixed: it can only be taped, when it is first passed"
+                return self._fixed(index)
             if self.in_backward and index > start and not self._links(index):
                 return f"running stage {index - 1} again does not make x_{index}"
         return None
 
-    def _tapable(self, index: int, variant: int) -> str | None:
+    def _untapable(self, index: int, variant: int) -> str | None:
         if self.in_backward and variant:
             return "only a tape of the sweep can be another one than the whole"
         if variant < 0 or (self.is_costed and variant > len(self.costs[index].variants)):
             return f"stage {index} has {len(self.costs[index].variants)} variants"
-        if self.in_backward and self.costs[index].is_fixed:
-            return f"stage {index} is fixed: it can only be taped, when it is first passed"
-        return None
+        return self._fixed(index) if self.in_backward else None
 
-    def _invertible(self, index: int) -> str | None:
-        if self.costs[index].is_fixed:
-            return f"stage {index} is fixed: it can only be taped, when it is first passed"
+    def _uninvertible(self, index: int) -> str | None:
         if not self.costs[index].is_invertible:
             return f"stage {index} is not invertible"
         if not self._links(index + 1):
@@ -201,8 +200,8 @@ class Walk:
         """Return the index of the state that a run of a stage makes, or None."""
         return index + 1 if not self.in_backward or self._links(index + 1) else None
 
-    def _thin(self, index: int, variant: int) -> Thin:
-        return self.thins[index][variant if self.is_costed else 0]
+    def _tape_cost(self, index: int, variant: int) -> Thin:
+        return self.tapes_of_stage[index][variant if self.is_costed else 0]
 
     def _enter(self, index: int, beyond: int) -> None:
         """Count a run of a stage whose input is the working state."""
@@ -244,7 +243,7 @@ class Walk:
             self._recount(index)
 
     def _tape(self, index: int, variant: int, working: int | None) -> None:
-        tape = self._thin(index, variant)
+        tape = self._tape_cost(index, variant)
         self.seconds += tape.seconds
         self.forwards[index] += variant > 0  # backward runs it once more, in part
         self.tapes[index] = variant
@@ -264,7 +263,7 @@ class Walk:
         cost = self.costs[index]
         if self.working is not None and self.working > index:
             self._work(None)
-        tape = self._thin(index, self.tapes.pop(index))
+        tape = self._tape_cost(index, self.tapes.pop(index))
         lent = cost.lent_bytes if index - 1 in self.tapes else 0
         self.peak = max(self.peak, self.held + tape.reverse_bytes + lent)
         self.held += cost.left_bytes - cost.beside_bytes - tape.tape_bytes

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from recoup.schedules import (
     Advance,
     Drop,
@@ -11,6 +13,7 @@ from recoup.schedules import (
     binomial,
     constant,
     linear,
+    sqrt,
 )
 
 
@@ -36,3 +39,14 @@ def test_a_long_schedule_breaks_its_lines_between_actions():
     words = " ".join(line.strip() for line in lines[1:])
     words = words.replace("sweep: ", "").replace(" backward: ", ", ")
     assert words.split(", ") == [str(action) for action in schedule.actions]
+
+
+@pytest.mark.parametrize("schedule", [linear(4), constant(4), binomial(9, 2), sqrt(9)])
+def test_the_sweep_ends_where_the_last_state_is_reached(schedule):
+    assert not any(isinstance(a, Reverse) for a in schedule.actions[: schedule.sweep_end])
+    assert isinstance(schedule.actions[schedule.sweep_end], Load | Reverse)
+
+
+def test_actions_of_different_kinds_differ():
+    assert Keep(0) != Load(0)
+    assert len({Keep(0), Load(0), Drop(0), Reverse(0), Keep(0)}) == 4

@@ -18,7 +18,7 @@ from recoup.schedules import (
     optimal,
     simulate,
 )
-from recoup.schedules._frontier import fastest
+from recoup.schedules.search.frontier import fastest
 from tests.unit.schedules.exhaustive import every_simulation
 
 SIZES = st.integers(0, 6)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from importlib import import_module
 from math import inf
 
 import pytest
@@ -102,8 +101,7 @@ def test_optimal_is_as_good_as_the_known_curve(n, tape, row):
 @pytest.fixture
 def coarse(monkeypatch):
     """Count bytes in 128 levels, as for a chain of a hundred stages."""
-    # The package's attribute of that name is the function.
-    monkeypatch.setattr(import_module("recoup.schedules._frontier"), "_WORK", 0)
+    monkeypatch.setattr("recoup.schedules.search.frontier._WORK", 0)
 
 
 @pytest.mark.sampled(1)

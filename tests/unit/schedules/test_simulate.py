@@ -26,6 +26,7 @@ from recoup.schedules import (
     revolve,
     simulate,
     sqrt,
+    trace,
 )
 
 
@@ -184,3 +185,19 @@ def test_the_peak_grows_with_the_sizes_and_with_them_alone(n, slots, data):
         assert twice.peak_bytes == 2 * once.peak_bytes
         assert once.peak_bytes >= max(tapes)
         assert once.num_forwards == simulate(schedule).num_forwards
+
+
+def test_a_trace_needs_one_cost_for_each_stage():
+    with pytest.raises(ValueError, match=r"`costs` has 1 numbers, but this schedule needs 2"):
+        trace(linear(2), [Cost(1.0, 1, 1)])
+
+
+@pytest.mark.parametrize("schedule", [linear(6), sqrt(6), binomial(6, 2), constant(6)])
+def test_a_trace_has_the_peak_and_the_runs_of_its_schedule(schedule):
+    costs = [Cost(1.0, 1, 3, run_bytes=2, reverse_bytes=1, is_invertible=True)] * 6
+    simulation, moments = simulate(schedule, costs=costs), trace(schedule, costs)
+    assert max(moment.peak_bytes for moment in moments) == simulation.peak_bytes
+    assert moments[-1].held_bytes <= 1  # the chain's input, which an inverse has made
+    # The backward of a stage takes twice its forward.
+    assert moments[-1].seconds == simulation.seconds + 2 * 6
+    assert sum(isinstance(m.action, Advance | Tape) for m in moments) == simulation.num_forwards

@@ -1,4 +1,4 @@
-"""Persistent schedules, built from a choice for each segment, and the one with the least peak.
+"""Persistent schedules, built from a choice for each segment.
 
 A schedule is persistent if it keeps each state and tape until it has served its purpose: a stage is
 taped when it is passed and stays taped until it is reversed, or the input of a segment is kept, the
@@ -11,7 +11,6 @@ networks with limited memory" (2019).
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
 from typing import NamedTuple
 
 from recoup.schedules.actions import (
@@ -26,13 +25,13 @@ from recoup.schedules.actions import (
     Schedule,
     Tape,
 )
-from recoup.schedules.chain import Chain, Choice
+from recoup.schedules.search.choices import Choice
 
-__all__ = ["Choose", "persistent", "smallest"]
+__all__ = ["persistent"]
 
 # A function from the start, stop and level of a segment to the choice that begins it and the level
 # of its later part. The earlier part is solved with the level of the segment.
-Choose = Callable[[int, int, int], tuple[Choice, int]]
+_Choose = Callable[[int, int, int], tuple[Choice, int]]
 
 
 class _Part(NamedTuple):
@@ -55,7 +54,7 @@ class _Part(NamedTuple):
     returns: bool = False
 
 
-def persistent(num_stages: int, level: int, choose: Choose) -> Schedule:
+def persistent(num_stages: int, level: int, choose: _Choose) -> Schedule:
     """Build a persistent schedule from a choice for each segment."""
     actions: list[Action] = []
     waiting: list[Action | _Part] = [_Part(0, num_stages, level)]
@@ -70,7 +69,7 @@ def persistent(num_stages: int, level: int, choose: Choose) -> Schedule:
     return Schedule(num_stages, tuple(actions), name="optimal")
 
 
-def _begin(part: _Part, num_stages: int, choose: Choose) -> list[Action | _Part]:
+def _begin(part: _Part, num_stages: int, choose: _Choose) -> list[Action | _Part]:
     start = part.start
     back: list[Action | _Part] = [Load(start), Drop(start)] if part.returns else []
     if start == part.stop:
@@ -79,7 +78,7 @@ def _begin(part: _Part, num_stages: int, choose: Choose) -> list[Action | _Part]
     later = _Part(choice.middle, part.stop, level)
     drop: list[Action | _Part] = [Drop(start)] if part.is_kept else []
     keep: list[Action | _Part] = [] if part.is_kept else [Keep(start)]
-    match choice.way:
+    match choice.kind:
         case "invert":
             inverse = (Invert(start), Reverse(start))
             return [Advance(start, start + 1), later._replace(returns=True), *inverse]
@@ -99,32 +98,3 @@ def _begin(part: _Part, num_stages: int, choose: Choose) -> list[Action | _Part]
             earlier = _Part(start, choice.middle, part.level, stays, stays)
             away = (Offload(start), Advance(start, choice.middle))
             return [*drop, *away, later, Load(start), Drop(start), *again, earlier, *back]
-
-
-# The least peak of a segment, its seconds, and the choice that it begins with.
-_Least = tuple[int, float, Choice]
-
-
-def smallest(chain: Chain) -> tuple[int, Schedule]:
-    """Return the least peak, in bytes without rounding, and a schedule that has it."""
-    best: dict[tuple[int, int], _Least] = {}
-    for start, stop in chain.segments():
-        best[start, stop] = _least(chain, best, start, stop)
-    for start in reversed(range(chain.num_stages)):
-        best[start, chain.num_stages] = _least(chain, best, start, chain.num_stages)
-    schedule = persistent(chain.num_stages, 0, lambda start, stop, _: (best[start, stop][2], 0))
-    return best[0, chain.num_stages][0], schedule
-
-
-def _least(chain: Chain, best: dict[tuple[int, int], _Least], start: int, stop: int) -> _Least:
-    def least_of(choice: Choice) -> _Least:
-        peak, seconds = choice.needs, choice.seconds
-        if choice.middle < stop:
-            later = best[choice.middle, stop]
-            peak, seconds = max(peak, choice.keeps + later[0]), seconds + later[1]
-        if choice.way in ("keep", "offload"):
-            earlier = best[start, choice.middle]
-            peak, seconds = max(peak, earlier[0]), seconds + earlier[1]
-        return peak, seconds, choice
-
-    return min(map(least_of, chain.choices(start, stop)), key=itemgetter(0, 1))

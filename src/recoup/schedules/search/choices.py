@@ -20,32 +20,35 @@ Rule 4. In a long chain neighbours are grouped. The ends of a long segment are b
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from recoup.schedules.costs import Cost
 
 __all__ = ["Chain", "Choice"]
 
-_Way = Literal["tape", "keep", "offload", "invert"]
+_Kind = Literal["tape", "keep", "offload", "invert"]
 
 
 class Choice(NamedTuple):
-    """A choice: a way to begin a segment.
+    """A choice: how to begin a segment.
 
     Args:
-        way: tape the first stages, keep or offload the input of the first part, or invert the
+        kind: tape the first stages, keep or offload the input of the first part, or invert the
             first stage.
-        middle: the stage at which the first part ends and the later one begins.
+        earlier_stop: the end of the earlier part, which is run without tapes and solved after the
+            later one; the start of the segment if nothing is left to solve there.
+        middle: the stage at which the later part begins.
         variant: the variant of the tape.
         needs: the bytes at the worst moment, without the parts that are solved.
         keeps: the bytes that are kept while the later part is solved.
         seconds: the time, without that of the parts that are solved.
     """
 
-    way: _Way
+    kind: _Kind
+    earlier_stop: int
     middle: int
     variant: int
     needs: int
@@ -69,7 +72,7 @@ class Chain:
         self.states = [*(cost.state_bytes for cost in costs), 0]
         self.taped = [0, *accumulate(cost.tape_bytes for cost in costs)]
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
-        self._until = [0.0, *accumulate(cost.seconds for cost in costs)]
+        self._seconds_before = [0.0, *accumulate(cost.seconds for cost in costs)]
         self._passed = list(accumulate(cost.beside_bytes for cost in costs))
         lefts = [0, *accumulate(cost.left_bytes for cost in reversed(costs))]
         self._behind = [
@@ -77,40 +80,45 @@ class Chain:
             for index in range(num_stages + 1)
         ]
         self.base = min(self._behind)
-        self._reach = self._reaches()
+        self._last_end = self._last_ends()
         self.borders = self._borders(num_groups)
-        self._starts = frozenset(self.borders)
-        self._next = [
+        self._border_set = frozenset(self.borders)
+        self._next_border = [
             self.borders[bisect_right(self.borders, index)] for index in range(num_stages)
         ]
-        self._taped_once = [self._taping(index, index + 1) for index in range(num_stages)]
+        self._taped_once = [self._taping_bytes(index, index + 1) for index in range(num_stages)]
         self._taped_group = {
-            index: self._taping(index, self._next[index]) for index in self.borders[:-1]
+            start: self._taping_bytes(start, stop) for start, stop in pairwise(self.borders)
         }
-        self._passing = [self._passes(index) for index in range(num_stages)]
+        self._advance_bytes = [self._advancing(index) for index in range(num_stages)]
 
     def run(self, start: int, stop: int) -> float:
         """Return the seconds of one run of a segment."""
-        return self._until[stop] - self._until[start]
+        return self._seconds_before[stop] - self._seconds_before[start]
 
     def segments(self) -> Iterator[tuple[int, int]]:
-        """Yield the segments that may be run again, each after all segments within it."""
+        """Yield all segments, each after the segments within it; those of the sweep come last."""
         for start in reversed(range(self.num_stages)):
             for stop in self.ends(start):
                 yield start, stop
+        for start in reversed(range(self.num_stages)):
+            yield start, self.num_stages
 
     def ends(self, start: int) -> list[int]:
         """Return the ends of segments that begin at `start` and are run again."""
-        last = min(self._reach[start], self.num_stages - 1)
-        border = self._next[start]
+        last = min(self._last_end[start], self.num_stages - 1)
+        border = self._next_border[start]
         ends = list(range(start + 1, min(border, last) + 1))
-        if start in self._starts:
-            first, stop = bisect_right(self.borders, border), bisect_right(self.borders, last)
-            ends += self.borders[first:stop]
+        if start in self._border_set:
+            ends += self._borders_between(border + 1, last + 1)
         return ends
 
+    def _borders_between(self, start: int, stop: int) -> list[int]:
+        """Return the borders from `start` on and before `stop`."""
+        return self.borders[bisect_left(self.borders, start) : bisect_left(self.borders, stop)]
+
     def choices(self, start: int, stop: int) -> tuple[Choice, ...]:
-        """Return all ways to begin a segment; the first one is to tape."""
+        """Return all choices to begin a segment; the first one is to tape."""
         key = start, stop
         if key not in self._choices:
             is_last = stop == self.num_stages
@@ -118,50 +126,42 @@ class Chain:
             self._choices[key] = tuple(found)
         return self._choices[key]
 
-    def handed_over(self, start: int) -> int:
-        """Return the bytes after a segment of the sweep whose input is then the working state."""
-        return self.states[start] + self._behind[start]
-
     def _in_backward(self, start: int, stop: int) -> Iterator[Choice]:
-        border, behind = self._next[start], self._behind[stop]
+        border, behind = self._next_border[start], self._behind[stop]
         if stop <= border:
             first, splits = start + 1, range(start + 1, stop)
             running, reversing = self._taped_once[start]
         else:
             first = border
-            splits = self._splits(start, stop)
+            splits = self._borders_between(start + 1, stop)
             running, reversing = self._taped_group[start]
         keeps = self.taped[first] - self.taped[start]
         seconds = self.run(start, first)
-        yield Choice("tape", first, 0, max(running + behind, reversing), keeps, seconds)
-        kept, offloaded, *_ = self._passing[start]
+        yield Choice("tape", start, first, 0, max(running + behind, reversing), keeps, seconds)
+        kept, offloaded, *_ = self._advance_bytes[start]
         state, offload = self.states[start], self.costs[start].offload_seconds
         for split in splits:
             seconds = self.run(start, split)
             at = split - start - 1
-            yield Choice("keep", split, 0, kept[at] + behind, state, seconds)
+            yield Choice("keep", split, split, 0, kept[at] + behind, state, seconds)
             if offload is not None:
-                yield Choice("offload", split, 0, offloaded[at] + behind, 0, seconds + offload)
-
-    def _splits(self, start: int, stop: int) -> list[int]:
-        return self.borders[
-            bisect_right(self.borders, start) : bisect_right(self.borders, stop - 1)
-        ]
+                needs, seconds = offloaded[at] + behind, seconds + offload
+                yield Choice("offload", split, split, 0, needs, 0, seconds)
 
     def _in_sweep(self, start: int) -> Iterator[Choice]:
         cost, state, output = self.costs[start], self.states[start], self.states[start + 1]
         passed, reversed_ = self._passed[start], self._behind[start]
         behind = self._behind[start + 1]
         for variant in range(len(cost.variants) + 1):
-            thin = cost.tape(variant)
+            tape = cost.tape(variant)
             needs = max(
-                state + max(thin.tape_run_bytes, cost.before_bytes) + passed,
-                thin.tape_bytes + output + passed,
-                thin.tape_bytes + thin.reverse_bytes + cost.lent_bytes + behind,
+                state + max(tape.tape_run_bytes, cost.before_bytes) + passed,
+                tape.tape_bytes + output + passed,
+                tape.tape_bytes + tape.reverse_bytes + cost.lent_bytes + behind,
                 reversed_,
             )
-            seconds = cost.seconds + thin.seconds
-            yield Choice("tape", start + 1, variant, needs, thin.tape_bytes, seconds)
+            seconds = cost.seconds + tape.seconds
+            yield Choice("tape", start, start + 1, variant, needs, tape.tape_bytes, seconds)
         if cost.is_fixed:
             return
         if cost.is_invertible and self._links(start + 1):
@@ -169,28 +169,28 @@ class Chain:
                 max(state + max(cost.run_bytes, cost.before_bytes), output) + passed,
                 max(output + cost.tape_run_bytes, _reversing(cost)) + behind,
                 state + reversed_,
-                self.handed_over(start + 1),
+                output + behind,
             )
             seconds = cost.seconds + cost.invert_seconds
-            yield Choice("invert", start + 1, 0, needs, 0, seconds)
-        *_, kept, offloaded = self._passing[start]
+            yield Choice("invert", start, start + 1, 0, needs, 0, seconds)
+        *_, kept, offloaded = self._advance_bytes[start]
         for split in self._ends_in_sweep(start):
             seconds, at = self.run(start, split), split - start - 1
-            yield Choice("keep", split, 0, kept[at], state, seconds)
+            yield Choice("keep", split, split, 0, kept[at], state, seconds)
             if cost.offload_seconds is not None:
                 seconds += cost.offload_seconds
-                yield Choice("offload", split, 0, offloaded[at], 0, seconds)
+                yield Choice("offload", split, split, 0, offloaded[at], 0, seconds)
 
     def _ends_in_sweep(self, start: int) -> list[int]:
         ends = self.ends(start)
         if self._is_split:
             return ends
-        return [stop for stop in ends if stop in self._starts] if start in self._starts else []
+        return [stop for stop in ends if {start, stop} <= self._border_set]
 
     def _links(self, index: int) -> bool:
         return index == self.num_stages or self.costs[index].is_linked
 
-    def _reaches(self) -> list[int]:
+    def _last_ends(self) -> list[int]:
         """Return, for each stage, the last end of a segment that is run again (See Rule 3)."""
         reach = list(range(self.num_stages + 1))
         for start in reversed(range(self.num_stages)):
@@ -206,13 +206,13 @@ class Chain:
         borders = [0]
         while borders[-1] < self.num_stages:
             start = borders[-1]
-            last = max(start + 1, min(start + longest, self._reach[start]))
+            last = max(start + 1, min(start + longest, self._last_end[start]))
             near = range(max(start + 1, last - longest // 2), last + 1)
-            cut = last == self._reach[start] or last == start + 1
+            cut = last == self._last_end[start] or last == start + 1
             borders.append(last if cut else min(near, key=lambda i: (self.states[i], -i)))
         return borders
 
-    def _taping(self, start: int, stop: int) -> tuple[int, int]:
+    def _taping_bytes(self, start: int, stop: int) -> tuple[int, int]:
         """Return the bytes to tape stages again and to reverse them.
 
         The first number does not include the bytes beside the chain.
@@ -224,14 +224,11 @@ class Chain:
             held = self.taped[index] - self.taped[start]
             most = max(self.states[index] + cost.tape_run_bytes, cost.tape_bytes + output)
             running = max(running, held + most)
-            most = max(
-                _reversing(cost) + self._behind[index + 1],
-                self._behind[index],
-            )
+            most = max(_reversing(cost) + self._behind[index + 1], self._behind[index])
             reversing = max(reversing, held + most)
         return running, reversing
 
-    def _passes(self, start: int) -> tuple[list[int], ...]:
+    def _advancing(self, start: int) -> tuple[list[int], ...]:
         """Return the bytes to run from `start` without tapes to the first, second, ... stage after.
 
         The four lists are: with the input kept, with it offloaded, both in backward (beyond the
@@ -240,7 +237,7 @@ class Chain:
         ends = self.ends(start)
         stop = ends[-1] if ends else start
         input_ = self.states[start]
-        passes: tuple[list[int], ...] = ([], [], [], [])
+        found: tuple[list[int], ...] = ([], [], [], [])
         most = [0, 0, self.base, self.base]
         for index in range(start, stop):
             run, output = self.costs[index].run_bytes, self.states[index + 1]
@@ -255,8 +252,8 @@ class Chain:
             )
             for at, now in enumerate(needs):
                 most[at] = max(most[at], now)
-                passes[at].append(most[at])
-        return passes
+                found[at].append(most[at])
+        return found
 
 
 def _reversing(cost: Cost) -> int:

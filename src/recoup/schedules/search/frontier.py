@@ -1,4 +1,4 @@
-"""The frontier of time against bytes: the fastest schedule for every budget."""
+"""The fastest schedule for every number of bytes (`frontier`), and for one of them (`optimal`)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from math import ceil, gcd, inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from recoup.schedules._linear import linear
+from recoup.errors import ScheduleError
 from recoup.schedules._simulate import simulate
 from recoup.schedules.actions import Schedule
-from recoup.schedules.chain import Chain
 from recoup.schedules.costs import Cost
-from recoup.schedules.persistent import persistent, smallest
-from recoup.schedules.table import Table
+from recoup.schedules.search.choices import Chain
+from recoup.schedules.search.persistent import persistent
+from recoup.schedules.search.recurrences import Table, least_bytes
+from recoup.schedules.segmented import linear
 
-__all__ = ["Candidate", "Point", "fastest", "frontier"]
+__all__ = ["Candidate", "Point", "fastest", "frontier", "optimal"]
 
 # Bytes are rounded to at least this many levels, and to as many as the work of a search allows.
 _NUM_LEVELS = 160
@@ -95,8 +96,7 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
     neural networks with limited memory" (2019).
     """
-    if not costs:
-        raise ValueError("`costs` is empty, but a chain has at least one stage")
+    _require_stages(costs)
     found = fastest(tuple(costs))
     step = 1 + len(found) // _NUM_POINTS
     schedules = [found[0].build(), *(each.build() for each in found[1::step])]
@@ -132,7 +132,60 @@ def _never_more_forwards(points: Sequence[Point]) -> list[Point]:
     chosen = [next((at for at in fastest if least[at] < inf), 0)]
     while chosen[-1]:
         chosen.append(before[chosen[-1]])
-    return [points[place] for place in reversed(chosen)]
+    return [points[at] for at in reversed(chosen)]
+
+
+def optimal(costs: Sequence[Cost], budget: int) -> Schedule:
+    """Find the schedule with the least forward time whose peak is at most `budget` bytes.
+
+    The search covers all persistent schedules: each stage is either taped when it is passed, or the
+    input of a segment is kept, the segment is run without tapes, and later it is solved in the
+    same way. Where the costs allow it, an input may be offloaded instead of kept. In the sweep a
+    stage may also be taped with one of its thinner tapes, or be run without a tape and inverted in
+    backward, from its output, which is available when the stages behind it are reversed. Bytes are
+    counted as `simulate` counts them: the peak never exceeds the budget, and a larger budget never
+    costs more time.
+
+    Kept: what fits in `budget`. Sizes are rounded as in `frontier`.
+
+    Args:
+        costs: the cost of each stage, in order.
+        budget: the budget in bytes.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ScheduleError: no persistent schedule fits; the message has the least feasible bytes.
+        ValueError: `costs` is empty.
+
+    Example:
+        >>> from recoup.schedules import Cost, optimal, simulate
+        >>> costs = [Cost(1.0, 1, 17)] * 32
+        >>> simulation = simulate(optimal(costs, budget=41), costs=costs)
+        >>> simulation.num_forwards, simulation.peak_bytes
+        (63, 41)
+
+    Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
+    neural networks with limited memory" (2019).
+    """
+    _require_stages(costs)
+    plain = linear(len(costs))
+    if simulate(plain, costs=costs).peak_bytes <= budget:
+        return plain
+    candidates = fastest(tuple(costs))
+    fitting = [found for found in candidates if found.peak_bytes <= budget]
+    if not fitting:
+        raise ScheduleError(
+            f"`budget` is {budget} bytes, but every persistent schedule of these "
+            f"{len(costs)} stages needs at least {candidates[0].peak_bytes} bytes"
+        )
+    return fitting[-1].build()
+
+
+def _require_stages(costs: Sequence[Cost]) -> None:
+    if not costs:
+        raise ValueError("`costs` is empty, but a chain has at least one stage")
 
 
 class Candidate(NamedTuple):
@@ -148,7 +201,7 @@ def fastest(costs: tuple[Cost, ...]) -> tuple[Candidate, ...]:
     """Return the Pareto-optimal schedules in order of bytes, without `linear`."""
     # The least bytes are exact where every stage can be a group of its own.
     num_groups = _NUM_EXACT if len(costs) <= _NUM_EXACT else _NUM_GROUPS
-    least, schedule = smallest(Chain(costs, num_groups, is_split=True))
+    least, schedule = least_bytes(Chain(costs, num_groups, is_split=True))
     seconds = simulate(schedule, costs=costs).seconds
     found = [Candidate(least, seconds, lambda: schedule)]
     # Parts of groups of long chains are smaller than the unit of bytes: a choice among them would
@@ -173,7 +226,8 @@ def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
     divisor = gcd(*(size for cost in chain.costs for size in _sizes(cost))) or 1
     most = simulate(linear(chain.num_stages), costs=chain.costs).peak_bytes
     size, least = max(most, least) - chain.base, least - chain.base
-    work = sum(len(chain.choices(*segment)) for segment in chain.segments()) or 1
+    in_backward = (segment for segment in chain.segments() if segment[1] < chain.num_stages)
+    work = sum(len(chain.choices(*segment)) for segment in in_backward) or 1
     # A tape should have at least one unit, or half of one in the longest chains.
     num_levels = max(_NUM_LEVELS, chain.num_stages * 2 // 5, min(_WORK // work, 1024))
     exact = size // divisor

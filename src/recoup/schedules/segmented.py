@@ -1,23 +1,38 @@
-"""The sqrt schedule: memory of about ``sqrt(2 n)`` for at most one extra run of each stage."""
+"""Schedules that tape one segment of the chain at a time: `linear` (the whole chain) and `sqrt`."""
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 from math import isqrt
 
-from recoup.schedules.actions import (
-    Action,
-    Advance,
-    Drop,
-    Keep,
-    Load,
-    Reverse,
-    Schedule,
-    Tape,
-)
+from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
 from recoup.schedules.bounds import require_positive
 
-__all__ = ["sqrt"]
+__all__ = ["linear", "sqrt"]
+
+
+def linear(n: int) -> Schedule:
+    """Tape every stage in the sweep; the fastest schedule, with the most memory.
+
+    Kept: `n` tapes. Backward pays nothing: `n` forward runs in all.
+
+    Args:
+        n: number of stages.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: `n` is below one.
+
+    Example:
+        >>> from recoup.schedules import linear, simulate
+        >>> simulation = simulate(linear(100))
+        >>> simulation.num_forwards, simulation.peak_tapes
+        (100, 100)
+    """
+    require_positive("n", n)
+    return Schedule(n, tuple(_tape_and_reverse(0, n)), name="linear")
 
 
 def sqrt(n: int) -> Schedule:
@@ -55,9 +70,9 @@ def sqrt(n: int) -> Schedule:
     actions: list[Action] = []
     for start, stop in earlier:
         actions += [Keep(start), Advance(start, stop)]
-    actions += _taped(*last)
+    actions += _tape_and_reverse(*last)
     for start, stop in reversed(earlier):
-        actions += [Load(start), Drop(start), *_taped(start, stop)]
+        actions += [Load(start), Drop(start), *_tape_and_reverse(start, stop)]
     return Schedule(n, tuple(actions), name="sqrt")
 
 
@@ -73,7 +88,6 @@ def _segments(n: int) -> list[int]:
     return segments
 
 
-def _taped(start: int, stop: int) -> list[Action]:
-    """Tape a segment and reverse it."""
-    forward: list[Action] = [Tape(i) for i in range(start, stop)]
-    return forward + [Reverse(i) for i in reversed(range(start, stop))]
+def _tape_and_reverse(start: int, stop: int) -> list[Action]:
+    tapes: list[Action] = [Tape(index) for index in range(start, stop)]
+    return tapes + [Reverse(index) for index in reversed(range(start, stop))]

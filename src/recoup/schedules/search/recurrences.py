@@ -1,15 +1,42 @@
-"""The table of the fastest solutions of segments by level of memory (the recurrence of Rotor)."""
+"""The recurrences over the segments of a chain: least bytes, and least seconds for given bytes.
+
+Both try every choice for every segment and look the parts up that the choice leaves. `least_bytes`
+counts bytes exactly; a `Table` has the seconds of each segment by level of memory, as Rotor does.
+
+Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep neural
+networks with limited memory" (2019).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from math import inf
-from operator import neg
+from operator import itemgetter, neg
 from typing import NamedTuple
 
-from recoup.schedules.chain import Chain, Choice
+from recoup.schedules.actions import Schedule
+from recoup.schedules.search.choices import Chain, Choice
+from recoup.schedules.search.persistent import persistent
 
-__all__ = ["Table"]
+__all__ = ["Table", "least_bytes"]
+
+
+def least_bytes(chain: Chain) -> tuple[int, Schedule]:
+    """Return the least peak, in bytes without rounding, and a schedule that has it."""
+    best: dict[tuple[int, int], tuple[int, float]] = {}
+    chosen: dict[tuple[int, int], Choice] = {}
+    nothing = (chain.base, 0.0)
+    for start, stop in chain.segments():
+        options: list[tuple[int, float, Choice]] = []
+        for choice in chain.choices(start, stop):
+            later = best.get((choice.middle, stop), nothing)
+            earlier = best.get((start, choice.earlier_stop), nothing)
+            peak = max(choice.needs, choice.keeps + later[0], earlier[0])
+            options.append((peak, choice.seconds + later[1] + earlier[1], choice))
+        peak, seconds, chosen[start, stop] = min(options, key=itemgetter(0, 1))
+        best[start, stop] = (peak, seconds)
+    schedule = persistent(chain.num_stages, 0, lambda start, stop, _: (chosen[start, stop], 0))
+    return best[0, chain.num_stages][0], schedule
 
 
 class _Row(NamedTuple):
@@ -28,8 +55,8 @@ class _Row(NamedTuple):
     def at(self, level: int) -> float:
         if level < self.low:
             return inf
-        place = level - self.low
-        return self.values[place] if place < len(self.values) else self.rest
+        above = level - self.low
+        return self.values[above] if above < len(self.values) else self.rest
 
     def between(self, low: int, high: int) -> list[float]:
         values = self.values[low - self.low : high - self.low]
@@ -37,7 +64,7 @@ class _Row(NamedTuple):
         return values + [self.rest] * missing if missing else values
 
 
-_NOTHING = _Row(0, [], 0.0)
+_EMPTY = _Row(0, [], 0.0)  # of a segment without stages
 
 
 class Table:
@@ -51,18 +78,15 @@ class Table:
         self._peaks: dict[tuple[int, int, int], int] = {}
         self._choices: dict[tuple[int, int, int], tuple[Choice, int]] = {}
         self._linear: dict[tuple[int, int], int] = {}
-        last = chain.num_stages
         for start, stop in chain.segments():
             self._solve(start, stop)
-        for start in reversed(range(last)):
-            self._solve(start, last)
 
-    def row(self, start: int, stop: int) -> _Row:
-        return self._rows[start, stop] if start < stop else _NOTHING
+    def _row(self, start: int, stop: int) -> _Row:
+        return self._rows[start, stop] if start < stop else _EMPTY
 
     def levels(self, first: int) -> list[tuple[int, float]]:
         """Return the levels from `first` on at which the whole chain gets faster, with seconds."""
-        row = self.row(0, self.chain.num_stages)
+        row = self._row(0, self.chain.num_stages)
         found: list[tuple[int, float]] = []
         before = inf
         for level, value in enumerate([*row.values, row.rest], start=row.low):
@@ -82,9 +106,7 @@ class Table:
                 peak = self._peaks[key]
                 break
             choice, later = self.choose(*key)
-            needs = choice.needs
-            if choice.way in ("keep", "offload"):
-                needs = max(needs, self.peak(start, choice.middle, level))
+            needs = max(choice.needs, self.peak(start, choice.earlier_stop, level))
             passed.append((key, needs, choice.keeps))
             start, level = choice.middle, later
         else:
@@ -101,7 +123,7 @@ class Table:
         return self._choices[key]
 
     def _chosen(self, start: int, stop: int, level: int) -> tuple[Choice, int]:
-        row = self.row(start, stop)
+        row = self._row(start, stop)
         sought = row.at(level)
         is_linear = level >= row.low + len(row.values)
         best, seconds = (self.chain.choices(start, stop)[0], 0), inf
@@ -109,7 +131,7 @@ class Table:
             later, low = self._later(choice, start, stop)
             if is_linear:
                 # After rounding, the level left may be a unit too low to tape the rest.
-                rest = self.row(choice.middle, stop)
+                rest = self._row(choice.middle, stop)
                 return choice, max(level - later, rest.low + len(rest.values))
             if level < low:
                 continue
@@ -121,10 +143,8 @@ class Table:
         return best
 
     def _value(self, choice: Choice, start: int, stop: int, level: int, keeps: int) -> float:
-        value = choice.seconds + self.row(choice.middle, stop).at(level - keeps)
-        if choice.way in ("keep", "offload"):
-            value += self.row(start, choice.middle).at(level)
-        return value
+        later = self._row(choice.middle, stop).at(level - keeps)
+        return choice.seconds + later + self._row(start, choice.earlier_stop).at(level)
 
     def _units(self, num_bytes: int) -> int:
         """Return bytes in units, rounded to the nearest."""
@@ -138,12 +158,9 @@ class Table:
         # Rounded as a difference of running sums of tapes, so that rounding errors do not add up.
         before = self.chain.taped[start]
         keeps = self._units(before + choice.keeps) - self._units(before)
-        low = max(self._level(choice.needs), keeps + self.row(choice.middle, stop).low)
-        if choice.way in ("keep", "offload"):
-            low = max(low, self.row(start, choice.middle).low)
-        elif choice.way == "invert":
-            low = max(low, self._level(self.chain.handed_over(choice.middle)))
-        return keeps, low
+        later = self._row(choice.middle, stop)
+        earlier = self._row(start, choice.earlier_stop)
+        return keeps, max(self._level(choice.needs), keeps + later.low, earlier.low)
 
     def _solve(self, start: int, stop: int) -> None:
         chain, run = self.chain, self.chain.run(start, stop)
@@ -157,24 +174,17 @@ class Table:
                 self._linear[start, stop] = enough
                 row = [inf] * min(max(self._level(enough), low), self.num_levels + 1)
             # The least time of a choice: one run of each stage, and its additional time.
-            paid = choice.seconds - chain.run(start, choice.middle)
-            if choice.way in ("keep", "offload"):
-                paid = choice.seconds
+            paid = choice.seconds
+            if choice.earlier_stop == start:
+                paid -= chain.run(start, choice.middle)
             high = bisect_left(row, -(run + paid), key=neg)
             if low >= high:
                 continue
-            later = self.row(choice.middle, stop).between(low - keeps, high - keeps)
-            seconds = choice.seconds
-            if choice.way in ("keep", "offload"):
-                earlier = self.row(start, choice.middle).between(low, high)
-                row[low:high] = [
-                    value if (value := seconds + a + b) < best else best
-                    for a, b, best in zip(later, earlier, row[low:high], strict=True)
-                ]
-            else:
-                row[low:high] = [
-                    value if (value := seconds + a) < best else best
-                    for a, best in zip(later, row[low:high], strict=True)
-                ]
-        first = next((place for place, value in enumerate(row) if value < inf), len(row))
+            later = self._row(choice.middle, stop).between(low - keeps, high - keeps)
+            earlier = self._row(start, choice.earlier_stop).between(low, high)
+            row[low:high] = [
+                value if (value := choice.seconds + a + b) < best else best
+                for a, b, best in zip(later, earlier, row[low:high], strict=True)
+            ]
+        first = next((level for level, value in enumerate(row) if value < inf), len(row))
         self._rows[start, stop] = _Row(first, row[first:], run)

@@ -1,0 +1,310 @@
+"""The tables of docs/benchmarks.md, from the results of each benchmark."""
+
+NAMES = (
+    "plain",
+    "torch checkpoint, each block",
+    "torch checkpoint_sequential, sqrt",
+    "memcnn",
+    "revtorch",
+    "revlib",
+    "recoup sqrt",
+    "recoup constant",
+)
+WEIGHTS = (
+    "by hand",
+    "torch parametrize",
+    "fastai-style",
+    "torchnlp",
+    "RETURNN scope",
+    "recoup",
+)
+
+
+def couplings_table(couplings: dict, chains: dict, regions: dict) -> str:
+    seconds = {row["name"]: row for row in couplings["seconds"]}
+    memory = {(row["name"], row["dropout"]): row["peak_bytes"] for row in couplings["memory"]}
+    lines = [
+        "| conv couplings, 8x16x32x32 | peak MiB, 8 blocks | 64 blocks | with dropout, 64 | time |",
+        "|---|---|---|---|---|",
+    ]
+    for name in NAMES:
+        peaks, dropped = memory[name, 0.0], memory.get((name, 0.1))
+        cells = [
+            f"**{name}**" if name.startswith("recoup") else name,
+            mib(peaks["8"], 2),
+            mib(peaks["64"], 2),
+            mib(dropped["64"], 2) if dropped else "wrong gradient",
+            f"{seconds[name]['median_over_plain']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    sequential = {(row["name"], row["layers"]): row for row in chains["sequential"]}
+    sqrt, slots = sequential["recoup sqrt", 100], sequential["recoup 44 slots", 1000]
+    region = {row["name"]: row.get("microseconds_beyond") for row in regions["overhead"]}
+    versions = couplings["versions"]
+    peer = torch_sequential(sequential)
+    sentence = (
+        f"`sqrt` over 100 layers peaks at {sqrt['peak_units']:.0f} units with "
+        f"{sqrt['num_forwards']} forwards (torch's `checkpoint_sequential`: "
+        f"{peer['peak_units']:.0f} and {peer['num_forwards']}); 44 slots over 1000 layers take "
+        f"{slots['num_forwards']} forwards, the optimum. A region adds "
+        f"{region['recoup.checkpoint']:.0f} us to the second run itself (torch: "
+        f"{region['torch checkpoint']:.0f})."
+    )
+    conditions = (
+        "<sub>Peaks by the allocator's events; time is processor time of one thread at 16 blocks "
+        f"over plain, median of {seconds['plain']['rounds']} interleaved rounds. "
+        f"{couplings['device_name']}, {couplings['date']}, torch {versions['torch']}, memcnn "
+        f"{versions['memcnn']}, revtorch {versions['revtorch']}, revlib {versions['revlib']}; "
+        "`make bench`.</sub>"
+    )
+    lines += ["", sentence, "", conditions]
+    return "\n".join(lines)
+
+
+def weights_table(weights: dict) -> str:
+    alone = weights["alone"] if isinstance(weights["alone"], dict) else {}
+    memory = {(row["layer"], row["dtype"]): dict(row) for row in weights["memory"]}
+    for row in alone.get("memory", ()):
+        memory[row["layer"], row["dtype"]]["RETURNN scope"] = row["RETURNN scope"]
+    seconds = _over_plain(weights["seconds"]) | _over_plain(alone.get("seconds", ()))
+    linear, lstm = "Linear 4096x4096", "LSTM 400, 1150"
+    columns = ((linear, "float32"), (linear, "bfloat16 autocast"), (lstm, "float32"))
+    lines = [
+        f"| weight dropout | MiB kept, {linear} | in bf16 autocast | {lstm} | its time | LSTM's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in WEIGHTS:
+        kept = (memory[column].get(name, "-") for column in columns)
+        times = (seconds.get((layer, "dropout", name)) for layer in (linear, lstm))
+        cells = [
+            f"**{name}**" if name == "recoup" else name,
+            *(value if isinstance(value, str) else mib(value, 2) for value in kept),
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in times),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    noise = {name: seconds[linear, "noise", name] for name in ("by hand", "recoup")}
+    small = {(row["kind"], row["name"]): row["microseconds_beyond"] for row in weights["overhead"]}
+    versions = weights["versions"]
+    sentence = (
+        f"With weight noise the step takes {noise['recoup']:.2f} of plain (drawn and kept: "
+        f"{noise['by hand']:.2f}). A weight of 64x64 costs {small['dropout', 'recoup']:.0f} us "
+        f"with dropout, {small['noise', 'recoup']:.0f} us with noise."
+    )
+    conditions = (
+        "<sub>Kept beyond the plain layer; time of a step over plain, wall time on "
+        f"{weights['num_threads']} threads, median of 9 interleaved rounds. {weights['date']}, "
+        f"torch {versions['torch']}, returnn {versions['returnn']}, pytorch-nlp "
+        f"{versions['pytorch-nlp']}.</sub>"
+    )
+    return "\n".join([*lines, "", sentence, "", conditions])
+
+
+def gradients_table(gradients: dict) -> str:
+    peaks = {row["name"]: row["peak_bytes"] for row in gradients["sums"]}
+    loops = {(row["name"], row["num_segments"]): row for row in gradients["loops"]}
+    plain, ours = loops["one backward", 256], loops["recoup, inputs", 256]
+    sqrt = loops["recoup, sqrt", 256]
+    return (
+        "Sixteen backwards over 128 MiB of shared weights peak at "
+        f"{mib(peaks['recoup'])} MiB in a `GradStore` (a list of gradients "
+        f"{mib(peaks['list of stores'])}, candle's merge "
+        f"{mib(peaks['merged out of place (candle)'])}). A recurrent chain of 256 segments "
+        f"trains in {mib(ours['peak_bytes'])} MiB with their inputs kept, in "
+        f"{mib(sqrt['peak_bytes'])} with `sqrt` (plain {mib(plain['peak_bytes'])}), at "
+        f"{ours['seconds'] / plain['seconds']:.2f} and "
+        f"{sqrt['seconds'] / plain['seconds']:.2f} of the plain time.\n\n"
+        "<sub>Peaks by the allocator's events, processor time of one thread; a cell of two layers "
+        f"of 128 units, 1024 rows. {gradients['date']}, torch {gradients['versions']['torch']}."
+        "</sub>"
+    )
+
+
+def language_model_table(found: dict, curve: dict) -> str:
+    lines = ["| AWD-LSTM, 600 units, WikiText-2 | speed over plain | peak MiB |", "|---|---|---|"]
+    for row in found["speeds"]:
+        shown = {"plain": "plain nn.LSTM, no dropout", "parametrize": "torch parametrize"}
+        name = shown.get(row["name"], f"**{row['name']}**")
+        lines.append(f"| {name} | {row['speed_over_plain']:.2f} | {mib(row['peak_bytes'])} |")
+    short, whole, _, bounded = found["long_windows"]
+    validated = [row for row in curve["curve"] if row["part"] == "validation"]
+    perplexities = ", ".join(f"{row['perplexity']:.0f}" for row in validated)
+    speed = bounded["tokens_per_second"] / whole["tokens_per_second"]
+    sentence = (
+        f"A window of {whole['bptt']} steps trains in {mib(bounded['peak_bytes'])} MiB, where "
+        f"one of {short['bptt']} takes {mib(short['peak_bytes'])} and torch "
+        f"{mib(whole['peak_bytes'])}, at {speed:.2f} of the speed. Perplexity in validation "
+        f"after each epoch of 1.84 million words: {perplexities} (published: 80.1, after 750 "
+        "epochs of all 2.09 million)."
+    )
+    conditions = (
+        "<sub>Batches of 80, windows of 70 (10 and 2000); forward and backward, wall time on "
+        f"{found['num_threads']} threads, the fastest of 8 rounds in turn; peaks by the "
+        f"allocator's events. {found['date']}, torch {found['versions']['torch']}.</sub>"
+    )
+    return "\n".join([*lines, "", sentence, "", conditions])
+
+
+def drift_table(found: dict) -> str:
+    lines = [
+        "| additive couplings, float32 | unguarded | guarded | states kept |",
+        "|---|---|---|---|",
+    ]
+    for row in found["stiff"]:
+        cells = [
+            f"initial scale x{row['scale']:.0f}, {row['depth']} blocks",
+            f"{row['unguarded_error']:.1e}",
+            f"{row['guarded_error']:.1e}",
+            str(row["num_kept"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    cost = found["overhead"][0]
+    best = max(0.0, cost["guarded_over_unguarded"] - 1)
+    conditions = (
+        "<sub>Error of the gradient in constant memory, relative to linear memory, the worst of "
+        "three steps; networks of 32, 64 and 32 units with tanh, batches of 64. The guard costs "
+        f"{best:.1%} of a step of 16 conv couplings (the fastest of {cost['rounds']} rounds; of "
+        f"medians {cost['median_over_unguarded'] - 1:.1%}). "
+        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}.</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
+def mnist_table(found: dict) -> str:
+    """Return a row for each run, and the time of a step."""
+    lines = [
+        "![MNIST in linear and constant memory, and peaks against depth](images/flows.png)",
+        "",
+        "| MNIST, 28x28, 256 levels | parameters | test bits/dim | peak MiB of a step |",
+        "|---|---|---|---|",
+    ]
+    shown = {"realnvp": "RealNVP", "glow": "Glow", "nice": "NICE", "nice-exact": "NICE, exact"}
+    for row in found["runs"]:
+        cells = [
+            f"{shown[row['name']]}, {row['memory']}",
+            f"{row['num_parameters']:,}",
+            f"{row['test_bits_per_dim']:.3f}",
+            f"{row['peak_bytes'] / 2**20:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    ratios = ", ".join(
+        f"{shown[row['name']]} {row['constant_over_linear']:.2f}" for row in found["seconds"]
+    )
+    minutes = sum(row["seconds"] for row in found["runs"]) / 60
+    sentence = (
+        f"A step in constant memory takes, of one in linear memory: {ratios} (the fastest of 8 "
+        "each, in turn). The networks are small, so regions cost much. Published, with other "
+        "conventions and far larger models: NICE 4.36, i-ResNet 1.06, Residual Flow 0.97."
+    )
+    conditions = (
+        f"<sub>{found['runs'][0]['epochs']} epochs in batches of 128 images (54,000), Adamax "
+        "or Adam, cosine; uniform dequantization, a logit of margin 0.05 whose log-determinant "
+        "counts (NICE: none), 10,000 test pictures with one draw of noise. All runs together "
+        f"{minutes:.0f} minutes of processor time, on a machine that had other work. "
+        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}.</sub>"
+    )
+    return "\n".join([*lines, "", sentence, "", conditions])
+
+
+def plans_table(found: dict) -> str:
+    """Return a figure, the number of ways that a plan beats, and a row for each way."""
+    gains = [gain for gain in found["gains"] if not gain["name"].startswith("least peak")]
+    least = [
+        f"{gain['model']} {mib(gain['ours_bytes']) if gain['ours_bytes'] else 'none'} MiB "
+        f"(others {mib(gain['peak_bytes'])})"
+        for gain in found["gains"]
+        if gain["name"].startswith("least peak")
+    ]
+    num_won = sum(gain["is_won"] for gain in gains)
+    sentence = (
+        f"`recoup.plan` beside {len(gains)} ways to train GPT-2 and a ResNet-50 in fewer bytes: in "
+        f"as many bytes it is as fast as or faster than {num_won} of them (within 2 percent). "
+        f"Least peak: {', '.join(least)}.\n\n"
+        "GPT-2 has 12 layers of 256 units, a vocabulary of 2048, dropout 0.1, and batches of 6 "
+        "times 256 tokens; the ResNet-50 has half the width, and "
+        "batches of 64 images of 128 x 128. Bold means that the plan is at least as fast, within 2 "
+        "percent. torch.compile was measured with GPT-2 only: the ResNet took too long to compile."
+    )
+    figure = "![Time of a step against its peak](images/plans.png)"
+    return "\n".join([figure, "", sentence, "", _plans_rows(found)])
+
+
+def flows_table(found: dict) -> str:
+    """Return a row for each library: its times over ours, and its peak at two depths."""
+    lines = [
+        "| flows | RealNVP: training | log_prob | sampling | Glow: training | MiB, 2 steps | 16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    glow = {(row["name"], row["num_steps"]): row for row in found["glow"]}
+    moons = {row["name"]: row for row in found["moons"]}
+    for name in dict.fromkeys([*moons, *(row["name"] for row in found["glow"])]):
+        point, image = moons.get(name), glow.get((name, 8))
+        tasks = ("training", "log_prob", "sampling")
+        cells = [
+            f"**{name}**" if name.startswith("recoup") else name,
+            *(f"{point[f'{task}_median_over_ours']:.2f}" if point else "-" for task in tasks),
+            f"{image['training_median_over_ours']:.2f}" if image else "-",
+            *(mib(glow[name, k]["peak_bytes"], 2) if image else "-" for k in (2, 16)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = found["versions"]
+    libraries = ", ".join(f"{n} {versions[n]}" for n in ("nflows", "normflows", "FrEIA", "zuko"))
+    conditions = (
+        "<sub>Time of a step over `recoup linear`: 8 couplings on 2-D moons, and a Glow of two "
+        "scales with 8 steps each on 3x16x16; processor time of one thread, median of interleaved "
+        f"rounds. {found['device_name']}, {found['date']}, torch {versions['torch']}, {libraries}."
+        "</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
+def _plans_rows(found: dict) -> str:
+    """Return a row for each other way, and the fastest plan that takes no more bytes."""
+    lines = [
+        "| a training step | peak MiB | time over plain | `recoup.plan` in as many bytes |",
+        "|---|---|---|---|",
+    ]
+    rows = {(row["model"], row["name"]): row for row in found["plans"]}
+    for gain in found["gains"]:
+        over = gain["ours_over_rival"]
+        if gain["name"].startswith("least peak"):
+            continue
+        rival = rows[gain["model"], gain["name"]]
+        ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
+        compiled = " (blocks compiled)" if "compiled" in (gain["ours"] or "") else ""
+        cells = [
+            f"{gain['model']}: {gain['name']}",
+            mib(gain["peak_bytes"]),
+            f"{rival['ratio']:.2f}",
+            f"**{ours}**{compiled}" if gain["is_won"] else f"{ours}{compiled}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = found["versions"]
+    conditions = (
+        "<sub>Forward, loss and backward; peaks by the allocator's events, beyond what is alive "
+        f"before; wall time on {found['num_threads']} threads, the fastest of 4 rounds in turn. "
+        f"{found['device_name']}, {found['date']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, torch_remat {versions['torch_remat']}.</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
+def mib(num_bytes: int, digits: int = 0) -> str:
+    """Return bytes as a number of MiB."""
+    return f"{num_bytes / 2**20:.{digits}f}"
+
+
+def _over_plain(rows) -> dict:
+    plain = {(r["layer"], r["kind"]): r["seconds"] for r in rows if r["name"] == "plain"}
+    return {
+        (row["layer"], row["kind"], row["name"]): row["seconds"] / plain[row["layer"], row["kind"]]
+        for row in rows
+    }
+
+
+def torch_sequential(sequential: dict) -> dict:
+    """Return the result of torch's `checkpoint_sequential` over 100 layers."""
+    return next(
+        row
+        for (name, layers), row in sequential.items()
+        if layers == 100 and "checkpoint_sequential" in name
+    )
