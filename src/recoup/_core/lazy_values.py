@@ -45,7 +45,7 @@ from recoup._core.saved_tensors import (
     saving,
     version_of,
 )
-from recoup._core.storage_ids import storage_id
+from recoup._core.storage_tracking import storage_id
 from recoup.errors import ChangedError, ReplayError
 
 __all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]

@@ -41,7 +41,7 @@ from recoup._core.dispatch_modes import InMode
 from recoup._core.region import num_nodes
 from recoup._core.rng import States, generator_states, same_states, set_generator_states
 from recoup._core.saved_tensors import Kept, Pair, pair_in_force
-from recoup._core.storage_ids import storage_id
+from recoup._core.storage_tracking import storage_id
 from recoup.errors import ReplayError
 from recoup.planning.bits import Bits
 from recoup.planning.work import is_costly, is_mask

@@ -16,11 +16,11 @@ from __future__ import annotations
 import random
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,10 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten
 from recoup._core.rng import fingerprint
-from recoup._core.saved_tensors import grad_mode, is_in_backward, storage_of
+from recoup._core.saved_tensors import grad_mode, is_in_backward
 from recoup._core.snapshots import copied
 from recoup._core.stage import State
+from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import around, followed
@@ -211,9 +212,7 @@ def measure_blocks(
     state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
     with step.rehearsed(), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
-        own = (*step.model.parameters(), *step.model.buffers())
-        weights = set(map(storage_of, own))
-        meter = _Meter(names, weights, flatten((step.args, step.kwargs))[0], line, state_bytes)
+        meter = _Meter(step, names, line, state_bytes)
         with followed([module for _, module in blocks], meter):
             gradients = step.run()
         meter.step_ended()
@@ -260,23 +259,16 @@ def seconds_of(step: Step) -> float:
 class _Meter:
     """The follower that measures all blocks."""
 
-    def __init__(
-        self,
-        names: dict[int, str],
-        weights: set[int],
-        given: Sequence[Tensor],
-        line: Timeline,
-        state_bytes: int,
-    ) -> None:
+    def __init__(self, step: Step, names: dict[int, str], line: Timeline, state_bytes: int) -> None:
         self.measured = Measured()
         self._state_bytes = state_bytes  # bytes of a random state
         self._names = names
         self._around = around()
         self._line = line
         self._returned = Returned(())
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._know(given)  # alive before the step
-        self._weights = weights
+        # Storages that are alive before the step, or that a call was given.
+        self._known = WeakSet(storages_of(flatten((step.args, step.kwargs))[0]))
+        self._weights = WeakSet(storages_of((*step.model.parameters(), *step.model.buffers())))
         self._latest: MeasuredCall | None = None  # the call whose second run was the last
 
     def called(
@@ -289,10 +281,11 @@ class _Meter:
         name = self._names[id(module)]
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
         given = call.state
-        taken = self._storages(given)
+        taken = WeakSet(storages_of(given))
         at, _ = self._returned.places_in(given, module)
         linked = tuple(given[place] for place in at)
-        found = MeasuredCall(name, module, bool(at), self._fresh_bytes(linked or given))
+        found = MeasuredCall(name, module, bool(at), _bytes_of(linked or given, self._known))
+        self._known.update(storages_of(linked or given))
         calls.append(found)
         found.before = self._line.mark()
         drawn_before = self._drawn()
@@ -305,8 +298,9 @@ class _Meter:
         if not is_compiled(module):  # else its operators cannot be intercepted one by one
             found.products = counter.products
         outputs = call.take_outputs()
-        found.output_bytes = self._bytes_of(outputs, taken)
-        found.alive_bytes = counter.alive_bytes(taken | self._storages(outputs) | self._weights)
+        found.output_bytes = _bytes_of(outputs, taken)
+        taken.update(storages_of(outputs))
+        found.alive_bytes = counter.alive_bytes(taken | self._weights)
         found.holders = _attributes_with_a_graph(name, module)
         self._returned = Returned(outputs)
         return output
@@ -322,7 +316,7 @@ class _Meter:
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
         """Record the span of the second run and the one after; empties `outputs`."""
         found.again = self._line.mark()
-        found.again_bytes = self._bytes_of(outputs, self._storages(given))
+        found.again_bytes = _bytes_of(outputs, set(storages_of(given)))
         outputs.clear()
         found.residuals = self._line.mark()
         self._latest = found
@@ -343,30 +337,6 @@ class _Meter:
         found = fingerprint()
         self._line.mark()
         return found
-
-    def _fresh_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Return the bytes of tensors that no earlier call was given, parameters excluded."""
-        # A new storage may have the address of one that was freed.
-        known = {key for key, storage in self._known.items() if storage() is not None}
-        num_bytes = self._bytes_of(tensors, known)
-        self._know(tensors)
-        return num_bytes
-
-    def _know(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if key := storage_of(tensor):
-                self._known[key] = weakref.ref(tensor.untyped_storage())
-
-    def _storages(self, tensors: Sequence[Tensor]) -> set[int]:
-        return set(map(storage_of, tensors))
-
-    def _bytes_of(self, tensors: Sequence[Tensor], left_out: set[int]) -> int:
-        found = {storage_of(t): t for t in tensors if not isinstance(t, nn.Parameter)}
-        return sum(
-            tensor.untyped_storage().nbytes()
-            for key, tensor in found.items()
-            if key and key not in left_out
-        )
 
 
 class _MeasuredCall(Call):
@@ -406,6 +376,11 @@ class _MeasuredCall(Call):
         """Return the outputs of the first run, and release them."""
         outputs, self.outputs = self.outputs, None
         return outputs or ()
+
+
+def _bytes_of(tensors: Iterable[Tensor], left_out: Container[torch.UntypedStorage]) -> int:
+    """Return the bytes of tensors that are no parameters."""
+    return bytes_of((t for t in tensors if not isinstance(t, nn.Parameter)), left_out)
 
 
 def _attributes_with_a_graph(name: str, module: nn.Module) -> tuple[str, ...]:

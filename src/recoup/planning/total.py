@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from recoup._core.saved_tensors import storage_of
+from recoup._core.pytree import tensors_in
+from recoup._core.storage_tracking import bytes_of
 
 __all__ = ["standing_bytes"]
 
 
 def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of parameters, buffers and the optimizer state after its first step."""
-    own = _bytes_of((*model.parameters(), *model.buffers()))
+    own = bytes_of((*model.parameters(), *model.buffers()))
     return own if optimizer is None else own + _state_bytes(optimizer)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     if optimizer.state:
-        return _bytes_of(_tensors(cast("Any", optimizer.state)))
+        return bytes_of(tensors_in(cast("Any", optimizer.state)))
     try:
-        return _bytes_of(_tensors(_stepped_without_memory(optimizer)))
+        return bytes_of(tensors_in(_stepped_without_memory(optimizer)))
     except Exception as error:
         raise ValueError(
             f"`optimizer` is a {type(optimizer).__name__} that has not stepped yet, and what its "
@@ -45,22 +46,3 @@ def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, An
         other.param_groups.append({**group, "params": empty})
     type(optimizer).step(other)
     return other.state
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in cast("Mapping[Any, Any]", value).values():
-            yield from _tensors(each)
-    elif isinstance(value, (tuple, list)):
-        for each in cast("list[Any]", value):
-            yield from _tensors(each)
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    found: dict[Any, int] = {}
-    for tensor in tensors:
-        key = storage_of(tensor) or id(tensor)
-        found[key] = max(tensor.untyped_storage().nbytes(), found.get(key, 0))
-    return sum(found.values())
