@@ -36,6 +36,7 @@ from torch import Tensor
 from recoup._core.autocast_copies import Cast, cast_of, geometry_of
 from recoup._core.compile import never_compiled
 from recoup._core.listening import Way, here
+from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
@@ -315,10 +316,7 @@ def _plain(value: Any) -> Any:
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    values: list[Value] = []
-    _collect(args, values)
-    if kwargs:
-        _collect(kwargs, values)
+    values = [each for each in tensors_in((args, kwargs)) if isinstance(each, Value)]
     seam = _Seam(func, values)
     try:
         with saving(seam.pack, _unpack):
@@ -326,18 +324,6 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return seam.marked(result)
     finally:
         seam.close()
-
-
-def _collect(value: Any, found: list[Value]) -> None:
-    if isinstance(value, Tensor):
-        if isinstance(value, Value):
-            found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in cast("Iterable[Any]", value):
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in cast("dict[Any, Any]", value).values():
-            _collect(item, found)
 
 
 class _Seam:

@@ -16,15 +16,22 @@ _VALUE_WIDTH, _MODULE_WIDTH = 40, 28  # of 100 columns
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A residual: a tensor that backward will need.
+    """A residual: a tensor that backward needs, kept or obtained in another way.
 
     Args:
-        value: the operator that saved it, its shape and its type.
-        module: qualified name of the module that was running; the name of its class for the
+        value: the operator that saved it, its shape and its type, such as
+            "linear [32, 16] float32".
+        module: the qualified name of the module that was running; the name of its class for the
             outermost one, "-" outside any module.
-        num_bytes: the bytes that it keeps or, if it is not kept, that keeping it would cost; 0 if
-            another residual counts the same memory.
+        num_bytes: the bytes that it keeps or, if it is not kept, those that keeping it would take;
+            0 if an earlier residual counts the same memory.
         way: how backward gets it: "keep", "recompute", "regenerate", "invert" or "offload".
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(256, requires_grad=True)
+        >>> print(residuals(lambda: x.exp()).entries[0])
+        Residual(value='exp [256] float32', module='-', num_bytes=1024, way='keep')
     """
 
     value: str
@@ -35,10 +42,22 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """The residuals of a call, in the order in which they were saved. Printing shows a table.
+    """The residuals of a call, as `residuals` returns them. Printing shows a table.
+
+    They can be iterated over; `len` is the number of residuals, not of rows of the table, in which
+    equal ones share a row.
 
     Args:
-        entries: the residuals.
+        entries: the residuals, in the order in which they were saved.
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(256, requires_grad=True)
+        >>> found = residuals(lambda: x.exp().sin())
+        >>> [each.value for each in found]
+        ['exp [256] float32', 'sin [256] float32']
+        >>> len(found), found.total_bytes(), found.total_bytes("recompute")
+        (2, 1024, 0)
     """
 
     entries: tuple[Residual, ...]
@@ -51,6 +70,9 @@ class Residuals:
 
     def total_bytes(self, way: Way | None = None) -> int:
         """Return the bytes of the residuals of one way, or of all.
+
+        Args:
+            way: "keep", "recompute", "regenerate", "invert" or "offload"; None for all.
 
         Raises:
             ValueError: if `way` is unknown.

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from recoup.errors import RecoupError
+from recoup.memory.builders import build_name
 from recoup.memory.meter import check_device
-from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
+from recoup.memory.points import WITHIN_WORKER, Point, Request, measure_point
 from recoup.memory.whole_files import write_whole
 
 __all__ = ["Curve", "curve"]

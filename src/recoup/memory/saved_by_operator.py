@@ -259,7 +259,7 @@ def _way_of(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]
     """Return the way of a tensor that a pair of hooks has packed, and the tensors that count."""
     if isinstance(packed, _Packed):  # another census around this one
         return packed.way, [tensor]
-    held = list(tensors_in((packed, getattr(packed, "__dict__", None))))
+    held = tensors_in((packed, getattr(packed, "__dict__", None)))
     if not set(storages_of(held)).isdisjoint(storages_of([tensor])):
         return "keep", [tensor]
     if "checkpoint" in getattr(pair[0], "__module__", ""):

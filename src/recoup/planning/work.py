@@ -119,7 +119,7 @@ class WorkCounter(TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
         if not getattr(func, "is_view", False):
-            outputs = list(tensors_in(result))
+            outputs = tensors_in(result)
             work = _work(func, args, kwargs, result, outputs)
             self.work += work
             if is_costly(func):
