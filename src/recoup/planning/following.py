@@ -38,7 +38,7 @@ from recoup.planning.blocks import Block
 from recoup.planning.forwards import around
 from recoup.planning.keeping import KeepingCall
 from recoup.planning.linking import Returned
-from recoup.planning.outgrowing import Sizes
+from recoup.planning.sizes import ArgumentSizes
 
 __all__ = ["Follow", "Part", "PlannedStage"]
 
@@ -174,7 +174,7 @@ class Follow:
             self._places.setdefault(id(stage.module), []).append(place)
         self._here = _Here()
         self._has_warned = False
-        self.sizes: Sizes | None = None  # those of the planned arguments
+        self.sizes: ArgumentSizes | None = None  # those of the planned arguments
 
     def called(
         self, module: nn.Module, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,7 +197,7 @@ class Follow:
 
     def _pass(self, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.sizes is not None:
-            self.sizes.look_at(type(self._model).__name__, args, kwargs)
+            self.sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
         with _InPass(self._here.passes):
             return run(*args, **kwargs)
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten
+from recoup._core.restoring import Undoing
 from recoup._core.rng import fingerprint
 from recoup._core.saved_tensors import grad_mode, is_in_backward
 from recoup._core.snapshots import copied
@@ -55,10 +56,10 @@ __all__ = [
     "peak_of",
     "plain_outcome",
     "seconds_of",
-    "seed_all",
 ]
 
 Run = Callable[..., Any]
+Hook = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Step:
         args, kwargs = copied((self.args, self.kwargs))
         given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
-            seed_all(self.seed)
+            _seed_all(self.seed)
         with grad_mode(True):
             output = self.call(*args, **kwargs)
             losses = self.losses(output)
@@ -104,13 +105,48 @@ class Step:
         del output
         return [gradients.get(id(value)) for value in given]
 
+    def observe_forward(
+        self,
+        modules: Iterable[nn.Module],
+        begins: Hook,
+        ends: Hook | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Run a forward without gradients, with hooks that are called around modules.
+
+        Args:
+            modules: the modules.
+            begins: called with the module, its arguments and its keyword arguments.
+            ends: called with these and the output.
+            seed: the seed of its random draws; None to leave the random streams as they are.
+        """
+        with torch.no_grad(), Undoing() as undo:
+            for module in modules:
+                undo.later(_remove_hooks, module, begins, ends)
+                module.register_forward_pre_hook(begins, with_kwargs=True)
+                if ends is not None:
+                    module.register_forward_hook(ends, with_kwargs=True)
+            args, kwargs = copied((self.args, self.kwargs))
+            if seed is not None:
+                _seed_all(seed)
+            self.call(*args, **kwargs)
+
     def forget(self) -> None:
         """Free the gradients, so that memory allocated within a timeline is freed within it."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
 
-def seed_all(seed: int) -> None:
+def _remove_hooks(module: nn.Module, *hooks: Hook | None) -> None:
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        registered: dict[int, Any] = getattr(module, kind)
+        ours = [key for key, each in registered.items() if any(each is hook for hook in hooks)]
+        for key in ours:
+            del registered[key]
+            getattr(module, f"{kind}_with_kwargs").pop(key, None)
+
+
+def _seed_all(seed: int) -> None:
     """Seed the random streams that a rehearsal restores: those of torch, Python and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)

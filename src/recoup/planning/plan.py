@@ -29,11 +29,11 @@ from recoup.planning.measuring import (
     peak_of,
     seconds_of,
 )
-from recoup.planning.outgrowing import Sizes
 from recoup.planning.ranks import is_sharded, largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.report import BlockPlan, Summary, described, rows_of
-from recoup.planning.seeing import blocks_that_are_called
+from recoup.planning.sizes import ArgumentSizes, standing_bytes
+from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import (
     PricedBlocks,
     expect_again,
@@ -42,7 +42,6 @@ from recoup.planning.stages import (
     kinds_of_blocks,
     price_blocks,
 )
-from recoup.planning.total import standing_bytes
 from recoup.planning.verification import DifferentStepError
 from recoup.schedules import Action, Cost, Point, Schedule, frontier
 
@@ -317,7 +316,7 @@ class Plan:
         self._calls = tuple(calls)
         self.held_by_others = tuple(held_by_others(step.model, calls))
         self._following: Following | None = None
-        self._sizes = Sizes(step.args, step.kwargs)
+        self._sizes = ArgumentSizes(step.args, step.kwargs)
         self._device = device
         self._choice, self._point = self._chosen(step)
         self._step_seconds = self._seconds_of(step)
