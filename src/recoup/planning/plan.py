@@ -23,12 +23,7 @@ from recoup.planning.forwards import Following, followed, followings_within, sus
 from recoup.planning.holders import held_by_others
 from recoup.planning.inverting import constant_memory_of
 from recoup.planning.losses import losses_from
-from recoup.planning.measuring import (
-    MeasuredCall,
-    Step,
-    peak_of,
-    seconds_of,
-)
+from recoup.planning.measuring import MeasuredCall
 from recoup.planning.ranks import is_sharded, largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.report import BlockPlan, Summary, described, rows_of
@@ -42,6 +37,7 @@ from recoup.planning.stages import (
     kinds_of_blocks,
     price_blocks,
 )
+from recoup.planning.step import Step, peak_of, seconds_of
 from recoup.planning.verification import DifferentStepError
 from recoup.schedules import Action, Cost, Point, Schedule, frontier
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from recoup.planning.blocks import Block, find_leaves, repeated_calls
-from recoup.planning.measuring import Measured, MeasuredCall, Step, measure_blocks
+from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
+from recoup.planning.step import Step
 from recoup.schedules import Cost
 
 __all__ = ["blocks_of_any_forward", "blocks_that_are_called", "measure_most", "sequences_of"]

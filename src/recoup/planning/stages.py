@@ -29,10 +29,11 @@ from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import Block, has_list_of_blocks, repeats
 from recoup.planning.linking import Returned
-from recoup.planning.measuring import MeasuredCall, Step, measure_blocks, plain_outcome
+from recoup.planning.measuring import MeasuredCall, measure_blocks
 from recoup.planning.pricing import price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.planning.skipped_blocks import blocks_of_any_forward, measure_most
+from recoup.planning.step import Step, plain_outcome
 from recoup.planning.verification import has_room
 from recoup.schedules import Cost, Point, frontier
 
