@@ -35,8 +35,8 @@ from torch import Tensor
 
 from recoup._core.autocast_copies import Cast, cast_of, geometry_of
 from recoup._core.compile import never_compiled
-from recoup._core.listening import Way, here
 from recoup._core.pytree import tensors_in
+from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
@@ -123,8 +123,8 @@ class Source:
     def _slot(self, tensor: Tensor, cast: Cast | None) -> _Slot:
         slot = _Slot(self, tensor, cast)
         self._slots.append(weakref.ref(slot))
-        if here.listener is not None:
-            here.listener.told(tensor, slot, self.way)
+        if current.observer is not None:
+            current.observer.saved(tensor, slot, self.way)
         return slot
 
     def _get(self, slot: _Slot) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.forward_gradients import FirstRun
-from recoup._core.listening import Way, here
+from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
@@ -131,8 +131,8 @@ class Region:
             slot.value = tensor.detach()
         self.slots.append(weakref.ref(slot))
         self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
-        if here.listener is not None:
-            here.listener.told(tensor, slot, self.way)
+        if current.observer is not None:
+            current.observer.saved(tensor, slot, self.way)
         return slot
 
 

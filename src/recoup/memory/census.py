@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from recoup._core.listening import Way
+from recoup._core.save_observer import Way
 from recoup.memory.saved_by_operator import saves_of
 
 __all__ = ["Residual", "Residuals", "residuals"]

@@ -37,8 +37,8 @@ from torch.overrides import TorchFunctionMode
 
 from recoup._core.closures import Held
 from recoup._core.compile import is_loaded, never_compiled
-from recoup._core.listening import Way, heard_by
 from recoup._core.pytree import tensors_in
+from recoup._core.save_observer import Way, observed_by
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
@@ -147,7 +147,7 @@ class _Recorder(TorchFunctionMode):
             _uncompiled(),
             saving(partial(self._pack, pair_in_force()), _unpack),
             self._modules.followed(),
-            heard_by(self),
+            observed_by(self),
             self,
         ):
             yield
@@ -197,7 +197,7 @@ class _Recorder(TorchFunctionMode):
                 self._record(tensor, packed, packed.way, counted)
         return packed
 
-    def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that autograd holds `slot` in place of `tensor`."""
         with without_torch_function():
             self._record(tensor, slot, way, [tensor])

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.dispatch_modes import InMode
-from recoup._core.listening import Way, heard_by
 from recoup._core.pytree import tensors_in
 from recoup._core.restoring import restoring
+from recoup._core.save_observer import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
 
 __all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
@@ -84,15 +84,15 @@ class WorkCounter(TorchDispatchMode):
     @restoring
     def counting(self) -> Generator[None]:
         """Return a context in which operators are counted."""
-        with InMode(self), heard_by(self) as self._around:
+        with InMode(self), observed_by(self) as self._around:
             yield
 
-    def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that a region does not keep the residual `tensor`."""
         self._num_needed = len(self._products)
         self._residuals.update(storages_of([tensor]))
         if self._around is not None:
-            self._around.told(tensor, slot, way)
+            self._around.saved(tensor, slot, way)
 
     @property
     def products(self) -> list[Product]:
