@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from recoup._core.save_observer import Way
-from recoup.memory.saved_by_operator import saves_of
+from recoup.memory.saved_by_operator import saved_tensors_of
+from recoup.memory.tables import aligned
 
 __all__ = ["Residual", "Residuals", "residuals"]
 
-_WAYS: tuple[Way, ...] = ("keep", "recompute", "regenerate", "invert", "offload")
+_WAYS: tuple[Way, ...] = get_args(Way)
 _VALUE_WIDTH, _MODULE_WIDTH = 40, 28  # of 100 columns
 
 
@@ -102,7 +104,7 @@ class Residuals:
             for way in _WAYS
             if way == "keep" or any(each.way == way for each in self.entries)
         ]
-        lines = _aligned(rows, totals)
+        lines = aligned([*rows, *totals], left=[0, 1, 4])
         num_shared = sum(not each.num_bytes for each in self.entries)
         if num_shared:
             lines.append(f"{num_shared} more look at memory that is counted above")
@@ -145,33 +147,7 @@ def residuals(fn: Callable[[], object]) -> Residuals:
 
     Source: the hooks of `torch.autograd.graph.saved_tensors_hooks`.
     """
-    return Residuals(
-        tuple(
-            Residual(
-                value=_shown(save.operator, save.shape, str(save.dtype)),
-                module=save.module or "-",
-                num_bytes=save.num_bytes,
-                way=save.way,
-            )
-            for save in saves_of(fn)
-        )
-    )
-
-
-Row = tuple[str, str, str, str, str]
-
-
-def _aligned(rows: list[Row], totals: list[Row]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, *totals, strict=True)]
-    value, module, count, mib, _ = widths
-    return [
-        f"{row[0]:{value}}  {row[1]:{module}}  {row[2]:>{count}}  {row[3]:>{mib}}  {row[4]}"
-        for row in (*rows, *totals)
-    ]
-
-
-def _shown(operator: str, shape: tuple[int, ...], dtype: str) -> str:
-    return f"{operator} {list(shape)} {dtype.removeprefix('torch.')}"
+    return Residuals(tuple(Residual(*saved) for saved in saved_tensors_of(fn)))
 
 
 def _cut_operator(text: str, width: int) -> str:

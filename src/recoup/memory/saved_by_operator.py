@@ -50,7 +50,7 @@ from recoup._core.saved_tensors import (
 from recoup._core.storage_tracking import storages_of
 from recoup.memory.module_names import ModulePath, RunningModules, names_of
 
-__all__ = ["Save", "saves_of"]
+__all__ = ["saved_tensors_of"]
 
 _PACKAGE = __name__.partition(".")[0]
 _CHECKPOINT = torch.utils.checkpoint.__name__
@@ -58,28 +58,13 @@ _HOOKS_AND_COMPILER = r"Using `torch.compile\(module\)` when there are global ho
 _MOST_FRAMES = 6  # from a hook up to the code that saves, through this file and a region
 
 
-class Save(NamedTuple):
-    """A tensor that autograd saved.
+def saved_tensors_of(fn: Callable[[], object]) -> list[tuple[str, str, int, Way]]:
+    """Run `fn` with grad, and return the tensors that autograd then holds, without parameters.
 
-    Args:
-        operator: the operator that saved it.
-        shape: its shape.
-        dtype: its type.
-        module: the module that was running; empty outside any module.
-        num_bytes: the bytes of its storages, except those that another save has counted.
-        way: "keep", or the way in which backward gets it instead.
+    Returns:
+        For each the fields of a `Residual`: its operator, shape and type; the module that was
+        running; the bytes of its storages, except those that another one has counted; its way.
     """
-
-    operator: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    module: str
-    num_bytes: int
-    way: Way
-
-
-def saves_of(fn: Callable[[], object]) -> list[Save]:
-    """Run `fn` with grad, and return the tensors that autograd then holds, without parameters."""
     recorder = _Recorder(fn)
     try:
         with recorder.recording():
@@ -112,18 +97,20 @@ def _unpack(packed: _Packed) -> Tensor:
 
 
 class _Record(NamedTuple):
-    """A saved tensor as it is recorded while the function runs.
+    """A saved tensor.
 
     Args:
-        packed: the object that autograd holds.
-        save: the tensor, without its module and its bytes.
+        packed: the object that autograd holds in place of it.
+        value: the operator that saved it, its shape and its type.
         path: the module that was running.
+        way: "keep", or the way in which backward gets it instead.
         storages: an identity and the bytes of each storage that counts.
     """
 
     packed: weakref.ref[Any]
-    save: Save
+    value: str
     path: ModulePath | None
+    way: Way
     storages: list[tuple[object, int]]
 
 
@@ -206,9 +193,10 @@ class _Recorder(TorchFunctionMode):
         self._num_observed += 1
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
             return
-        save = Save(self._saver(), tuple(tensor.shape), tensor.dtype, "", 0, way)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = f"{self._saver()} {list(tensor.shape)} {dtype}"
         storages = [(self._identity(each), each.nbytes()) for each in storages_of(counted)]
-        self._records.append(_Record(weakref.ref(packed), save, self._modules.path, storages))
+        self._records.append(_Record(weakref.ref(packed), value, self._modules.path, way, storages))
 
     def _identity(self, storage: torch.UntypedStorage) -> object:
         return self._identities.setdefault(storage, object())
@@ -219,26 +207,27 @@ class _Recorder(TorchFunctionMode):
 
     # -- afterwards ------------------------------------------------------------------------
 
-    def found(self) -> list[Save]:
-        """Return the saves that autograd still holds; a storage counts once, kept saves first."""
-        of_modules = set(map(self._identity, storages_of(self._modules.tensors())))
+    def found(self) -> list[tuple[str, str, int, Way]]:
+        """Return what autograd still holds; a storage counts once, for what is kept first."""
+        counted = set(map(self._identity, storages_of(self._modules.tensors())))
         alive = [
             record
             for record in self._records
             if record.packed() is not None
-            and any(size and identity not in of_modules for identity, size in record.storages)
+            and any(size and identity not in counted for identity, size in record.storages)
         ]
         name_of = names_of(record.path for record in alive if record.path is not None)
-        counted = of_modules
         num_bytes: dict[int, int] = {}
-        for record in sorted(alive, key=lambda record: record.save.way != "keep"):
+        for record in sorted(alive, key=lambda record: record.way != "keep"):
             fresh = {each: size for each, size in record.storages if each not in counted}
             counted.update(fresh)
             num_bytes[id(record)] = sum(fresh.values())
         return [
-            record.save._replace(
-                module="" if record.path is None else name_of(record.path),
-                num_bytes=num_bytes[id(record)],
+            (
+                record.value,
+                "-" if record.path is None else name_of(record.path),
+                num_bytes[id(record)],
+                record.way,
             )
             for record in alive
         ]
