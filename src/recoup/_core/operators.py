@@ -1,4 +1,4 @@
-"""Operators as dispatch modes see them: the properties of an operator, and the tensors in a call.
+"""Operators as dispatch modes see them: the properties of an operator, and its nested arguments.
 
 NOTE [ The schema of an operator ]
 
@@ -10,13 +10,12 @@ arguments. An operator that is not torch's own is treated as one that may draw.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
 
-__all__ = ["OperatorTraits", "has_schema", "map_instances", "tensors_in", "traits_of"]
+__all__ = ["OperatorTraits", "has_schema", "map_instances", "traits_of"]
 
 _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims"))
 _ALLOCATING = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
@@ -74,15 +73,6 @@ def traits_of(func: Any) -> OperatorTraits:
             or func.namespace not in _TORCH_NAMESPACES
         ),
     )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an argument or a result of an operator."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in cast("Iterable[Any]", value):
-            yield from tensors_in(item)
 
 
 def map_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -28,7 +28,7 @@ Rule 7. When the first run has ended, outputs go through the saved-tensor hooks 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,7 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.call import Call
 from recoup._core.dispatch_modes import InMode
-from recoup._core.operators import has_schema, map_instances, tensors_in, traits_of
+from recoup._core.operators import has_schema, map_instances, traits_of
+from recoup._core.pytree import tensors_in
 from recoup._core.region import num_nodes
 from recoup._core.rng import States, generator_states, same_states, set_generator_states
 from recoup._core.saved_tensors import Kept, Pair, pair_in_force
@@ -49,7 +50,6 @@ from recoup.planning.work import is_costly, is_mask
 __all__ = ["KeepingCall", "KeptTensor", "PackedMask"]
 
 _OTHER, _CAST, _COSTLY = range(3)
-_kinds: dict[Any, int] = {}  # a cache: the kind of an operator is needed at every call of it
 
 
 class _CostlyOp(NamedTuple):
@@ -131,7 +131,7 @@ class KeepingCall(Call):
     def _run_first(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
         """Run an operator, and copy its output if it is chosen."""
         number, chosen = len(self._ops), self._chosen
-        given = tuple(tensors_in((args, tuple(kwargs.values()))))
+        given = tensors_in((args, kwargs))
         self._ops.append(_CostlyOp(func, mark, tuple(tensor.shape for tensor in given)))
         if not (number in chosen if isinstance(chosen, frozenset) else chosen(func, number)):
             return func(*args, **kwargs)
@@ -173,7 +173,7 @@ class KeepingCall(Call):
         return map_instances(kept.output, KeptTensor, KeptTensor.get)
 
     def _check(self, first: _CostlyOp, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        shapes = tuple(tensor.shape for tensor in tensors_in((args, tuple(kwargs.values()))))
+        shapes = tuple(tensor.shape for tensor in tensors_in((args, kwargs)))
         if first.func is not func or first.shapes != shapes:
             raise ReplayError(
                 f"Running {self.name} again called {func} on shapes {[*map(tuple, shapes)]} where "
@@ -197,9 +197,7 @@ class _Interceptor(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        kind = _kinds.get(func)
-        if kind is None:
-            kind = _kinds[func] = _kind_of(func)
+        kind = _kind_of(func)
         if kind == _COSTLY:
             mark = num_nodes() - self._start - self._num_casts
             return self._run(func, args, kwargs or {}, mark)
@@ -208,6 +206,7 @@ class _Interceptor(TorchDispatchMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+@functools.cache
 def _kind_of(func: Any) -> int:
     if func is torch.ops.aten._to_copy.default:
         return _CAST
@@ -218,7 +217,7 @@ def _may_draw(func: Any) -> bool:
     return not has_schema(func) or traits_of(func).may_draw
 
 
-def _can_be_kept(func: Any, result: Any, given: tuple[Tensor, ...]) -> bool:
+def _can_be_kept(func: Any, result: Any, given: Sequence[Tensor]) -> bool:
     """Whether the outputs are plain, share no memory, and are all that `func` does (Rule 5)."""
     if has_schema(func) and traits_of(func).writes:
         return False

@@ -34,8 +34,7 @@ from recoup._core.snapshots import copied
 from recoup._core.stage import State
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import around, followed
-from recoup.planning.linking import Returned
+from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import backward_within_model, rehearsal
 from recoup.planning.verification import (
@@ -271,9 +270,9 @@ class _Meter:
         self.measured = Measured()
         self._state_bytes = state_bytes  # bytes of a random state
         self._names = names
-        self._around = around()
+        self._checkpoints = enclosing_checkpoints()
         self._line = line
-        self._returned = Returned(())
+        self._returned = CallOutputs(())
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._know(given)  # alive before the step
         self._weights = weights
@@ -283,14 +282,14 @@ class _Meter:
         self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a block, and measure it."""
-        if self._around != around() or is_in_backward():
+        if self._checkpoints != enclosing_checkpoints() or is_in_backward():
             return run(*args, **kwargs)  # a checkpoint of another library recomputes it
         calls = self.measured.calls
         name = self._names[id(module)]
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
         given = call.state
         taken = self._storages(given)
-        at, _ = self._returned.places_in(given, module)
+        at, _ = self._returned.indices_in(given, module)
         linked = tuple(given[place] for place in at)
         found = MeasuredCall(name, module, bool(at), self._fresh_bytes(linked or given))
         calls.append(found)
@@ -308,7 +307,7 @@ class _Meter:
         found.output_bytes = self._bytes_of(outputs, taken)
         found.alive_bytes = counter.alive_bytes(taken | self._storages(outputs) | self._weights)
         found.holders = _attributes_with_a_graph(name, module)
-        self._returned = Returned(outputs)
+        self._returned = CallOutputs(outputs)
         return output
 
     def second_run_begins(self, place: int) -> MeasuredCall:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from recoup._core.forward_gradients import FirstRun, place_of
 from recoup._core.lazy_values import HasTensor, Source
-from recoup._core.operators import map_instances, tensors_in
+from recoup._core.operators import map_instances
+from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import set_grad_enabled, version_of
 from recoup.errors import ReplayError
 from recoup.regions.operator_draws import Draw, DrawReplayer
@@ -297,7 +298,7 @@ class _Replay:
 
     def _take(self, op: RecordedOp, result: Any) -> None:
         """Store the tensors that an operator has made, or raise if they do not fit."""
-        tensors = list(tensors_in(result))
+        tensors = tensors_in(result)
         for position, (storage, layout) in op.makes.items():
             tensor = tensors[position] if position < len(tensors) else None
             if tensor is None or layout is None or not _fits(tensor, layout):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.lazy_values import Source, Value
-from recoup._core.operators import tensors_in
+from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Pair, version_of
 from recoup.errors import ChangedError, ReplayError
 from recoup.regions.recorded_ops import (

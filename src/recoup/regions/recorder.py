@@ -22,13 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.compile import never_compiled
 from recoup._core.lazy_values import _marked, read_anew
-from recoup._core.operators import (
-    OperatorTraits,
-    has_schema,
-    map_instances,
-    tensors_in,
-    traits_of,
-)
+from recoup._core.operators import OperatorTraits, has_schema, map_instances, traits_of
+from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Pair
 from recoup.regions.operator_draws import DrawRecorder
 from recoup.regions.recorded_ops import (
@@ -81,7 +76,7 @@ class OpRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not has_schema(func) or func.namespace in _BETWEEN_PROCESSES:  # See Rule 3
             result = func(*args, **kwargs)
-            self._storages.forget((args, tuple(kwargs.values())))
+            self._storages.forget((args, kwargs))
             return result
         traits = traits_of(func)
         if traits.is_view:

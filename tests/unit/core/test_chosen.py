@@ -304,8 +304,8 @@ def test_a_kept_draw_before_one_that_is_made_again(keeps):
 
 def test_the_probe_of_selective_checkpointing(monkeypatch):
     """The first draw kept, the second one made again: torch has another mask then."""
-    monkeypatch.setattr(room, "_kinds", {})
-    monkeypatch.setattr(room, "is_costly", lambda func: func is torch.ops.aten.rand_like.default)
+    kinds = {torch.ops.aten.rand_like.default: room._COSTLY}
+    monkeypatch.setattr(room, "_kind_of", lambda func: kinds.get(func, room._OTHER))
 
     def fn(x):
         return ((x * torch.rand_like(x)).sin() * torch.rand_like(x)).sin()
