@@ -30,8 +30,7 @@ from recoup._core.stage import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import around, followed
-from recoup.planning.linking import Returned
+from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
 from recoup.planning.step import Step
 from recoup.planning.verification import (
     Outcome,
@@ -153,9 +152,9 @@ class _Meter:
         self.measured = Measured()
         self._state_bytes = state_bytes  # bytes of a random state
         self._names = names
-        self._around = around()
+        self._checkpoints = enclosing_checkpoints()
         self._line = line
-        self._returned = Returned(())
+        self._returned = CallOutputs(())
         # Storages that are alive before the step, or that a call was given.
         self._known = WeakSet(storages_of(flatten((step.args, step.kwargs))[0]))
         self._weights = WeakSet(storages_of((*step.model.parameters(), *step.model.buffers())))
@@ -165,14 +164,14 @@ class _Meter:
         self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a block, and measure it."""
-        if self._around != around() or is_in_backward():
+        if self._checkpoints != enclosing_checkpoints() or is_in_backward():
             return run(*args, **kwargs)  # a checkpoint of another library recomputes it
         calls = self.measured.calls
         name = self._names[id(module)]
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
         given = call.state
         taken = WeakSet(storages_of(given))
-        at, _ = self._returned.places_in(given, module)
+        at, _ = self._returned.indices_in(given, module)
         linked = tuple(given[place] for place in at)
         found = MeasuredCall(name, module, bool(at), _bytes_of(linked or given, self._known))
         self._known.update(storages_of(linked or given))
@@ -192,7 +191,7 @@ class _Meter:
         taken.update(storages_of(outputs))
         found.alive_bytes = counter.alive_bytes(taken | self._weights)
         found.holders = _attributes_with_a_graph(name, module)
-        self._returned = Returned(outputs)
+        self._returned = CallOutputs(outputs)
         return output
 
     def second_run_begins(self, place: int) -> MeasuredCall:

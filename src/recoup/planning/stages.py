@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import Block, has_list_of_blocks, repeats
-from recoup.planning.linking import Returned
+from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import MeasuredCall, measure_blocks
 from recoup.planning.pricing import price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
@@ -175,7 +175,7 @@ class _Call:
     """One call of a module within a stage."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        self.latest = Returned(given)
+        self.latest = CallOutputs(given)
         self.is_chain = True
         self.modules: list[nn.Module] = []
 
@@ -194,17 +194,17 @@ class _ChainObserver:
         given, _ = flatten((args, kwargs))
         if self._calls:
             around = self._calls[-1]
-            around.is_chain &= bool(around.latest.places_in(given, module)[0])
+            around.is_chain &= bool(around.latest.indices_in(given, module)[0])
             around.modules.append(module)
         self._calls.append(_Call(given))
 
     def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del args, kwargs
         call, (outputs, _) = self._calls.pop(), flatten(output)
-        call.is_chain &= bool(call.latest.places_in(outputs, module)[0])
+        call.is_chain &= bool(call.latest.indices_in(outputs, module)[0])
         self.chains.setdefault(id(module), []).append(call)
         if self._calls:
-            self._calls[-1].latest = Returned(outputs)
+            self._calls[-1].latest = CallOutputs(outputs)
 
 
 def _chains(step: Step, stages: Sequence[nn.Module]) -> _Chains:

@@ -12,8 +12,8 @@ from torch import nn
 import recoup
 from recoup.errors import BudgetError
 from recoup.flows import NICE
+from recoup.planning.advice import constant_memory_of
 from recoup.planning.choosing import choose
-from recoup.planning.inverting import constant_memory_of
 from tests.alive import allocated_bytes
 
 
