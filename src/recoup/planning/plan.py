@@ -480,8 +480,8 @@ class Plan:
         is_partly_estimated = any(call.is_estimated for call in self._calls)
         step_budget = self.budget_bytes - self.standing_bytes
 
-        def rehearse(place: int) -> int:
-            point = self.frontier[place]
+        def rehearse(index: int) -> int:
+            point = self.frontier[index]
             with self._followed(point):
                 peak_bytes = peak_of(step, self._device)
                 if peak_bytes > step_budget and is_sharded(step.model):  # See Rule 3 of ranks.py
@@ -491,9 +491,9 @@ class Plan:
 
         predicted = [point.peak_bytes for point in self.frontier]
         choice = choose(predicted, step_budget, rehearse)
-        if choice.place is None:
+        if choice.point_index is None:
             raise self._too_small(self.standing_bytes + choice.least_bytes)
-        return choice, self.frontier[choice.place]
+        return choice, self.frontier[choice.point_index]
 
     def _too_small(self, least: int) -> BudgetError:
         of_which = (
