@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.errors import ReplayError
-from recoup.planning.keeping import _Output
+from recoup.planning.keeping import KeptTensor
 from recoup.planning.verification import Verification, outcome_of
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, plan_for, result_of
 
@@ -30,8 +30,8 @@ def test_f1_products_that_are_kept_wrong_are_not_planned(monkeypatch: pytest.Mon
     budget = budget_in_the_middle(model, x)
     ways = {row.way for row in recoup.plan(model, x, budget=budget, loss=loss_of).blocks}
     assert "keep products" in ways
-    get = _Output.get
-    monkeypatch.setattr(_Output, "get", lambda self: get(self).mul_(1.01))
+    get = KeptTensor.get
+    monkeypatch.setattr(KeptTensor, "get", lambda self: get(self).mul_(1.01))
     with pytest.warns(UserWarning, match="keeps no results of products"):
         plan = recoup.plan(model, x, budget=budget, loss=loss_of)
     assert "keep products" not in {row.way for row in plan.blocks}
@@ -63,8 +63,8 @@ def test_f1_gradients_of_arguments_are_compared(monkeypatch: pytest.MonkeyPatch)
     model = Net().requires_grad_(False)
     x = torch.randn(64, 32, requires_grad=True)
     budget = budget_in_the_middle(model, x)
-    get = _Output.get
-    monkeypatch.setattr(_Output, "get", lambda self: get(self).mul_(1.01))
+    get = KeptTensor.get
+    monkeypatch.setattr(KeptTensor, "get", lambda self: get(self).mul_(1.01))
     with pytest.warns(UserWarning, match="example argument 0"):
         recoup.plan(model, x, budget=budget, loss=loss_of)
     assert x.grad is None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
-from recoup._core import guards, listening, replay
+from recoup._core import guards, replay, save_observer
 from recoup._core import rng as seeds
 from recoup._core import saved_tensors as hooks
 from recoup._core import shared_evaluation as evaluation
@@ -287,7 +287,7 @@ def assert_nothing_is_left():
         "forwards": forwards.frames() or forwards._overriding,
         "regions": seeds.is_repeated(),
         "an answer": evaluation._local.answer,
-        "a listener": listening.here.listener,
+        "an observer": save_observer.current.observer,
         "hooks of all modules": torch.nn.modules.module._global_forward_hooks,
         "no collector": not gc.isenabled(),
         "a lock": is_held(guards.LOCK),

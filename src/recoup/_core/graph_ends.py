@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from recoup._core.pytree import flatten
 from recoup._core.restoring import Undoing, restoring
 
 __all__ = ["Ends", "ends_of", "hidden_leaves"]
@@ -84,7 +84,7 @@ def _listen(nodes: Iterable[Any], found: Callable[[list[Tensor]], None]) -> None
 def _telling(run: Callable[..., Any], found: Callable[[list[Tensor]], None]) -> Callable[..., Any]:
     def run_and_tell(*args: Any) -> Any:
         outputs = run(*args)
-        ends = ends_of(each for each in tree_leaves(outputs) if isinstance(each, Tensor))
+        ends = ends_of(flatten(outputs)[0])
         given = {each for each in args if isinstance(each, Tensor)}  # it reads `.grad` of these
         found([each for each in ends.leaves if each not in given])
         _listen(ends.checkpoints, found)  # of a graph that is freed when its backward ends

@@ -35,7 +35,8 @@ from torch import Tensor
 
 from recoup._core.autocast_copies import Cast, cast_of, geometry_of
 from recoup._core.compile import never_compiled
-from recoup._core.listening import Way, here
+from recoup._core.pytree import tensors_in
+from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
@@ -46,7 +47,7 @@ from recoup._core.saved_tensors import (
     saving,
     version_of,
 )
-from recoup._core.storage_ids import storage_id
+from recoup._core.storage_tracking import storage_id
 from recoup.errors import ChangedError, ReplayError
 
 __all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]
@@ -123,8 +124,8 @@ class Source:
     def _slot(self, tensor: Tensor, cast: Cast | None) -> _Slot:
         slot = _Slot(self, tensor, cast)
         self._slots.append(weakref.ref(slot))
-        if here.listener is not None:
-            here.listener.told(tensor, slot, self.way)
+        if current.observer is not None:
+            current.observer.saved(tensor, slot, self.way)
         return slot
 
     def _get(self, slot: _Slot) -> Tensor:
@@ -313,10 +314,7 @@ def _plain(value: Any) -> Any:
 
 
 def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    values: list[Value] = []
-    _collect(args, values)
-    if kwargs:
-        _collect(kwargs, values)
+    values = [each for each in tensors_in((args, kwargs)) if isinstance(each, Value)]
     seam = _Seam(func, values)
     try:
         with saving(seam.pack):
@@ -324,18 +322,6 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return seam.marked(result)
     finally:
         seam.close()
-
-
-def _collect(value: Any, found: list[Value]) -> None:
-    if isinstance(value, Tensor):
-        if isinstance(value, Value):
-            found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in cast("Iterable[Any]", value):
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in cast("dict[Any, Any]", value).values():
-            _collect(item, found)
 
 
 class _Seam:

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.inner_gradients import FirstRun
-from recoup._core.listening import Way, here
+from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
@@ -172,8 +172,8 @@ class Region:
             self.first_run.filled.append(ref)
         self.slots.append(ref)
         self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
-        if here.listener is not None:
-            here.listener.told(tensor, slot, self.way)
+        if current.observer is not None:
+            current.observer.saved(tensor, slot, self.way)
         return slot
 
 

@@ -1,4 +1,4 @@
-"""The bytes that are alive: follows storages from the operator that made them until freed.
+"""Storages: those that tensors use, their bytes, and a tracker of the bytes that are alive.
 
 NOTE [ When a storage counts ]
 
@@ -15,16 +15,55 @@ callback of the weak reference runs first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from recoup._core.storage_ids import parts_of
+from recoup._core.pytree import tensors_in
 
-__all__ = ["StorageTracker"]
+__all__ = ["StorageTracker", "bytes_of", "storage_id", "storages_of"]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that is unique among the storages alive, and never 0."""
+    return tensor.untyped_storage()._cdata
+
+
+def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that `tensors` use, one after the other; a shared one comes repeatedly.
+
+    A storage is the same Python object for as long as it is alive, so a `WeakSet` of storages tells
+    them apart without keeping them alive.
+    """
+    for tensor in tensors:
+        for part in _parts_of(tensor):
+            with torch._C.DisableTorchFunctionSubclass():  # or a `Value` would count as exposed
+                yield part.untyped_storage()
+
+
+def bytes_of(tensors: Iterable[Tensor], left_out: Container[torch.UntypedStorage] = ()) -> int:
+    """Return the bytes of the storages that `tensors` use, each once, except those `left_out`."""
+    return sum(storage.nbytes() for storage in set(storages_of(tensors)) if storage not in left_out)
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with a storage of their own that `tensor` consists of."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh, too
+                yield from _parts_of(part)
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
 
 
 class _Followed(weakref.ref[torch.UntypedStorage]):
@@ -80,12 +119,15 @@ class StorageTracker(TorchDispatchMode):
 
     def __exit__(self, *exc_info: Any) -> None:
         try:
-            for followed in list(self._followed.values()):
-                storage = followed()
-                if storage is not None:
-                    self._count(followed, storage.nbytes())
+            self._count_resized()
         finally:
             super().__exit__(*exc_info)
+
+    def mark(self, take: Callable[[int, int], None]) -> None:
+        """Call `take` with the peak since the last mark and the bytes alive now."""
+        self._count_resized()
+        take(self.peak_bytes, self.current_bytes)
+        self.peak_bytes = self.current_bytes
 
     def __torch_dispatch__(
         self,
@@ -97,8 +139,8 @@ class StorageTracker(TorchDispatchMode):
         """Run the operator and count the storages that it made."""
         kwargs = {} if kwargs is None else kwargs
         taken = {
-            _address(storage): (storage, storage.nbytes())
-            for storage in self._storages((args, tuple(kwargs.values())))
+            storage._cdata: (storage, storage.nbytes())
+            for storage in self._storages((args, kwargs))
         }
         for key, (_, num_bytes) in taken.items():
             followed = self._followed.get(key)
@@ -111,8 +153,8 @@ class StorageTracker(TorchDispatchMode):
         # `torch.tensor` makes its storage unseen, and passes it first to this operator.
         fresh = func is torch.ops.aten.lift_fresh.default
         for storage in self._storages(result):
-            if fresh or _address(storage) not in taken:
-                self._follow(_address(storage), storage, baseline_bytes=0)
+            if fresh or storage._cdata not in taken:
+                self._follow(storage._cdata, storage, baseline_bytes=0)
         return result
 
     def _follow(self, key: int, storage: torch.UntypedStorage, baseline_bytes: int) -> None:
@@ -123,6 +165,12 @@ class StorageTracker(TorchDispatchMode):
             followed.baseline_bytes = baseline_bytes
             self._followed[key] = followed
         self._count(followed, storage.nbytes())
+
+    def _count_resized(self) -> None:
+        for followed in list(self._followed.values()):
+            storage = followed()
+            if storage is not None:
+                self._count(followed, storage.nbytes())
 
     def _count(self, followed: _Followed, num_bytes: int) -> None:
         before = max(followed.num_bytes - followed.baseline_bytes, 0)
@@ -136,18 +184,6 @@ class StorageTracker(TorchDispatchMode):
 
     def _storages(self, value: Any) -> Iterator[torch.UntypedStorage]:
         """Yield all storages of `value` on the device that is counted."""
-        if isinstance(value, Tensor):
-            for part in parts_of(value):
-                if self._device_type in (None, part.device.type):
-                    yield part.untyped_storage()
-        elif isinstance(value, (tuple, list)):
-            for item in value:  # pyright: ignore[reportUnknownVariableType]
-                yield from self._storages(item)
-        elif isinstance(value, dict):
-            for item in value.values():  # pyright: ignore[reportUnknownVariableType]
-                yield from self._storages(item)
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    """Return a key of the storage; unlike the address of the data, it is never 0."""
-    return storage._cdata  # pyright: ignore[reportPrivateUsage]
+        for storage in storages_of(tensors_in(value)):
+            if self._device_type in (None, storage.device.type):
+                yield storage

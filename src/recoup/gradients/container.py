@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recoup._core.restoring import restoring
-from recoup._core.storage_ids import parts_of
+from recoup._core.storage_tracking import bytes_of
 from recoup.errors import GradientError
 from recoup.gradients.entries import Entries
 from recoup.gradients.merging import as_dense, coalesced
@@ -222,7 +222,7 @@ class Container(Mapping[Tensor, Tensor]):
 
     def nbytes(self) -> int:
         """Return the bytes of the gradients; of a sharded one, of its part in this process."""
-        return sum(_num_bytes(gradient) for gradient in self._entries.gradients.values())
+        return sum(bytes_of([gradient]) for gradient in self._entries.gradients.values())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         self._check_is_whole()
@@ -247,8 +247,3 @@ def scaled_by(scale: float | str | None) -> str:
 
 def _shown(target: object) -> str:
     return said(target) if isinstance(target, Tensor) else f"a {type(target).__name__}"
-
-
-def _num_bytes(gradient: Tensor) -> int:
-    """Return the bytes of the memory held; a sum of sparse gradients may leave some unused."""
-    return sum(part.untyped_storage().nbytes() for part in parts_of(gradient))

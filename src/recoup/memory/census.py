@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
-from recoup._core.listening import Way
-from recoup.memory.saved_by_operator import saves_of
+from recoup._core.save_observer import Way
+from recoup.memory.saved_by_operator import saved_tensors_of
+from recoup.memory.tables import aligned
 
 __all__ = ["Residual", "Residuals", "residuals"]
 
-_WAYS: tuple[Way, ...] = ("keep", "recompute", "regenerate", "invert", "offload")
+_WAYS: tuple[Way, ...] = get_args(Way)
 _VALUE_WIDTH, _MODULE_WIDTH = 40, 28  # of 100 columns
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A residual: a tensor that backward will need.
+    """A residual: a tensor that backward needs, kept or obtained in another way.
 
     Args:
-        value: the operator that saved it, its shape and its type.
-        module: qualified name of the module that was running; the name of its class for the
+        value: the operator that saved it, its shape and its type, such as
+            "linear [32, 16] float32".
+        module: the qualified name of the module that was running; the name of its class for the
             outermost one, "-" outside any module.
-        num_bytes: the bytes that it keeps or, if it is not kept, that keeping it would cost; 0 if
-            another residual counts the same memory.
+        num_bytes: the bytes that it keeps or, if it is not kept, those that keeping it would take;
+            0 if an earlier residual counts the same memory.
         way: how backward gets it: "keep", "recompute", "regenerate", "invert" or "offload".
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(256, requires_grad=True)
+        >>> print(residuals(lambda: x.exp()).entries[0])
+        Residual(value='exp [256] float32', module='-', num_bytes=1024, way='keep')
     """
 
     value: str
@@ -35,10 +44,22 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """The residuals of a call, in the order in which they were saved. Printing shows a table.
+    """The residuals of a call, as `residuals` returns them. Printing shows a table.
+
+    They can be iterated over; `len` is the number of residuals, not of rows of the table, in which
+    equal ones share a row.
 
     Args:
-        entries: the residuals.
+        entries: the residuals, in the order in which they were saved.
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(256, requires_grad=True)
+        >>> found = residuals(lambda: x.exp().sin())
+        >>> [each.value for each in found]
+        ['exp [256] float32', 'sin [256] float32']
+        >>> len(found), found.total_bytes(), found.total_bytes("recompute")
+        (2, 1024, 0)
     """
 
     entries: tuple[Residual, ...]
@@ -51,6 +72,9 @@ class Residuals:
 
     def total_bytes(self, way: Way | None = None) -> int:
         """Return the bytes of the residuals of one way, or of all.
+
+        Args:
+            way: "keep", "recompute", "regenerate", "invert" or "offload"; None for all.
 
         Raises:
             ValueError: if `way` is unknown.
@@ -80,7 +104,7 @@ class Residuals:
             for way in _WAYS
             if way == "keep" or any(each.way == way for each in self.entries)
         ]
-        lines = _aligned(rows, totals)
+        lines = aligned([*rows, *totals], left=[0, 1, 4])
         num_shared = sum(not each.num_bytes for each in self.entries)
         if num_shared:
             lines.append(f"{num_shared} more look at memory that is counted above")
@@ -123,33 +147,7 @@ def residuals(fn: Callable[[], object]) -> Residuals:
 
     Source: the hooks of `torch.autograd.graph.saved_tensors_hooks`.
     """
-    return Residuals(
-        tuple(
-            Residual(
-                value=_shown(save.operator, save.shape, str(save.dtype)),
-                module=save.module or "-",
-                num_bytes=save.num_bytes,
-                way=save.way,
-            )
-            for save in saves_of(fn)
-        )
-    )
-
-
-Row = tuple[str, str, str, str, str]
-
-
-def _aligned(rows: list[Row], totals: list[Row]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, *totals, strict=True)]
-    value, module, count, mib, _ = widths
-    return [
-        f"{row[0]:{value}}  {row[1]:{module}}  {row[2]:>{count}}  {row[3]:>{mib}}  {row[4]}"
-        for row in (*rows, *totals)
-    ]
-
-
-def _shown(operator: str, shape: tuple[int, ...], dtype: str) -> str:
-    return f"{operator} {list(shape)} {dtype.removeprefix('torch.')}"
+    return Residuals(tuple(Residual(*saved) for saved in saved_tensors_of(fn)))
 
 
 def _cut_operator(text: str, width: int) -> str:

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 from recoup.errors import RecoupError
+from recoup.memory.builders import build_name
 from recoup.memory.meter import check_device
-from recoup.memory.points import WITHIN_WORKER, Point, Request, build_name, measure_point
+from recoup.memory.points import WITHIN_WORKER, Point, Request, measure_point
+from recoup.memory.tables import aligned
 from recoup.memory.whole_files import write_whole
 
 __all__ = ["Curve", "curve"]
@@ -76,14 +78,7 @@ class Curve:
             row += [_ms(point.seconds), _ms(point.cpu_seconds)] if timed else []
             row += [_mebibytes(point.resident_bytes)] if resident else []
             rows.append(row)
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if column == 1 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        )
+        return "\n".join(aligned(rows, left=[1]))
 
     def __str__(self) -> str:
         growth = [

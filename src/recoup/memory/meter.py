@@ -16,17 +16,22 @@ __all__ = ["Measurement", "check_device", "measure"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measured memory and time of a call.
+    """The measured memory and time of a call, as `measure` returns them. Printing shows all.
 
     Args:
-        peak_bytes: highest number of bytes alive at one time while it ran, beyond what was alive
-            before it.
-        held_bytes: bytes still alive after it returned, its return value included, beyond what
-            was alive before it.
-        seconds: wall time of the fastest repetition; None without repetitions.
-        cpu_seconds: least processor time of a repetition, over all threads; None without
-            repetitions.
-        device: the device whose bytes were counted.
+        peak_bytes: the most bytes alive at one time while it ran, beyond those alive before it.
+        held_bytes: the bytes still alive after it returned, those of its return value included,
+            beyond those alive before it.
+        seconds: the wall time of the fastest timed call, in seconds; None if no call was timed.
+        cpu_seconds: the least processor time of a timed call, in seconds, summed over all threads;
+            None if no call was timed.
+        device: the device whose bytes were counted, such as "cpu" or "cuda:0".
+
+    Example:
+        >>> x = torch.zeros(1024, requires_grad=True)  # 4 KiB
+        >>> measured = measure(lambda: x.exp().sin(), device="cpu", repeats=0)
+        >>> measured.peak_bytes, measured.held_bytes, measured.seconds, measured.device
+        (8192, 8192, None, 'cpu')
     """
 
     peak_bytes: int

@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from recoup._core.compile import never_compiled
 
-__all__ = ["Place", "Running", "named"]
+__all__ = ["ModulePath", "RunningModules", "names_of"]
 
-Place = tuple[nn.Module, str]  # the root of a tree of modules, and a qualified name within it
+ModulePath = tuple[nn.Module, str]  # the root of a tree of modules, and a qualified name within it
 
 
-class Running:
+class RunningModules:
     """The stack of modules whose forward is running in this thread, within `followed`.
 
     Args:
@@ -32,10 +32,10 @@ class Running:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._thread = threading.get_ident()
         self._running: list[nn.Module] = []
-        self._places: dict[int, Place] = {}
+        self._paths: dict[int, ModulePath] = {}
         self._roots: list[nn.Module] = []
         self._tensors: dict[int, Tensor] = {}
-        for module in sorted(modules, key=_size, reverse=True):
+        for module in sorted(modules, key=lambda root: -sum(1 for _ in root.modules())):
             self._know(module)
 
     @contextmanager
@@ -46,7 +46,7 @@ class Running:
         def enter(module: nn.Module, inputs: Any) -> None:
             del inputs
             if threading.get_ident() == self._thread:
-                if not self._running or id(module) not in self._places:
+                if not self._running or id(module) not in self._paths:
                     self._know(module)  # again: functional_call gives it other parameters
                 self._running.append(module)
 
@@ -66,9 +66,9 @@ class Running:
             leaving.remove()
 
     @property
-    def place(self) -> Place | None:
-        """The place of the innermost running module, or None."""
-        return self._places[id(self._running[-1])] if self._running else None
+    def path(self) -> ModulePath | None:
+        """The path of the innermost running module, or None."""
+        return self._paths[id(self._running[-1])] if self._running else None
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the parameters and buffers of all known modules."""
@@ -77,31 +77,27 @@ class Running:
         return self._tensors.values()
 
     def _know(self, module: nn.Module) -> None:
-        if id(module) not in self._places:
+        if id(module) not in self._paths:
             self._roots.append(module)
-        for name, each in cast("Iterator[Place]", module.named_modules()):
-            self._places.setdefault(id(each), (module, cast("str", name)))
+        for name, each in cast("Iterator[tuple[str, nn.Module]]", module.named_modules()):
+            self._paths.setdefault(id(each), (module, name))
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_lazy(tensor):
                 self._tensors[id(tensor)] = tensor
 
 
-def _size(module: nn.Module) -> int:
-    return sum(1 for _ in module.modules())
-
-
-def named(places: Iterable[Place]) -> Callable[[Place], str]:
-    """Return a function that names a place, with the class of its root if there are several."""
+def names_of(paths: Iterable[ModulePath]) -> Callable[[ModulePath], str]:
+    """Return a function that names a path, with the class of its root if there are several."""
     titles: dict[int, str] = {}
     num_named: dict[str, int] = {}
-    for root, _ in places:
+    for root, _ in paths:
         if id(root) not in titles:
             kind = type(root).__name__
             num_named[kind] = num_named.get(kind, 0) + 1
             titles[id(root)] = kind if num_named[kind] == 1 else f"{kind}#{num_named[kind]}"
 
-    def name_of(place: Place) -> str:
-        root, name = place
+    def name_of(path: ModulePath) -> str:
+        root, name = path
         title = titles[id(root)]
         if not name:
             return title

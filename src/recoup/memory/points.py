@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from recoup.errors import RecoupError
 
-__all__ = ["WITHIN_WORKER", "Point", "Request", "build_name", "measure_point"]
+__all__ = ["WITHIN_WORKER", "Point", "Request", "measure_point"]
 
 WITHIN_WORKER = "RECOUP_WITHIN_WORKER"
 """Environment variable that a worker finds set, so that it never starts workers itself."""
@@ -44,17 +43,28 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The memory and time of a training step at one depth, in one memory mode.
+    """The measured memory and time of a training step at one depth, in one memory mode.
+
+    `Curve.points` holds one for each depth and mode. Bytes and seconds are those of one step:
+    forward, loss and backward.
 
     Args:
-        depth: as given to the builder.
-        memory: as given to the builder.
-        peak_bytes: highest number of bytes alive while a step ran, beyond what was alive before.
-        held_bytes: bytes alive after the step, beyond what was alive before.
-        seconds: wall time of the fastest step; None if time was not taken.
-        cpu_seconds: least processor time of a step; None if time was not taken.
-        resident_bytes: peak of the resident memory of a separate process, beyond what was resident
-            before the step; None if not requested.
+        depth: the number that the builder was given, such as the number of blocks.
+        memory: the memory mode that the builder was given, such as "sqrt".
+        peak_bytes: the most bytes alive at one time while the step ran, beyond those alive before
+            it; parameters and the gradients of earlier steps are left out.
+        held_bytes: the bytes alive after the step, beyond those alive before it.
+        seconds: the wall time of the fastest step, in seconds; None if no step was timed.
+        cpu_seconds: the least processor time of a step, in seconds, summed over all threads; None
+            if no step was timed.
+        resident_bytes: the peak of the resident memory of another process that runs the step,
+            beyond what was resident before it; None unless `curve` was called with
+            ``resident=True``.
+
+    Example:
+        >>> point = Point(depth=16, memory="sqrt", peak_bytes=3 * 2**20, held_bytes=0)
+        >>> point.peak_bytes / point.depth, point.seconds
+        (196608.0, None)
     """
 
     depth: int
@@ -64,52 +74,6 @@ class Point:
     seconds: float | None = None
     cpu_seconds: float | None = None
     resident_bytes: int | None = None
-
-
-def build_name(build: Callable[..., object] | str) -> str:
-    """Return a name by which another process can import a builder: ``"module:function"``.
-
-    Args:
-        build: a function at the top level of a module or script, or its name, in which a path to
-            a file (``"models/chain.py:build"``) can stand for the module.
-
-    Returns:
-        The name.
-
-    Raises:
-        ValueError: if another process cannot import `build`.
-
-    Example:
-        >>> build_name("chain.py:build")
-        'chain.py:build'
-        >>> build_name(asdict)
-        'dataclasses:asdict'
-    """
-    if isinstance(build, str):
-        module, _, function = build.rpartition(":")
-        if not module or not function.isidentifier():
-            raise ValueError(
-                f'`build` is "{build}", but must name a function as "module:function" or '
-                '"path/to/file.py:function".'
-            )
-        return build
-    module = getattr(build, "__module__", None) or "?"
-    name = getattr(build, "__qualname__", None) or repr(build)
-    if getattr(sys.modules.get(module), name, None) is not build:
-        raise ValueError(
-            f"`build` is {name} of {module}, which another process cannot import, as each point is "
-            "measured in a fresh one. Define a function at the top level of a module, and give "
-            'that or its name, "module:function".'
-        )
-    if module != "__main__":
-        return f"{module}:{name}"
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script is None or not Path(script).is_file():
-        raise ValueError(
-            f"`build` is {name} of an interactive session, which another process cannot import. "
-            'Put it into a file, and give "path/to/file.py:function".'
-        )
-    return f"{Path(script).resolve()}:{name}"
 
 
 def measure_point(request: Request) -> dict[str, Any]:

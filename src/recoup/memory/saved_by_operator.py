@@ -1,18 +1,22 @@
 """The residuals of a function: the operator, the module and the way of each saved tensor.
 
-NOTE [ Listening to saved tensors ]
+NOTE [ Observing saved tensors ]
 
 Rule 1. Around the function, a pair of saved-tensor hooks is installed that records each tensor and
         passes it on to the pair that was in force before. Autograd calls the innermost pair alone.
         So at the next operator, a pair that other code has pushed is replaced on the stack by a
         recording pair that wraps it. The code that pushed it pops it.
-Rule 2. Regions and values of recoup report to the listener what they save. A tensor that was
-        reported while the wrapped pair packed it is not counted again.
+Rule 2. Regions and values of recoup report what they do not keep. A tensor that was reported while
+        the wrapped pair packed it is not counted again.
 Rule 3. The tensors that count are those that autograd still holds when the function has returned.
         So each object that autograd receives is referred to weakly: a slot, or the wrapper of the
         result of the wrapped pair.
-Rule 4. Compiled code runs eagerly, since torch.compile cannot listen. Code in this file that
-        inspects tensors runs without `__torch_function__`, so that it does not listen to itself.
+Rule 4. Compiled code runs eagerly, since torch.compile cannot be observed. Code in this file that
+        inspects tensors runs without `__torch_function__`, so that it does not observe itself.
+Rule 5. The way of a tensor that hooks of another library pack is inferred from their result. A
+        tensor that a checkpoint replaced is recomputed. One that was moved to another device, to
+        pinned memory, into a copy of the same shape and type, or to a place that cannot be
+        inspected is offloaded. Any other is kept.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -33,7 +37,8 @@ from torch.overrides import TorchFunctionMode
 
 from recoup._core.closures import Held
 from recoup._core.compile import is_loaded, never_compiled
-from recoup._core.listening import Way, here
+from recoup._core.pytree import tensors_in
+from recoup._core.save_observer import Way, observed_by
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
@@ -42,11 +47,10 @@ from recoup._core.saved_tensors import (
     saving,
     without_torch_function,
 )
-from recoup._core.storage_ids import Tokens
-from recoup.memory.foreign_hooks import way_beneath
-from recoup.memory.module_names import Place, Running, named
+from recoup._core.storage_tracking import storages_of
+from recoup.memory.module_names import ModulePath, RunningModules, names_of
 
-__all__ = ["Save", "saves_of"]
+__all__ = ["saved_tensors_of"]
 
 _PACKAGE = __name__.partition(".")[0]
 _CHECKPOINT = torch.utils.checkpoint.__name__
@@ -54,101 +58,92 @@ _HOOKS_AND_COMPILER = r"Using `torch.compile\(module\)` when there are global ho
 _MOST_FRAMES = 6  # from a hook up to the code that saves, through this file and a region
 
 
-class Save(NamedTuple):
-    """A tensor that autograd saved.
+def saved_tensors_of(fn: Callable[[], object]) -> list[tuple[str, str, int, Way]]:
+    """Run `fn` with grad, and return the tensors that autograd then holds, without parameters.
 
-    Args:
-        operator: the operator that saved it.
-        shape: its shape.
-        dtype: its type.
-        module: the module that was running; empty outside any module.
-        num_bytes: the bytes of its storages, except those that another save has counted.
-        way: "keep", or the way in which backward gets it instead.
+    Returns:
+        For each the fields of a `Residual`: its operator, shape and type; the module that was
+        running; the bytes of its storages, except those that another one has counted; its way.
     """
-
-    operator: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    module: str
-    num_bytes: int
-    way: Way
-
-
-def saves_of(fn: Callable[[], object]) -> list[Save]:
-    """Run `fn` with grad, and return the tensors that autograd then holds, without parameters."""
-    watch = _Watch(fn)
+    recorder = _Recorder(fn)
     try:
-        with watch:
+        with recorder.recording():
             result = fn()
-        found = watch.found()
+        found = recorder.found()
         del result  # alive until here, since it holds the graph
         return found
     finally:
-        watch.close()
+        recorder.close()
 
 
 class _Packed:
-    """The packed value of a recording pair: the result of the wrapped pair, or the kept tensor."""
+    """The object that autograd holds in place of a tensor: the result of another pair of hooks."""
 
-    __slots__ = ("__weakref__", "packed", "unpack")
+    __slots__ = ("__weakref__", "_unpack", "packed", "way")
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
         self.packed = packed
-        self.unpack = unpack
+        self.way: Way = "keep"
+        self._unpack = unpack
+
+    def get(self) -> Tensor:
+        """Return the tensor."""
+        return self._unpack(self.packed)
 
 
 @never_compiled
 def _unpack(packed: _Packed) -> Tensor:
-    return packed.unpack(packed.packed)
+    return packed.get()
 
 
-class _Noted(NamedTuple):
-    """A saved tensor as it is recorded while the function runs."""
+class _Record(NamedTuple):
+    """A saved tensor.
 
-    held: weakref.ref[Any]
-    operator: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    place: Place | None
+    Args:
+        packed: the object that autograd holds in place of it.
+        value: the operator that saved it, its shape and its type.
+        path: the module that was running.
+        way: "keep", or the way in which backward gets it instead.
+        storages: an identity and the bytes of each storage that counts.
+    """
+
+    packed: weakref.ref[Any]
+    value: str
+    path: ModulePath | None
     way: Way
     storages: list[tuple[object, int]]
-    is_parameter: bool
 
 
-class _Watch(TorchFunctionMode):
+class _Recorder(TorchFunctionMode):
     """A mode that records every tensor that autograd saves."""
 
     def __init__(self, fn: Callable[[], object]) -> None:
         super().__init__()
-        self._noted: list[_Noted] = []
-        self._tokens = Tokens()
-        self._running = Running(Held(fn).modules)
+        self._records: list[_Record] = []
+        self._num_observed = 0
+        # A later storage at the same address has another identity.
+        self._identities = weakref.WeakKeyDictionary[torch.UntypedStorage, object]()
+        self._modules = RunningModules(Held(fn).modules)
         self._operator: str | None = None
-        self._within = ExitStack()
 
-    def __enter__(self) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            if is_loaded():  # See Rule 4
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", _HOOKS_AND_COMPILER, UserWarning)
-            stack.enter_context(saving(partial(self._pack, pair_in_force()), _unpack))
-            stack.enter_context(self._running.followed())
-            stack.callback(setattr, here, "listener", here.listener)
-            here.listener = self
-            super().__enter__()
-            leave = cast("Any", super().__exit__)
-            stack.push(leave)
-            self._within = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._within.__exit__(*exc_info)
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Return a context in which saved tensors are recorded."""
+        with (
+            torch.enable_grad(),
+            _uncompiled(),
+            saving(partial(self._pack, pair_in_force()), _unpack),
+            self._modules.followed(),
+            observed_by(self),
+            self,
+        ):
+            yield
 
     def close(self) -> None:
-        """Release the records: packed values hold the hooks, and the hooks hold this mode."""
-        self._noted, self._tokens, self._running = [], Tokens(), Running(())
+        """Release the records: packed tensors hold the hooks, and the hooks hold this mode."""
+        self._records.clear()
+        self._identities.clear()
+        self._modules = RunningModules(())
 
     # -- running ---------------------------------------------------------------------------
 
@@ -177,74 +172,92 @@ class _Watch(TorchFunctionMode):
     def _pack(self, beneath: Pair | None, tensor: Tensor) -> _Packed:
         if beneath is None:
             with without_torch_function():
-                name = f"A tensor that {self._said()} saved"
+                name = f"A tensor that {self._saver()} saved"
                 packed = _Packed(Kept(tensor, name, None), Kept.get)
-                self._note(tensor, packed, "keep", [tensor])
+                self._record(tensor, packed, "keep", [tensor])
             return packed
-        num_noted = len(self._noted)
+        num_observed = self._num_observed
         packed = _Packed(beneath[0](tensor), beneath[1])
-        if len(self._noted) == num_noted:  # See Rule 2
+        if self._num_observed == num_observed:  # See Rule 2
             with without_torch_function():
-                way, counted = way_beneath(tensor, packed.packed, beneath)
-                self._note(tensor, packed, way, counted)
+                packed.way, counted = _way_of(tensor, packed.packed, beneath)
+                self._record(tensor, packed, packed.way, counted)
         return packed
 
-    def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that autograd holds `slot` in place of `tensor`."""
         with without_torch_function():
-            self._note(tensor, slot, way, [tensor])
+            self._record(tensor, slot, way, [tensor])
 
-    def _note(self, tensor: Tensor, held: Any, way: Way, counted: list[Tensor]) -> None:
-        of_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        self._noted.append(
-            _Noted(
-                held=weakref.ref(held),
-                operator=self._said(),
-                shape=tuple(tensor.shape),
-                dtype=tensor.dtype,
-                place=self._running.place,
-                way=way,
-                storages=[each for value in counted for each in self._tokens.of(value)],
-                is_parameter=of_parameter,
-            )
-        )
+    def _record(self, tensor: Tensor, packed: Any, way: Way, counted: list[Tensor]) -> None:
+        self._num_observed += 1
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = f"{self._saver()} {list(tensor.shape)} {dtype}"
+        storages = [(self._identity(each), each.nbytes()) for each in storages_of(counted)]
+        self._records.append(_Record(weakref.ref(packed), value, self._modules.path, way, storages))
 
-    def _said(self) -> str:
+    def _identity(self, storage: torch.UntypedStorage) -> object:
+        return self._identities.setdefault(storage, object())
+
+    def _saver(self) -> str:
         # A local variable that holds this frame would form a reference cycle.
-        return self._operator or _operator_of(cast("Any", sys)._getframe(1))
+        return self._operator or _saver_above(cast("Any", sys)._getframe(1))
 
     # -- afterwards ------------------------------------------------------------------------
 
-    def found(self) -> list[Save]:
-        """Return the saves that autograd still holds; a storage counts once, kept saves first."""
-        parameters = {
-            token for value in self._running.tensors() for token, _ in self._tokens.of(value)
-        }
+    def found(self) -> list[tuple[str, str, int, Way]]:
+        """Return what autograd still holds; a storage counts once, for what is kept first."""
+        counted = set(map(self._identity, storages_of(self._modules.tensors())))
         alive = [
-            noted
-            for noted in self._noted
-            if noted.held() is not None
-            and not noted.is_parameter
-            and any(size and token not in parameters for token, size in noted.storages)
+            record
+            for record in self._records
+            if record.packed() is not None
+            and any(size and identity not in counted for identity, size in record.storages)
         ]
-        name_of = named(noted.place for noted in alive if noted.place is not None)
-        counted: set[object] = set(parameters)
+        name_of = names_of(record.path for record in alive if record.path is not None)
         num_bytes: dict[int, int] = {}
-        for noted in sorted(alive, key=lambda noted: noted.way != "keep"):
-            fresh = {token: size for token, size in noted.storages if token not in counted}
+        for record in sorted(alive, key=lambda record: record.way != "keep"):
+            fresh = {each: size for each, size in record.storages if each not in counted}
             counted.update(fresh)
-            num_bytes[id(noted)] = sum(fresh.values())
+            num_bytes[id(record)] = sum(fresh.values())
         return [
-            Save(
-                noted.operator,
-                noted.shape,
-                noted.dtype,
-                "" if noted.place is None else name_of(noted.place),
-                num_bytes[id(noted)],
-                noted.way,
+            (
+                record.value,
+                "-" if record.path is None else name_of(record.path),
+                num_bytes[id(record)],
+                record.way,
             )
-            for noted in alive
+            for record in alive
         ]
+
+
+@contextmanager
+def _uncompiled() -> Generator[None]:
+    """Return a context in which compiled code runs eagerly (See Rule 4)."""
+    if not is_loaded():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _HOOKS_AND_COMPILER, UserWarning)
+        yield
+
+
+def _way_of(tensor: Tensor, packed: Any, pair: Pair) -> tuple[Way, list[Tensor]]:
+    """Return the way of a tensor that a pair of hooks has packed, and the tensors that count."""
+    if isinstance(packed, _Packed):  # another census around this one
+        return packed.way, [tensor]
+    held = tensors_in((packed, getattr(packed, "__dict__", None)))
+    if not set(storages_of(held)).isdisjoint(storages_of([tensor])):
+        return "keep", [tensor]
+    if "checkpoint" in getattr(pair[0], "__module__", ""):
+        return "recompute", [tensor]
+    for value in held:
+        is_copy = value.dtype is tensor.dtype and value.shape == tensor.shape
+        if value.device != tensor.device or is_copy or value.is_pinned():
+            return "offload", [tensor]
+    return ("keep", held) if held else ("offload", [tensor])
 
 
 def _name(func: Any) -> str:
@@ -255,7 +268,7 @@ def _is_ours(pair: Pair) -> bool:
     return getattr(pair[1], "__module__", "").partition(".")[0] == _PACKAGE
 
 
-def _operator_of(frame: FrameType | None) -> str:
+def _saver_above(frame: FrameType | None) -> str:
     """Name a saver that is no operator of torch: a Function, a checkpoint, a region of recoup."""
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -265,7 +278,7 @@ def _operator_of(frame: FrameType | None) -> str:
         if frame.f_globals.get("__name__") == _CHECKPOINT:
             return "input of checkpoint"
         if frame.f_code.co_name == "apply" and "cls" in frame.f_locals:
-            cls = frame.f_locals["cls"]
+            cls = frame.f_locals["cls"]  # reentrant checkpoints are Functions, too
             return "input of checkpoint" if cls.__module__ == _CHECKPOINT else cls.__name__
         frame = frame.f_back
     return "an operator"

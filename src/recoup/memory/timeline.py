@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -33,13 +32,29 @@ class Span:
         self.peak_bytes, self.end_bytes = peak_bytes, end_bytes
 
 
-class Timeline(ABC):
+class _Counter(Protocol):
+    """A context that counts bytes."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *exc_info: Any) -> None: ...
+
+    def mark(self, take: Callable[[int, int], None]) -> None:
+        """Let `take` get the peak since the last mark and the bytes alive now."""
+        ...
+
+
+class Timeline:
     """A context in which bytes are counted as `measure` counts them, span by span.
 
     Its numbers, and those of its spans, are available when it has ended.
+
+    Args:
+        counter: the context that counts them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counter: _Counter) -> None:
+        self._counter = counter
         self._spans: list[Span] = []
 
     @property
@@ -47,31 +62,22 @@ class Timeline(ABC):
         """The most bytes alive at one time."""
         return max((span.peak_bytes for span in self._spans), default=0)
 
-    @property
-    def end_bytes(self) -> int:
-        """The bytes alive at the end."""
-        return self._spans[-1].end_bytes if self._spans else 0
-
     def mark(self) -> Span:
         """End the current span and begin the next one; return the span that ended."""
         span = Span()
         self._spans.append(span)
-        self._read(span)
+        self._counter.mark(span.fill)
         return span
 
-    @abstractmethod
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        self._counter.__enter__()
+        return self
 
-    @abstractmethod
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-    @abstractmethod
-    def _read(self, span: Span) -> None: ...
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.mark()
+        finally:
+            self._counter.__exit__(*exc_info)
 
 
 def timeline(device: torch.device) -> Timeline:
@@ -81,74 +87,36 @@ def timeline(device: torch.device) -> Timeline:
     while another profiler is active, storages are tracked, and a warning says what is not counted.
     """
     if device.type == "cuda":
-        return _CudaTimeline(device)
+        return Timeline(_CudaCounter(device))
     if can_follow():
-        return _AllocatorTimeline()
+        return Timeline(Allocations())
     warnings.warn(
         "A profiler runs in this thread, so bytes are counted by the tensors that operators "
         "return. What kernels allocate for a moment is left out, which can be a third of the "
         "peak. Measure, or plan, outside of the profiler.",
         stacklevel=3,
     )
-    return _StorageTimeline(device)
+    return Timeline(StorageTracker(device))
 
 
-class _AllocatorTimeline(Timeline):
-    def __init__(self) -> None:
-        super().__init__()
-        self._allocations = Allocations()
+class _CudaCounter:
+    """The bytes that torch's CUDA allocator has handed out, as it counts them itself."""
 
-    def __enter__(self) -> Self:
-        self._allocations.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            self.mark()
-        finally:
-            self._allocations.__exit__(*exc_info)
-
-    def _read(self, span: Span) -> None:
-        self._allocations.mark(span.fill)
-
-
-class _StorageTimeline(Timeline):
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._tracker = StorageTracker(device)
-
-    def __enter__(self) -> Self:
-        self._tracker.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._tracker.__exit__(*exc_info)
-        self.mark()
-
-    def _read(self, span: Span) -> None:
-        tracker = self._tracker
-        span.fill(tracker.peak_bytes, tracker.current_bytes)
-        tracker.peak_bytes = tracker.current_bytes
-
-
-class _CudaTimeline(Timeline):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
         self._before = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         torch.cuda.synchronize(self._device)
-        self.mark()
 
-    def _read(self, span: Span) -> None:
-        span.fill(
+    def mark(self, take: Callable[[int, int], None]) -> None:
+        """Let `take` get the peak since the last mark and the bytes alive now."""
+        take(
             torch.cuda.max_memory_allocated(self._device) - self._before,
             torch.cuda.memory_allocated(self._device) - self._before,
         )

@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
+from torch.utils._pytree import tree_map_only
 
+from recoup._core.pytree import flatten
 from recoup.memory.builders import BuildError, load_builder
 from recoup.memory.meter import measure
 from recoup.memory.points import Request
@@ -29,8 +30,7 @@ def _training_step(module: nn.Module, inputs: object) -> Step:
     arguments = cast("tuple[Any, ...]", inputs) if isinstance(inputs, tuple) else (inputs,)
 
     def step() -> None:
-        leaves: list[Any] = _pytree.tree_leaves(module(*arguments))
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [each for each in flatten(module(*arguments))[0] if each.requires_grad]
         if not outputs:
             raise BuildError("no output of its module requires a gradient.")
         total = outputs[0].sum()
@@ -50,7 +50,7 @@ def _build(request: Request) -> Step:
         return built
     pair = cast("tuple[object, ...]", built) if isinstance(built, tuple) else ()
     if len(pair) == 2 and isinstance(pair[0], nn.Module):
-        inputs = _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(request.device), pair[1])
+        inputs = tree_map_only(Tensor, lambda leaf: leaf.to(request.device), pair[1])
         return _training_step(pair[0].to(request.device), inputs)
     raise BuildError(
         f"it returned {type(cast('object', built)).__name__}, but must return a training step "

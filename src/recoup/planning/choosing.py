@@ -27,12 +27,12 @@ class Choice(NamedTuple):
     """A point of a frontier.
 
     Args:
-        place: the index of the point; None if no rehearsal kept to the budget.
+        point_index: the index of the point; None if no rehearsal kept to the budget.
         peak_bytes: the peak of its rehearsal.
         least_bytes: the smallest budget that is known to suffice.
     """
 
-    place: int | None
+    point_index: int | None
     peak_bytes: int
     least_bytes: int
 
@@ -51,19 +51,19 @@ def choose(
         rehearse: a function from the index of a point to the peak of its rehearsal.
 
     Example:
-        >>> choose([10, 20, 30], 25, rehearse=lambda place: [11, 21, 31][place])
-        Choice(place=1, peak_bytes=21, least_bytes=11)
+        >>> choose([10, 20, 30], 25, rehearse=lambda index: [11, 21, 31][index])
+        Choice(point_index=1, peak_bytes=21, least_bytes=11)
     """
     peaks: dict[int, int] = {}
 
-    def fits(place: int) -> bool:
-        if place not in peaks:
-            peaks[place] = rehearse(place)
-        return peaks[place] <= budget_bytes
+    def fits(index: int) -> bool:
+        if index not in peaks:
+            peaks[index] = rehearse(index)
+        return peaks[index] <= budget_bytes
 
     num_fitting = sum(peak <= budget_bytes for peak in predicted_bytes)
     found = num_fitting - 1 if num_fitting and fits(num_fitting - 1) else None
-    met: list[int] = []
+    visited: list[int] = []
     if found is None:
         low, high = 0, len(predicted_bytes)
         while low < high:
@@ -71,7 +71,7 @@ def choose(
             if middle and middle >= num_fitting:  # See Rule 2
                 high = middle
                 continue
-            met.append(middle)
+            visited.append(middle)
             if fits(middle):
                 found, low = middle, middle + 1
             else:
@@ -83,6 +83,6 @@ def choose(
         ends.append(last)
         found = last if fits(last) else found
     if found is None:
-        least = min(peaks[place] for place in (*met, *ends))
+        least = min(peaks[index] for index in (*visited, *ends))
         return Choice(None, least, least)
-    return Choice(found, peaks[found], min(peaks[place] for place in ends))
+    return Choice(found, peaks[found], min(peaks[index] for index in ends))

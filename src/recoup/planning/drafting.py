@@ -1,4 +1,4 @@
-"""Drafting: turns a schedule into a follower that makes a model execute it."""
+"""Turns a schedule into a follower that makes a model execute it."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from torch import nn
 
 from recoup._core.executor import Executor
 from recoup.planning.blocks import Block
-from recoup.planning.following import Follow, Part, PlannedStage
+from recoup.planning.following import PlanFollower, PlannedChain, PlannedStage
 from recoup.planning.measuring import MeasuredCall
 from recoup.planning.pricing import chosen_products
+from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Action, Advance, Invert, Schedule, Tape
 
-__all__ = ["follow_schedule"]
+__all__ = ["follower_of"]
 
 
-def follow_schedule(
+def follower_of(
+    schedule: Schedule,
     model: nn.Module | None,
     blocks: Sequence[Block],
     calls: Sequence[MeasuredCall],
-    schedule: Schedule,
-) -> Follow:
+    sizes: ArgumentSizes | None = None,
+) -> PlanFollower:
     """Return a follower that executes `schedule`, whose last stage is the code after the last call.
 
     Args:
+        schedule: a schedule with one stage more than there are calls.
         model: the model, whose forward is one pass; None if the step does not call it itself.
         blocks: its blocks, whether or not they are called.
         calls: the calls of its blocks, in order.
-        schedule: a schedule with one stage more than there are calls.
+        sizes: the sizes of the planned arguments, to warn of larger ones.
     """
-    sections = list(_sections(calls))
     chosen = {
         action.index: frozenset(chosen_products(calls[action.index])[action.variant - 1])
         for action in schedule.actions
         if isinstance(action, Tape) and action.variant
     }
-    parts = [_part(schedule, start, stop) for start, stop in sections]
     stages: list[PlannedStage] = []
-    for number, (start, stop) in enumerate(sections):
-        executor = parts[number].executor
-        for place in range(start, stop):
-            is_kept = executor is None or executor.prepared.steps[place - start].is_taped
-            call = calls[place]
+    for start, stop in _chains(calls):
+        chain = _planned_chain(schedule, start, stop)
+        executor = chain.executor
+        for index in range(start, stop):
+            step, call = index - start, calls[index]
+            is_kept = executor is None or executor.prepared.steps[step].is_taped
             stages.append(
-                PlannedStage(
-                    call.name, call.module, number, place - start, is_kept, chosen.get(place)
-                )
+                PlannedStage(call.name, call.module, chain, step, is_kept, chosen.get(index))
             )
-    return Follow(model, stages, parts, blocks)
+    return PlanFollower(model, stages, blocks, sizes)
 
 
-def _sections(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
+def _chains(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
     """Yield the start and the stop of each chain."""
-    starts = [place for place, call in enumerate(calls) if place == 0 or not call.is_linked]
+    starts = [index for index, call in enumerate(calls) if index == 0 or not call.is_linked]
     yield from zip(starts, [*starts[1:], len(calls)], strict=True)
 
 
-def _part(schedule: Schedule, start: int, stop: int) -> Part:
+def _planned_chain(schedule: Schedule, start: int, stop: int) -> PlannedChain:
     actions = tuple(_within(schedule.actions, start, stop))
     runs_again = any(isinstance(action, Advance | Invert) for action in actions)
-    section = Schedule(stop - start, actions, name=schedule.name)
-    return Part(stop - start, Executor(section) if runs_again else None)
+    part = Schedule(stop - start, actions, name=schedule.name)
+    return PlannedChain(stop - start, Executor(part) if runs_again else None)
 
 
 def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action]:

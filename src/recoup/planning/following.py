@@ -5,10 +5,10 @@ NOTE [ Following a plan ]
 Rule 1. A forward of the model is a pass. The blocks that it calls are the stages of the plan, in
         the order of the calls. Stages that each receive the output of the stage before form a
         chain, which the executor runs under its part of the schedule. Outside a forward of the
-        model, a pass begins when a block is called whose place is not after that of the last one.
+        model, a pass begins when a block is called whose stage is not after that of the last one.
 Rule 2. A block that is skipped (LayerDrop) is a stage that does nothing: the next block receives
         the output of the block before the gap, and the chain goes on, in no more bytes than with
-        the skipped block. If a block receives anything else, another chain begins at its place.
+        the skipped block. If a block receives anything else, another chain begins at its stage.
 Rule 3. In one pass each stage of the plan keeps its residuals at most once. A block that is called
         more often, or was not called when the plan was made, is recomputed from its arguments. A
         block that is called in another order follows its stage of the plan outside a chain. The
@@ -30,43 +30,21 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
-from recoup._core.executor import Executor, Run
-from recoup._core.restoring import Restoring
+from recoup._core.executor import Executor
+from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.stage import State
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import around
+from recoup.planning.forwards import CallOutputs, enclosing_checkpoints
 from recoup.planning.keeping import KeepingCall
-from recoup.planning.linking import Returned
-from recoup.planning.outgrowing import Sizes
+from recoup.planning.sizes import ArgumentSizes
 
-__all__ = ["Follow", "Part", "PlannedStage"]
+__all__ = ["PlanFollower", "PlannedChain", "PlannedStage"]
 
-Fn = Callable[..., Any]
-
-
-class PlannedStage(NamedTuple):
-    """The part of a plan for one call of a block.
-
-    Args:
-        name: the qualified name of the block.
-        module: the block.
-        part: the index of its chain.
-        step: its place in that chain.
-        is_kept: whether it keeps its residuals, all or some, when it is first called.
-        chosen: the operators whose results are all that it keeps; None if it keeps all residuals or
-            none.
-    """
-
-    name: str
-    module: nn.Module
-    part: int
-    step: int
-    is_kept: bool
-    chosen: frozenset[int] | None
+Forward = Callable[..., Any]
 
 
-class Part(NamedTuple):
+class PlannedChain(NamedTuple):
     """A chain of a plan.
 
     Args:
@@ -78,7 +56,35 @@ class Part(NamedTuple):
     executor: Executor | None
 
 
-class _LeftOut:
+class PlannedStage(NamedTuple):
+    """The part of a plan for one call of a block.
+
+    Args:
+        name: the qualified name of the block.
+        module: the block.
+        chain: its chain.
+        step: its index in that chain.
+        is_kept: whether it keeps its residuals, all or some, when it is first called.
+        chosen: the operators whose results are all that it keeps; None if it keeps all residuals or
+            none.
+    """
+
+    name: str
+    module: nn.Module
+    chain: PlannedChain
+    step: int
+    is_kept: bool
+    chosen: frozenset[int] | None
+
+    def run_kept(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward` so that it keeps its residuals, or the results of chosen operators."""
+        if self.chosen is None:
+            return forward(*args, **kwargs)
+        name = f"block `{self.name}`"
+        return run_again(KeepingCall(name, forward, args, kwargs, self.module, self.chosen))
+
+
+class _SkippedBlock:
     """A stage in the place of a block that was not called (See Rule 2)."""
 
     name = "a block that was left out"
@@ -88,7 +94,7 @@ class _LeftOut:
     @property
     def code(self) -> object:
         """The same for all: there is no code to compare."""
-        return _LeftOut
+        return _SkippedBlock
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         """Return the state itself."""
@@ -99,169 +105,165 @@ class _LeftOut:
         return state
 
 
-_LEFT_OUT = _LeftOut()
+_SKIPPED = _SkippedBlock()
+
+
+class _OpenChain:
+    """A chain whose last block has not been called yet."""
+
+    __slots__ = ("latest", "num_entered", "outputs", "planned", "run")
+
+    def __init__(self, planned: PlannedChain, executor: Executor) -> None:
+        self.planned = planned
+        self.run = executor.begin()
+        self.latest: Call | None = None
+        self.outputs = CallOutputs(())
+        self.num_entered = 0
 
 
 class _Pass:
     """The progress of one forward of the model."""
 
     def __init__(self) -> None:
-        self.place = -1
+        self.latest = -1  # the index of the stage of the last call
         self.used: set[int] = set()
-        self.part = -1
-        self.num_entered = 0
-        self.chain: Run | None = None
-        self.last: Call | None = None
-        self.returned = Returned(())
-        self.around = around()
+        self.chain: _OpenChain | None = None
+        self.checkpoints = enclosing_checkpoints()
+
+    def end_chain(self) -> None:
+        """End the chain, which holds nothing from then on (See Rule 4)."""
+        chain, self.chain = self.chain, None
+        if chain is not None:
+            chain.run.end(())
 
 
-class _InPass(Restoring):
-    """A context around a forward of the model."""
-
-    __slots__ = ("_num_around", "_passes")
-
-    def __init__(self, passes: list[_Pass]) -> None:
-        super().__init__()
-        self._passes = passes
-        self._num_around = -1
-
-    def __enter__(self) -> None:
-        self._num_around = len(self._passes)
-        self._passes.append(_Pass())
-
-    def restore(self) -> None:
-        if self._num_around >= 0:
-            del self._passes[self._num_around :]
-            self._num_around = -1
-
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        del kind, value, traceback
-        now = self._passes[-1]
-        self.restore()
-        _end(now)
-
-
-class _Here(threading.local):
+class _OfThread(threading.local):
     def __init__(self) -> None:
         self.passes: list[_Pass] = []
-        self.loose = _Pass()
+        self.outside = _Pass()  # of blocks that are called outside a forward of the model
 
 
-class Follow:
+class PlanFollower:
     """The follower of a model and its blocks (See Rule 1).
 
     Args:
         model: the model, whose forward is one pass.
         stages: the stages of the plan.
-        parts: its chains.
         blocks: all planned blocks; those without a stage are recomputed if they are called.
+        sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
     """
 
     def __init__(
         self,
-        model: object,
+        model: nn.Module | None,
         stages: Sequence[PlannedStage],
-        parts: Sequence[Part],
         blocks: Sequence[Block],
+        sizes: ArgumentSizes | None = None,
     ) -> None:
         self._model = model
         self._names = {id(module): name for name, module in blocks}
         self._stages = stages
-        self._parts = parts
-        self._places: dict[int, list[int]] = {}
-        for place, stage in enumerate(stages):
-            self._places.setdefault(id(stage.module), []).append(place)
-        self._here = _Here()
+        self._sizes = sizes
+        self._indices: dict[int, list[int]] = {}  # of the stages of each block
+        for index, stage in enumerate(stages):
+            self._indices.setdefault(id(stage.module), []).append(index)
+        self._of_thread = _OfThread()
         self._has_warned = False
-        self.sizes: Sizes | None = None  # those of the planned arguments
 
     def called(
-        self, module: nn.Module, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the model, or one of its blocks."""
         if module is self._model:
-            return self._pass(run, args, kwargs)
-        passes = self._here.passes
-        now = passes[-1] if passes else self._here.loose
-        if now.around != around() or (not passes and is_in_backward()):
-            return run(*args, **kwargs)  # See Rule 5
-        place = self._place_of(module, now)
-        if place is None and not passes:
-            _end(now)
-            now = self._here.loose = _Pass()
-            place = self._place_of(module, now)
-        if place is None:
-            return self._out_of_order(module, now, run, args, kwargs)
-        return self._stage(self._stages[place], place, now, run, args, kwargs)
+            return self._run_model(forward, args, kwargs)
+        passes = self._of_thread.passes
+        now = passes[-1] if passes else self._of_thread.outside
+        if now.checkpoints != enclosing_checkpoints() or (not passes and is_in_backward()):
+            return forward(*args, **kwargs)  # See Rule 5
+        index = self._next_index(module, now)
+        if index is None and not passes:
+            now.end_chain()
+            now = self._of_thread.outside = _Pass()
+            index = self._next_index(module, now)
+        if index is None:
+            return self._run_out_of_order(module, now, forward, args, kwargs)
+        now.latest = index
+        now.used.add(index)
+        return self._run_stage(self._stages[index], now, forward, args, kwargs)
 
-    def _pass(self, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.sizes is not None:
-            self.sizes.look_at(type(self._model).__name__, args, kwargs)
-        with _InPass(self._here.passes):
-            return run(*args, **kwargs)
+    def _run_model(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._sizes is not None:
+            self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
+        now, passes = _Pass(), self._of_thread.passes
+        with Undoing() as undo:
+            undo.later(now.end_chain)
+            undo.later(_truncate, passes, len(passes))
+            passes.append(now)
+            return forward(*args, **kwargs)
 
-    def _place_of(self, module: nn.Module, now: _Pass) -> int | None:
-        places = self._places.get(id(module), ())
-        return next((place for place in places if place > now.place), None)
+    def _next_index(self, module: nn.Module, now: _Pass) -> int | None:
+        indices = self._indices.get(id(module), ())
+        return next((index for index in indices if index > now.latest), None)
 
-    def _out_of_order(
-        self, module: nn.Module, now: _Pass, run: Fn, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a block whose stages are all before the last call (See Rule 3)."""
-        _end(now)
-        self._warn(module)
-        places = self._places.get(id(module), ())
-        unused = next((place for place in places if place not in now.used), None)
-        if unused is not None and self._stages[unused].is_kept:
-            now.used.add(unused)
-            return _kept(self._stages[unused], run, *args, **kwargs)
-        return run_again(Call(f"block `{self._names[id(module)]}`", run, args, kwargs, module))
-
-    def _stage(
+    def _run_out_of_order(
         self,
-        stage: PlannedStage,
-        place: int,
+        module: nn.Module,
         now: _Pass,
-        run: Fn,
+        forward: Forward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        now.place = place
-        now.used.add(place)
-        executor = self._parts[stage.part].executor
+        """Run a block whose stages are all before the last call (See Rule 3)."""
+        now.end_chain()
+        self._warn(module)
+        indices = self._indices.get(id(module), ())
+        unused = next((index for index in indices if index not in now.used), None)
+        if unused is not None and self._stages[unused].is_kept:
+            now.used.add(unused)
+            return self._stages[unused].run_kept(forward, *args, **kwargs)
+        return run_again(Call(f"block `{self._names[id(module)]}`", forward, args, kwargs, module))
+
+    def _run_stage(
+        self,
+        stage: PlannedStage,
+        now: _Pass,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        executor = stage.chain.executor
         if executor is None:
-            _end(now)
-            return _kept(stage, run, *args, **kwargs)
-        fn = run if stage.chosen is None else functools.partial(_kept, stage, run)
-        call = Call(f"block `{stage.name}`", fn, args, kwargs, stage.module)
-        at, picks = (), ()
-        if now.chain is not None and now.part == stage.part:
-            at, picks = now.returned.places_in(call.state, stage.module)
-            if not at:
+            now.end_chain()
+            return stage.run_kept(forward, *args, **kwargs)
+        if stage.chosen is not None:
+            forward = functools.partial(stage.run_kept, forward)
+        call = Call(f"block `{stage.name}`", forward, args, kwargs, stage.module)
+        linked, picks = (), ()
+        if now.chain is not None and now.chain.planned is stage.chain:
+            linked, picks = now.chain.outputs.indices_in(call.state, stage.module)
+            if not linked:
                 self._warn(stage.module)
+        if now.chain is None or not linked:
+            now.end_chain()
+            now.chain = _OpenChain(stage.chain, executor)
         # The pass releases the chain first: an exception then neither continues nor holds it.
-        if now.chain is not None and now.last is not None and at:
-            chain, last, first = now.chain, now.last, now.num_entered
-            now.chain = now.last = None
-            last.picks = picks
-            state = tuple(call.state[place] for place in at)
-        else:
-            _end(now)
-            chain, last, first = executor.begin(), None, 0
-            state = call.state
-        for _ in range(first, stage.step):
-            state, _ = chain.enter(_LEFT_OUT, state)
-        if last is not None:
+        chain, now.chain = now.chain, None
+        state = call.state
+        if chain.latest is not None:
+            chain.latest.picks = picks
+            state = tuple(call.state[index] for index in linked)
+        for _ in range(chain.num_entered, stage.step):
+            state, _ = chain.run.enter(_SKIPPED, state)
+        if chain.latest is not None:
             step = executor.prepared.steps[stage.step]
-            state = call.link(at, may_run_again=not step.is_taped or step.is_run_again)
-        state, _ = chain.enter(call, state)
-        now.returned = Returned(state)
-        now.part, now.num_entered = stage.part, stage.step + 1
-        if now.num_entered == self._parts[stage.part].num_stages:
-            chain.end(state)
+            state = call.link(linked, may_run_again=not step.is_taped or step.is_run_again)
+        state, _ = chain.run.enter(call, state)
+        chain.latest, chain.outputs = call, CallOutputs(state)
+        chain.num_entered = stage.step + 1
+        if chain.num_entered == stage.chain.num_stages:
+            chain.run.end(state)
         else:
-            now.chain, now.last = chain, call
+            now.chain = chain
         return call.take_output(state)
 
     def _warn(self, module: nn.Module) -> None:
@@ -276,15 +278,5 @@ class Follow:
             )
 
 
-def _end(now: _Pass) -> None:
-    chain, now.chain, now.last = now.chain, None, None
-    now.returned = Returned(())
-    if chain is not None:
-        chain.end(())
-
-
-def _kept(stage: PlannedStage, run: Fn, *args: Any, **kwargs: Any) -> Any:
-    if stage.chosen is None:
-        return run(*args, **kwargs)
-    name = f"block `{stage.name}`"
-    return run_again(KeepingCall(name, run, args, kwargs, stage.module, stage.chosen))
+def _truncate(passes: list[_Pass], length: int) -> None:
+    del passes[length:]

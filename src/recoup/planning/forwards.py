@@ -10,7 +10,7 @@ Rule 2. A module that compiles its own call (`module.compile()`) stores it in an
         The wrapper then wraps the compiled call, so that the compiler does not see the wrapper.
 Rule 3. A module that was copied or unpickled has no follower, and neither has a model that was
         traced (torch.export, torch.jit.trace, torch.fx).
-Rule 4. If other code replaces `forward` later, that replacement stays, and the wrapper beneath it
+Rule 4. If other code replaces `forward` later, that replacement stays, and the wrapper within it
         only calls the original forward from then on.
 Rule 5. The owner of a follower (a plan) can be found from the modules. An owner may suspend
         others, and then follows the same modules for a while, on top of them.
@@ -26,59 +26,70 @@ from types import MethodType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recoup._core.compile import is_loaded, is_traced, uncompiled
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import num_repeated
-from recoup._core.saved_tensors import frame_in_force
+from recoup._core.saved_tensors import frame_in_force, version_of
 
-__all__ = ["Follower", "Following", "around", "followed", "followings_within", "suspended"]
+__all__ = [
+    "CallOutputs",
+    "Follower",
+    "WrappedForwards",
+    "enclosing_checkpoints",
+    "followed",
+    "suspended",
+    "wrapped_forwards_in",
+]
 
 _COMPILED = "_compiled_call_impl"
 _OF_A_FUNCTION = frozenset((
     "__annotations__", "__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__",
     "__type_params__",
 ))  # fmt: skip
-Run = Callable[..., Any]
-
-
-def around() -> tuple[int, object | None]:
-    """Return the number of regions around this code, and the frame of a torch checkpoint."""
-    return num_repeated(), frame_in_force()
+Forward = Callable[..., Any]
 
 
 class Follower(Protocol):
     """The interface of a follower, which is called in place of a forward."""
 
     def called(
-        self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> Any:
-        """Return the result of `run`, the forward of `module`, for these arguments."""
+        """Return the result of `forward`, the forward of `module`, for these arguments."""
         ...
 
 
-class _Followed:
-    """The forward of a module, which goes through a follower (See Rule 1)."""
+class _WrappedForward:
+    """The forward of a module, which goes through a follower (See Rule 1).
 
-    def __init__(self, module: nn.Module, inner: Run | None, following: Following | None) -> None:
+    Args:
+        module: the module.
+        wrapped: the attribute of the module that it replaces; None for the forward of the class.
+        group: the wrapped forwards that it belongs to; None after their end, and in a copy.
+    """
+
+    def __init__(
+        self, module: nn.Module, wrapped: Forward | None, group: WrappedForwards | None
+    ) -> None:
         self.module = module
-        self.inner = inner
-        self.following = following
-        wrapped = self.__wrapped__
-        self.__doc__ = wrapped.__doc__
-        self.__module__ = getattr(wrapped, "__module__", __name__)
+        self.wrapped = wrapped
+        self.group = group
+        forward = self.__wrapped__
+        self.__doc__ = forward.__doc__
+        self.__module__ = getattr(forward, "__module__", __name__)
 
     @property
-    def __wrapped__(self) -> Run:
+    def __wrapped__(self) -> Forward:
         """The forward itself, which other code inspects for argument names."""
         forward: Any = type(self.module).forward
-        return self.inner or MethodType(forward, self.module)
+        return self.wrapped or MethodType(forward, self.module)
 
     @property
     def follower(self) -> Follower | None:
         """The active follower; None after the end, in a copy, and while it is suspended."""
-        return None if self.following is None else self.following.follower
+        return None if self.group is None else self.group.follower
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_A_FUNCTION:
@@ -94,59 +105,58 @@ class _Followed:
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
         if is_loaded() and torch.compiler.is_compiling():
-            return uncompiled(_called)(self, args, kwargs)
+            return uncompiled(_follow)(self, args, kwargs)
         return follower.called(self.module, self.run, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
+        if self.wrapped is not None:
+            return self.wrapped(*args, **kwargs)
         # The function is called on the class: torch.export cannot trace a bound method's creation.
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Followed:
-        return _Followed(copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo), None)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WrappedForward:
+        wrapped = copy.deepcopy(self.wrapped, memo)
+        return _WrappedForward(copy.deepcopy(self.module, memo), wrapped, None)
 
     def __reduce__(self) -> Any:
-        return _Followed, (self.module, self.inner, None)  # See Rule 3
+        return _WrappedForward, (self.module, self.wrapped, None)  # See Rule 3
 
 
-def _called(followed: _Followed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if followed.follower is None:
-        return followed.run(*args, **kwargs)
-    return followed.follower.called(followed.module, followed.run, args, kwargs)
+def _follow(forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if forward.follower is None:
+        return forward.run(*args, **kwargs)
+    return forward.follower.called(forward.module, forward.run, args, kwargs)
 
 
-class Following:
-    """A group of modules whose forwards go through one follower, until `end`.
+class WrappedForwards:
+    """The forwards of a group of modules, which go through one follower from `begin` to `end`.
 
     Args:
-        modules: the modules.
-        follower: the follower that is called in place of their forwards.
-        owner: the object that `followings_within` finds from the modules, such as a plan; or None.
-        is_held: whether the modules hold a reference to the owner. If not, the following ends when
-            the last other reference to the owner is gone.
-
-    Raises:
-        ValueError: the forward of one of them goes through another follower already.
+        follower: the follower that is called in place of the forwards.
+        owner: the object that `wrapped_forwards_in` finds from the modules, such as a plan.
+        is_held: whether the modules hold a reference to the owner. If not, the last other reference
+            to the owner ends the following.
     """
 
     def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        follower: Follower,
-        owner: object | None = None,
-        *,
-        is_held: bool = True,
+        self, follower: Follower, owner: object | None = None, *, is_held: bool = True
     ) -> None:
         self._follower: Follower | None = follower
         self._owner: Callable[[], object | None] | None = None
         if owner is not None:
             self._owner = (lambda: owner) if is_held else weakref.ref(owner)
-        self.suspensions: list[object] = []
-        self._followed: list[tuple[str, _Followed]] = []
+        self._forwards: list[tuple[str, _WrappedForward]] = []
+        self.suspensions: set[object] = set()
+
+    def begin(self, modules: Iterable[nn.Module]) -> None:
+        """Wrap the forwards of `modules`.
+
+        Raises:
+            ValueError: the forward of one of them goes through another follower already.
+        """
         try:
             for module in modules:
-                self._follow(module)
+                self._wrap(module)
         except BaseException:
             self.end()
             raise
@@ -157,61 +167,55 @@ class Following:
         return None if self._owner is None else self._owner()
 
     @property
-    def is_over(self) -> bool:
-        """Whether the following has ended."""
+    def has_ended(self) -> bool:
+        """Whether `end` was called, or the owner is gone."""
         return self._follower is None or (self._owner is not None and self._owner() is None)
 
     @property
     def is_in_place(self) -> bool:
         """Whether the wrappers are still set; code that restores attributes may remove them."""
-        return not self.is_over and all(
-            any(each is self for each in _followings_of(followed.module))
-            for _, followed in self._followed[-1:]
-        )
+        last = self._forwards[-1:]
+        return not self.has_ended and all(self in _groups_of(each.module) for _, each in last)
 
     @property
     def follower(self) -> Follower | None:
         """The follower that is called now in place of the forwards, if any."""
-        return None if self.suspensions or self.is_over else self._follower
+        return None if self.suspensions or self.has_ended else self._follower
 
-    def is_for(self, follower: Follower) -> bool:
-        """Whether the forwards go through this follower."""
-        return self._follower is follower
-
-    def _follow(self, module: nn.Module) -> None:
+    def _wrap(self, module: nn.Module) -> None:
         _check_is_free(module)
         own = vars(module)
         key = _COMPILED if own.get(_COMPILED) is not None else "forward"
         found = own.get(key)
-        while isinstance(found, _Followed) and (found.following is None or found.following.is_over):
-            found = found.inner
-        followed = _Followed(module, found, self)
-        self._followed.append((key, followed))
-        own[key] = followed
+        while isinstance(found, _WrappedForward) and (found.group is None or found.group.has_ended):
+            found = found.wrapped
+        forward = _WrappedForward(module, found, self)
+        self._forwards.append((key, forward))
+        own[key] = forward
 
     def end(self) -> None:
         """Restore the forwards of the modules."""
         self._follower = None
-        for key, followed in self._followed:
-            followed.following = None
-            own = vars(followed.module)
-            if own.get(key) is not followed:
+        for key, forward in self._forwards:
+            forward.group = None
+            own = vars(forward.module)
+            if own.get(key) is not forward:
                 continue  # See Rule 4
-            if followed.inner is not None:
-                own[key] = followed.inner
+            if forward.wrapped is not None:
+                own[key] = forward.wrapped
             elif key == "forward":
                 del own[key]
             else:
                 own[key] = None
-        self._followed.clear()
+        self._forwards.clear()
 
 
 def _check_is_free(module: nn.Module) -> None:
     """Raise if the forward of `module` goes through a follower that is not suspended."""
-    if not any(each.follower is not None for each in _followings_of(module)):
+    if not any(each.follower is not None for each in _groups_of(module)):
         return
     gc.collect()  # the owner may be garbage
-    for each in _followings_of(module):
+    for each in _groups_of(module):
         if each.follower is not None:
             owner = each.owner
             whose = "while another model that shares it is being planned"
@@ -226,50 +230,81 @@ def _check_is_free(module: nn.Module) -> None:
             )
 
 
-def _followings_of(module: nn.Module) -> Iterator[Following]:
-    """Yield the followings of `module`, also beneath wrappers of other libraries."""
+def _groups_of(module: nn.Module) -> Iterator[WrappedForwards]:
+    """Yield the groups that `module` belongs to, also within wrappers of other libraries."""
     for key in (_COMPILED, "forward"):
         found = vars(module).get(key)
         while found is not None:
-            if isinstance(found, _Followed) and found.following is not None:
-                yield found.following
+            if isinstance(found, _WrappedForward) and found.group is not None:
+                yield found.group
             found = getattr(found, "__wrapped__", None)
 
 
-def followings_within(model: nn.Module) -> list[Following]:
-    """Return the followings of modules of `model`, each once, in the order of the modules."""
-    found = {id(each): each for module in model.modules() for each in _followings_of(module)}
-    return [each for each in found.values() if not each.is_over]
+def wrapped_forwards_in(model: nn.Module) -> list[WrappedForwards]:
+    """Return the groups of modules of `model`, each once, in the order of the modules."""
+    found = {id(each): each for module in model.modules() for each in _groups_of(module)}
+    return [each for each in found.values() if not each.has_ended]
 
 
 @restoring
-def suspended(followings: Iterable[Following]) -> Generator[None]:
-    """Return a context in which these followings are suspended (See Rule 5)."""
+def suspended(groups: Iterable[WrappedForwards]) -> Generator[None]:
+    """Return a context in which these forwards do not go through their followers (See Rule 5)."""
     suspension = object()
     with Undoing() as undo:
-        for each in followings:
-            undo.later(_go_on, each, suspension)
-            each.suspensions.append(suspension)
+        for each in groups:
+            undo.later(each.suspensions.discard, suspension)
+            each.suspensions.add(suspension)
         yield
-
-
-def _go_on(following: Following, suspension: object) -> None:
-    if suspension in following.suspensions:
-        following.suspensions.remove(suspension)
 
 
 @restoring
 def followed(modules: Iterable[nn.Module], follower: Follower) -> Generator[None]:
     """Return a context in which the forwards of `modules` go through `follower`."""
-    modules = list(modules)
+    forwards = WrappedForwards(follower)
     with Undoing() as undo:
-        undo.later(_unfollow, modules, follower)
-        Following(modules, follower)
+        undo.later(forwards.end)
+        forwards.begin(modules)
         yield
 
 
-def _unfollow(modules: Sequence[nn.Module], follower: Follower) -> None:
-    found = {id(each): each for module in modules for each in _followings_of(module)}
-    for each in found.values():
-        if each.is_for(follower):
-            each.end()
+def enclosing_checkpoints() -> tuple[int, object | None]:
+    """Return the number of regions around this code, and the frame of a torch checkpoint."""
+    return num_repeated(), frame_in_force()
+
+
+class CallOutputs:
+    """The tensors that a call returned, recognized when they are arguments of a later call.
+
+    They are referred to weakly.
+
+    Args:
+        outputs: the tensors.
+    """
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self._outputs = [(weakref.ref(output), version_of(output)) for output in outputs]
+
+    def indices_in(
+        self, arguments: Sequence[Tensor], module: nn.Module
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the indices of the arguments that are outputs, and the indices of these outputs.
+
+        An output that was changed in place since then does not count. No output counts if `module`
+        is sharded (FSDP2), because FSDP2 would not gather its parameters when the backward of
+        another block needs it run again.
+
+        Args:
+            arguments: the tensors among the arguments of a call.
+            module: the module that is called.
+        """
+        if hasattr(type(module), "unshard"):
+            return (), ()
+        found = {
+            id(output): index
+            for index, (ref, version) in enumerate(self._outputs)
+            if (output := ref()) is not None and version_of(output) == version
+        }
+        pairs = [(index, found[id(arg)]) for index, arg in enumerate(arguments) if id(arg) in found]
+        return tuple(index for index, _ in pairs), tuple(output for _, output in pairs)

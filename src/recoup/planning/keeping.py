@@ -28,7 +28,7 @@ Rule 7. When the first run has ended, outputs go through the saved-tensor hooks 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,19 +38,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.call import Call
 from recoup._core.dispatch_modes import InMode
+from recoup._core.operators import has_schema, map_instances, traits_of
+from recoup._core.pytree import tensors_in
 from recoup._core.rng import States, generator_states, same_states, set_generator_states
 from recoup._core.saved_tensors import Kept, Pair, num_nodes, pair_in_force
-from recoup._core.storage_ids import storage_id
+from recoup._core.storage_tracking import storage_id
 from recoup.errors import ReplayError
-from recoup.planning.bits import Bits
 from recoup.planning.work import is_costly, is_mask
 
-__all__ = ["KeepingCall", "Keeps"]
-
-Keeps = Callable[[Any, int], bool] | frozenset[int]
+__all__ = ["KeepingCall", "KeptTensor", "PackedMask"]
 
 _OTHER, _CAST, _COSTLY = range(3)
-_kinds: dict[Any, int] = {}  # a cache: the kind of an operator is needed at every call of it
+
+
+class _CostlyOp(NamedTuple):
+    """A costly operator of the first run.
+
+    Args:
+        func: the operator.
+        mark: its place in the graph (See Rule 2).
+        shapes: the shapes of its input tensors.
+    """
+
+    func: Any
+    mark: int
+    shapes: tuple[torch.Size, ...]
+
+
+class _KeptOutput(NamedTuple):
+    """A copy of the output of a chosen operator.
+
+    Args:
+        output: the output, with a `KeptTensor` in place of each tensor; or the `PackedMask`.
+        states: the states of the generators after it, if it drew (See Rule 3).
+    """
+
+    output: Any
+    states: States | None
 
 
 class KeepingCall(Call):
@@ -67,11 +91,11 @@ class KeepingCall(Call):
         args: its arguments.
         kwargs: its keyword arguments.
         module: the module whose forward `fn` is; None if there is none, or `fn` is the module.
-        keeps: the numbers of the chosen costly operators, or a function from an operator and its
+        chosen: the numbers of the chosen costly operators, or a function from an operator and its
             number to whether it is chosen.
     """
 
-    __slots__ = ("_outputs",)
+    __slots__ = ("_chosen", "_is_recorded", "_kept", "_num_seen", "_ops", "_pair")
 
     def __init__(
         self,
@@ -80,26 +104,84 @@ class KeepingCall(Call):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         module: nn.Module | None,
-        keeps: Keeps,
+        chosen: Callable[[Any, int], bool] | frozenset[int],
     ) -> None:
         super().__init__(name, fn, args, kwargs, module)
-        self._outputs = _Outputs(name, keeps, pair_in_force())
+        self._chosen = chosen
+        self._pair = pair_in_force()
+        self._ops: list[_CostlyOp] = []
+        self._kept: dict[int, _KeptOutput] = {}  # by number
+        self._is_recorded = False  # whether the first run has ended
+        self._num_seen = 0  # the costly operators that a later run has reached
 
     def _called(self, given: Any) -> Any:
-        outputs = self._outputs
-        if outputs.is_noted:
-            try:
-                with InMode(_Met(outputs.hand_out)):
-                    return super()._called(given)
-            finally:
-                outputs.forget()
-        with InMode(_Met(outputs.note)):
-            result = super()._called(given)
-        outputs.first_run_ended()
+        if not self._is_recorded:
+            with InMode(_Interceptor(self._run_first)):
+                result = super()._called(given)
+            self._first_run_ended()
+            return result
+        try:
+            with InMode(_Interceptor(self._run_again)):
+                return super()._called(given)
+        finally:
+            self._kept.clear()  # See Rule 7
+            self._num_seen = 0
+
+    def _run_first(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
+        """Run an operator, and copy its output if it is chosen."""
+        number, chosen = len(self._ops), self._chosen
+        given = tensors_in((args, kwargs))
+        self._ops.append(_CostlyOp(func, mark, tuple(tensor.shape for tensor in given)))
+        if not (number in chosen if isinstance(chosen, frozenset) else chosen(func, number)):
+            return func(*args, **kwargs)
+        before = generator_states() if _may_draw(func) else None
+        result = func(*args, **kwargs)
+        after = None if before is None else generator_states()
+        if is_mask(func):
+            if type(result) is Tensor and not result.is_sparse:
+                self._kept[number] = _KeptOutput(PackedMask(result), after)
+        elif _can_be_kept(func, result, given):
+            drew = before is not None and after is not None and not same_states(before, after)
+            copy = map_instances(result, Tensor, KeptTensor)
+            self._kept[number] = _KeptOutput(copy, after if drew else None)
         return result
 
+    def _first_run_ended(self) -> None:
+        """Pass the outputs to the saved-tensor hooks (See Rule 7)."""
+        pair, self._pair = self._pair, None
+        self._is_recorded = True
+        for number, kept in self._kept.items():
+            name = f"What {self._ops[number].func} made in {self.name}"
+            keep = functools.partial(KeptTensor.keep, name=name, pair=pair)
+            map_instances(kept.output, KeptTensor, keep)
 
-class _Met(TorchDispatchMode):
+    def _run_again(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
+        """Return the output of an operator in the first run, or run the operator again."""
+        number = self._num_seen
+        self._num_seen = number + 1
+        kept = self._kept.pop(number, None)
+        if number >= len(self._ops) or self._ops[number].mark != mark:
+            return func(*args, **kwargs)
+        self._check(self._ops[number], func, args, kwargs)
+        if kept is None:
+            return func(*args, **kwargs)
+        if kept.states is not None:
+            set_generator_states(kept.states)
+        if isinstance(kept.output, PackedMask):
+            return args[0].copy_(kept.output.unpacked())
+        return map_instances(kept.output, KeptTensor, KeptTensor.get)
+
+    def _check(self, first: _CostlyOp, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        shapes = tuple(tensor.shape for tensor in tensors_in((args, kwargs)))
+        if first.func is not func or first.shapes != shapes:
+            raise ReplayError(
+                f"Running {self.name} again called {func} on shapes {[*map(tuple, shapes)]} where "
+                f"the first run called {first.func} on {[*map(tuple, first.shapes)]}. A region "
+                "must do the same when it runs again: look for outside state that it reads."
+            )
+
+
+class _Interceptor(TorchDispatchMode):
     """A mode in which costly operators go through `run`, with their place (See Rule 2)."""
 
     supports_higher_order_operators = True
@@ -114,9 +196,7 @@ class _Met(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        kind = _kinds.get(func)
-        if kind is None:
-            kind = _kinds[func] = _kind_of(func)
+        kind = _kind_of(func)
         if kind == _COSTLY:
             mark = num_nodes() - self._start - self._num_casts
             return self._run(func, args, kwargs or {}, mark)
@@ -125,123 +205,31 @@ class _Met(TorchDispatchMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+@functools.cache
 def _kind_of(func: Any) -> int:
     if func is torch.ops.aten._to_copy.default:
         return _CAST
     return _COSTLY if is_costly(func) else _OTHER
 
 
-class _Operator(NamedTuple):
-    """A costly operator of the first run.
-
-    Args:
-        func: the operator.
-        mark: its place in the graph (See Rule 2).
-        shapes: the shapes of its input tensors.
-    """
-
-    func: Any
-    mark: int
-    shapes: tuple[torch.Size, ...]
+def _may_draw(func: Any) -> bool:
+    return not has_schema(func) or traits_of(func).may_draw
 
 
-class _Made(NamedTuple):
-    """A copy of the output of a chosen operator.
-
-    Args:
-        result: the output, with an `_Output` in place of each tensor.
-        states: the states of the generators after it, if it drew (See Rule 3).
-        bits: the draws of a mask (See Rule 6).
-    """
-
-    result: Any
-    states: States | None
-    bits: Bits | None = None
-
-
-class _Outputs:
-    """The outputs of the chosen operators of one call.
-
-    Args:
-        name: the name of the call in errors.
-        keeps: the chosen operators, as in `KeepingCall`.
-        pair: the saved-tensor hooks in force around the call.
-    """
-
-    __slots__ = ("_keeps", "_made", "_name", "_operators", "_pair", "_place", "is_noted")
-
-    def __init__(self, name: str, keeps: Keeps, pair: Pair | None) -> None:
-        self.is_noted = False
-        self._name = name
-        self._keeps = keeps
-        self._pair = pair
-        self._operators: list[_Operator] = []
-        self._made: dict[int, _Made] = {}
-        self._place = 0
-
-    # -- the first run ---------------------------------------------------------------------
-
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
-        """Run an operator, and copy its output if it is chosen."""
-        place, keeps = len(self._operators), self._keeps
-        given = tuple(_tensors((args, tuple(kwargs.values()))))
-        self._operators.append(_Operator(func, mark, tuple(tensor.shape for tensor in given)))
-        if not (place in keeps if isinstance(keeps, frozenset) else keeps(func, place)):
-            return func(*args, **kwargs)
-        before = generator_states() if _may_draw(func) else None
-        result = func(*args, **kwargs)
-        if is_mask(func):
-            if before is not None and type(result) is Tensor and not result.is_sparse:
-                self._made[place] = _Made(None, generator_states(), Bits(result))
-            return result
-        after = None if before is None else generator_states()
-        drew = before is not None and after is not None and not same_states(before, after)
-        if not _writes(func) and _can_be_kept(result, given):
-            self._made[place] = _Made(_mapped(_Output, result), after if drew else None)
-        return result
-
-    def first_run_ended(self) -> None:
-        """Pass the outputs to the saved-tensor hooks (See Rule 7)."""
-        pair, self._pair = self._pair, None
-        self.is_noted = True
-        for place, made in self._made.items():
-            for output in _outputs(made.result):
-                output.keep(f"What {self._operators[place].func} made in {self._name}", pair)
-
-    # -- later runs ------------------------------------------------------------------------
-
-    def hand_out(self, func: Any, args: Any, kwargs: dict[str, Any], mark: int) -> Any:
-        """Return the output of an operator in the first run, or run the operator again."""
-        place = self._place
-        self._place = place + 1
-        made = self._made.pop(place, None)
-        is_same = place < len(self._operators) and self._operators[place].mark == mark
-        if is_same:
-            self._check(self._operators[place], func, args, kwargs)
-        if made is None or not is_same:
-            return func(*args, **kwargs)
-        if made.states is not None:
-            set_generator_states(made.states)
-        if made.bits is not None:
-            return args[0].copy_(made.bits.unpacked())
-        return _mapped(_Output.get, made.result)
-
-    def forget(self) -> None:
-        """Free the outputs that were not returned, and reset the place (See Rule 7)."""
-        self._made.clear()
-        self._place = 0
-
-    def _check(self, first: _Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        shapes = tuple(tensor.shape for tensor in _tensors((args, tuple(kwargs.values()))))
-        if first.func is not func or first.shapes != shapes:
-            raise ReplayError(
-                f"Running {self._name} again called {func} on shapes {[*map(tuple, shapes)]} where "
-                f"the first run called {first.func} on {[*map(tuple, first.shapes)]}. A region "
-                "must do the same when it runs again: look for outside state that it reads."
-            )
+def _can_be_kept(func: Any, result: Any, given: Sequence[Tensor]) -> bool:
+    """Whether the outputs are plain, share no memory, and are all that `func` does (Rule 5)."""
+    if has_schema(func) and traits_of(func).writes:
+        return False
+    seen = {storage_id(tensor) for tensor in given if tensor.layout is torch.strided}
+    for tensor in tensors_in(result):
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not is_plain or tensor.is_inference() or storage_id(tensor) in seen:
+            return False
+        seen.add(storage_id(tensor))
+    return True
 
 
-class _Output:
+class KeptTensor:
     """A copy of a tensor that a chosen operator made (See Rule 4)."""
 
     __slots__ = ("_geometry", "_kept")
@@ -261,52 +249,34 @@ class _Output:
         return laid_out(tensor, self._geometry).detach()
 
 
-@functools.cache
-def _may_draw(func: Any) -> bool:
-    name = str(func)
-    is_known = name.startswith("aten.") and "attention" not in name and "rnn" not in name
-    return not is_known or is_mask(func)
+# Eight bytes of 0 or 1, read as one number and multiplied by this, have their bits in the highest
+# byte of the product.
+_GATHER = 0x0102040810204080
+# A byte multiplied by this is repeated eight times; `_ONE_EACH` takes another bit of each.
+_SPREAD = 0x0101010101010101
+_ONE_EACH = 0x8040201008040201 - 2**64
 
 
-@functools.cache
-def _writes(func: Any) -> bool:
-    """Whether the schema of an operator says that it writes to an input (See Rule 5)."""
-    schema = getattr(func, "_schema", None)
-    aliases = [] if schema is None else [argument.alias_info for argument in schema.arguments]
-    return any(alias is not None and alias.is_write for alias in aliases)
+class PackedMask:
+    """A tensor of zeros and ones, eight to a byte.
 
+    Args:
+        tensor: a tensor of any type; nonzero entries count as one.
+    """
 
-def _can_be_kept(result: Any, given: tuple[Tensor, ...]) -> bool:
-    """Whether the outputs are plain and share no memory (See Rule 5)."""
-    met = {storage_id(t) for t in given if t.layout is torch.strided}
-    for tensor in _tensors(result):
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        if not is_plain or tensor.is_inference() or storage_id(tensor) in met:
-            return False
-        met.add(storage_id(tensor))
-    return True
+    __slots__ = ("_num_values", "_shape", "packed")
 
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape = tensor.shape
+        self._num_values = tensor.numel()
+        ones = (tensor != 0).flatten()
+        missing = -self._num_values % 8
+        if missing:
+            ones = torch.cat([ones, ones.new_zeros(missing)])
+        eights = ones.view(torch.int64)
+        self.packed = ((eights * _GATHER) >> 56).to(torch.uint8)
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in cast("tuple[Any, ...]", value):
-            yield from _tensors(each)
-
-
-def _outputs(result: Any) -> Iterator[_Output]:
-    if isinstance(result, _Output):
-        yield result
-    elif isinstance(result, tuple):
-        for each in cast("tuple[Any, ...]", result):
-            yield from _outputs(each)
-
-
-def _mapped(change: Callable[[Any], Any], result: Any) -> Any:
-    """Return a result with `change` applied to each tensor and each `_Output` in it."""
-    if isinstance(result, (Tensor, _Output)):
-        return change(result)
-    if isinstance(result, (tuple, list)):
-        return tuple(_mapped(change, each) for each in cast("tuple[Any, ...]", result))
-    return result
+    def unpacked(self) -> Tensor:
+        """Return the zeros and ones as a tensor of bool."""
+        eights = (self.packed.to(torch.int64) * _SPREAD) & _ONE_EACH
+        return (eights.view(torch.uint8) != 0)[: self._num_values].view(self._shape)

@@ -13,14 +13,10 @@ Rule 3. Work is counted, not timed, so that every process arrives at the same pl
 
 from __future__ import annotations
 
-import random
-import sys
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,93 +25,22 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten
 from recoup._core.rng import fingerprint
-from recoup._core.saved_tensors import grad_mode, is_in_backward, storage_of
-from recoup._core.snapshots import copied
+from recoup._core.saved_tensors import is_in_backward
 from recoup._core.stage import State
+from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import around, followed
-from recoup.planning.linking import Returned
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.rehearsal import backward_within_model, rehearsal
+from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
+from recoup.planning.step import Step
 from recoup.planning.verification import (
-    DifferentStepError,
     Outcome,
-    Verification,
     outcome_of,
 )
 from recoup.planning.work import Product, WorkCounter
 
-__all__ = [
-    "Measured",
-    "MeasuredCall",
-    "Step",
-    "measure_blocks",
-    "peak_of",
-    "plain_outcome",
-    "seconds_of",
-    "seed_all",
-]
+__all__ = ["Measured", "MeasuredCall", "measure_blocks"]
 
 Run = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step (forward, loss, backward) on copies of the arguments that share their memory.
-
-    Args:
-        model: the model.
-        call: the model itself, or a function that calls it.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        losses: a function from its output to one scalar or several.
-        holds_output: whether the output is alive until backward has ended.
-        seed: the seed of its random draws; None to leave the random streams as they are.
-        verification: the comparison of its runs with an expected outcome; each step has its own.
-    """
-
-    model: nn.Module
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    losses: Callable[[Any], Sequence[Tensor]]
-    holds_output: bool = True
-    seed: int | None = None
-    verification: Verification = field(default_factory=Verification, init=False)
-
-    def rehearsed(self) -> AbstractContextManager[None]:
-        """Return a context in which runs of the step leave no trace."""
-        return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
-
-    def run(self) -> list[Tensor | None]:
-        """Run the step, and return the gradients of the arguments that require them."""
-        args, kwargs = copied((self.args, self.kwargs))
-        given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
-        if self.seed is not None:
-            seed_all(self.seed)
-        with grad_mode(True):
-            output = self.call(*args, **kwargs)
-            losses = self.losses(output)
-            if not self.holds_output:
-                output = None
-            gradients = backward_within_model(self.model, losses)
-        del output
-        return [gradients.get(id(value)) for value in given]
-
-    def forget(self) -> None:
-        """Free the gradients, so that memory allocated within a timeline is freed within it."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-
-def seed_all(seed: int) -> None:
-    """Seed the random streams that a rehearsal restores: those of torch, Python and numpy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed(seed)
 
 
 @dataclass
@@ -211,9 +136,7 @@ def measure_blocks(
     state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
     with step.rehearsed(), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
-        own = (*step.model.parameters(), *step.model.buffers())
-        weights = set(map(storage_of, own))
-        meter = _Meter(names, weights, flatten((step.args, step.kwargs))[0], line, state_bytes)
+        meter = _Meter(step, names, line, state_bytes)
         with followed([module for _, module in blocks], meter):
             gradients = step.run()
         meter.step_ended()
@@ -222,77 +145,36 @@ def measure_blocks(
     return meter.measured
 
 
-def plain_outcome(step: Step) -> Outcome:
-    """Run a step of a model that follows no plan, and return its outcome."""
-    with step.rehearsed():
-        return outcome_of(step.model, step.run())
-
-
-def peak_of(step: Step, device: torch.device) -> int:
-    """Return the peak of a step of a model that follows a plan, on the rank on which it is largest.
-
-    Raises:
-        DifferentStepError: on some rank the outcome differs from that of the plain step.
-    """
-    with step.rehearsed(), timeline(device) as line:
-        gradients = step.run()
-        ran = line.mark()  # before the comparison, which takes memory, too
-        difference = step.verification.difference(outcome_of(step.model, gradients))
-        del gradients
-        step.forget()
-    found = [ran.peak_bytes, float(difference is not None)]
-    peak_bytes, is_different = largest_among_ranks(step.model, found)
-    if is_different:
-        raise DifferentStepError(difference or "On another rank, a planned step differs.")
-    return int(peak_bytes)
-
-
-def seconds_of(step: Step) -> float:
-    """Return the seconds of a step of the model, which must have run once before."""
-    with step.rehearsed():
-        begin = time.perf_counter()
-        step.run()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-
 class _Meter:
     """The follower that measures all blocks."""
 
-    def __init__(
-        self,
-        names: dict[int, str],
-        weights: set[int],
-        given: Sequence[Tensor],
-        line: Timeline,
-        state_bytes: int,
-    ) -> None:
+    def __init__(self, step: Step, names: dict[int, str], line: Timeline, state_bytes: int) -> None:
         self.measured = Measured()
         self._state_bytes = state_bytes  # bytes of a random state
         self._names = names
-        self._around = around()
+        self._checkpoints = enclosing_checkpoints()
         self._line = line
-        self._returned = Returned(())
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._know(given)  # alive before the step
-        self._weights = weights
+        self._returned = CallOutputs(())
+        # Storages that are alive before the step, or that a call was given.
+        self._known = WeakSet(storages_of(flatten((step.args, step.kwargs))[0]))
+        self._weights = WeakSet(storages_of((*step.model.parameters(), *step.model.buffers())))
         self._latest: MeasuredCall | None = None  # the call whose second run was the last
 
     def called(
         self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a block, and measure it."""
-        if self._around != around() or is_in_backward():
+        if self._checkpoints != enclosing_checkpoints() or is_in_backward():
             return run(*args, **kwargs)  # a checkpoint of another library recomputes it
         calls = self.measured.calls
         name = self._names[id(module)]
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
         given = call.state
-        taken = self._storages(given)
-        at, _ = self._returned.places_in(given, module)
+        taken = WeakSet(storages_of(given))
+        at, _ = self._returned.indices_in(given, module)
         linked = tuple(given[place] for place in at)
-        found = MeasuredCall(name, module, bool(at), self._fresh_bytes(linked or given))
+        found = MeasuredCall(name, module, bool(at), _bytes_of(linked or given, self._known))
+        self._known.update(storages_of(linked or given))
         calls.append(found)
         found.before = self._line.mark()
         drawn_before = self._drawn()
@@ -305,10 +187,11 @@ class _Meter:
         if not is_compiled(module):  # else its operators cannot be intercepted one by one
             found.products = counter.products
         outputs = call.take_outputs()
-        found.output_bytes = self._bytes_of(outputs, taken)
-        found.alive_bytes = counter.alive_bytes(taken | self._storages(outputs) | self._weights)
+        found.output_bytes = _bytes_of(outputs, taken)
+        taken.update(storages_of(outputs))
+        found.alive_bytes = counter.alive_bytes(taken | self._weights)
         found.holders = _attributes_with_a_graph(name, module)
-        self._returned = Returned(outputs)
+        self._returned = CallOutputs(outputs)
         return output
 
     def second_run_begins(self, place: int) -> MeasuredCall:
@@ -322,7 +205,7 @@ class _Meter:
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
         """Record the span of the second run and the one after; empties `outputs`."""
         found.again = self._line.mark()
-        found.again_bytes = self._bytes_of(outputs, self._storages(given))
+        found.again_bytes = _bytes_of(outputs, set(storages_of(given)))
         outputs.clear()
         found.residuals = self._line.mark()
         self._latest = found
@@ -343,30 +226,6 @@ class _Meter:
         found = fingerprint()
         self._line.mark()
         return found
-
-    def _fresh_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Return the bytes of tensors that no earlier call was given, parameters excluded."""
-        # A new storage may have the address of one that was freed.
-        known = {key for key, storage in self._known.items() if storage() is not None}
-        num_bytes = self._bytes_of(tensors, known)
-        self._know(tensors)
-        return num_bytes
-
-    def _know(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            if key := storage_of(tensor):
-                self._known[key] = weakref.ref(tensor.untyped_storage())
-
-    def _storages(self, tensors: Sequence[Tensor]) -> set[int]:
-        return set(map(storage_of, tensors))
-
-    def _bytes_of(self, tensors: Sequence[Tensor], left_out: set[int]) -> int:
-        found = {storage_of(t): t for t in tensors if not isinstance(t, nn.Parameter)}
-        return sum(
-            tensor.untyped_storage().nbytes()
-            for key, tensor in found.items()
-            if key and key not in left_out
-        )
 
 
 class _MeasuredCall(Call):
@@ -406,6 +265,11 @@ class _MeasuredCall(Call):
         """Return the outputs of the first run, and release them."""
         outputs, self.outputs = self.outputs, None
         return outputs or ()
+
+
+def _bytes_of(tensors: Iterable[Tensor], left_out: Container[torch.UntypedStorage]) -> int:
+    """Return the bytes of tensors that are no parameters."""
+    return bytes_of((t for t in tensors if not isinstance(t, nn.Parameter)), left_out)
 
 
 def _attributes_with_a_graph(name: str, module: nn.Module) -> tuple[str, ...]:

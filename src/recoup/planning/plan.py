@@ -16,24 +16,19 @@ from recoup._core.restoring import Undoing, restoring
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes, parse_bytes
+from recoup.planning.advice import constant_memory_of, held_by_others
 from recoup.planning.blocks import Block, name_blocks
 from recoup.planning.choosing import Choice, choose
-from recoup.planning.drafting import follow_schedule
-from recoup.planning.forwards import Following, followed, followings_within, suspended
-from recoup.planning.holders import held_by_others
-from recoup.planning.inverting import constant_memory_of
+from recoup.planning.drafting import follower_of
+from recoup.planning.following import PlanFollower
+from recoup.planning.forwards import WrappedForwards, followed, suspended, wrapped_forwards_in
 from recoup.planning.losses import losses_from
-from recoup.planning.measuring import (
-    MeasuredCall,
-    Step,
-    peak_of,
-    seconds_of,
-)
-from recoup.planning.outgrowing import Sizes
+from recoup.planning.measuring import MeasuredCall
 from recoup.planning.ranks import is_sharded, largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.report import BlockPlan, Summary, described, rows_of
-from recoup.planning.seeing import blocks_that_are_called
+from recoup.planning.sizes import ArgumentSizes, standing_bytes
+from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import (
     PricedBlocks,
     expect_again,
@@ -42,7 +37,7 @@ from recoup.planning.stages import (
     kinds_of_blocks,
     price_blocks,
 )
-from recoup.planning.total import standing_bytes
+from recoup.planning.step import Step, peak_of, seconds_of
 from recoup.planning.verification import DifferentStepError
 from recoup.schedules import Action, Cost, Point, Schedule, frontier
 
@@ -144,7 +139,7 @@ def plan_call(
     device = _device_of(model)
     step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
     named = name_blocks(model, blocks)
-    own = [each for each in followings_within(model) if getattr(each.owner, "model", 0) is model]
+    own = [each for each in wrapped_forwards_in(model) if getattr(each.owner, "model", 0) is model]
     with suspended(own), uncollected():  # measure the model without a plan
         named = named or blocks_that_are_called(step)
         if not named:
@@ -273,7 +268,7 @@ def applied_plans(model: nn.Module) -> list[Plan]:
         >>> recoup.applied_plans(model)
         []
     """
-    owners = [each.owner for each in followings_within(model)]
+    owners = [each.owner for each in wrapped_forwards_in(model)]
     return [owner for owner in owners if isinstance(owner, Plan)]
 
 
@@ -316,8 +311,8 @@ class Plan:
         self._found = tuple(found)
         self._calls = tuple(calls)
         self.held_by_others = tuple(held_by_others(step.model, calls))
-        self._following: Following | None = None
-        self._sizes = Sizes(step.args, step.kwargs)
+        self._forwards: WrappedForwards | None = None
+        self._sizes = ArgumentSizes(step.args, step.kwargs)
         self._device = device
         self._choice, self._point = self._chosen(step)
         self._step_seconds = self._seconds_of(step)
@@ -397,7 +392,7 @@ class Plan:
     @property
     def is_applied(self) -> bool:
         """Whether the model follows it."""
-        return self._following is not None and self._following.is_in_place
+        return self._forwards is not None and self._forwards.is_in_place
 
     def apply(self) -> Plan:
         """Let the model follow the plan in every forward with gradients, until `remove`.
@@ -426,7 +421,9 @@ class Plan:
             for each in replaced:
                 each.remove()
             try:
-                self._following = self._follow(self._point, self, is_held=is_held)
+                follower = self._follower(self._point, self._sizes)
+                self._forwards = WrappedForwards(follower, self, is_held=is_held)
+                self._forwards.begin(self._followed_modules)
             except BaseException:
                 for each in replaced:
                     each.apply()
@@ -435,9 +432,9 @@ class Plan:
 
     def remove(self) -> None:
         """Restore the forwards of the model; existing graphs still follow the plan."""
-        following, self._following = self._following, None
-        if following is not None:
-            following.end()
+        forwards, self._forwards = self._forwards, None
+        if forwards is not None:
+            forwards.end()
 
     @restoring
     def applied(self) -> Generator[Plan]:
@@ -469,12 +466,8 @@ class Plan:
         bounds = (self.budget_bytes, self.standing_bytes)
         return draw(Plans(self.costs, self.frontier, self._point, *bounds), Path(path))
 
-    def _follow(
-        self, point: Point, owner: Plan | None = None, *, is_held: bool = True
-    ) -> Following:
-        follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
-        follower.sizes = self._sizes if owner is not None else None
-        return Following(self._followed_modules, follower, owner, is_held=is_held)
+    def _follower(self, point: Point, sizes: ArgumentSizes | None = None) -> PlanFollower:
+        return follower_of(point.schedule, self._root, self._found, self._calls, sizes)
 
     @property
     def _followed_modules(self) -> list[nn.Module]:
@@ -487,8 +480,8 @@ class Plan:
         is_partly_estimated = any(call.is_estimated for call in self._calls)
         step_budget = self.budget_bytes - self.standing_bytes
 
-        def rehearse(place: int) -> int:
-            point = self.frontier[place]
+        def rehearse(index: int) -> int:
+            point = self.frontier[index]
             with self._followed(point):
                 peak_bytes = peak_of(step, self._device)
                 if peak_bytes > step_budget and is_sharded(step.model):  # See Rule 3 of ranks.py
@@ -498,9 +491,9 @@ class Plan:
 
         predicted = [point.peak_bytes for point in self.frontier]
         choice = choose(predicted, step_budget, rehearse)
-        if choice.place is None:
+        if choice.point_index is None:
             raise self._too_small(self.standing_bytes + choice.least_bytes)
-        return choice, self.frontier[choice.place]
+        return choice, self.frontier[choice.point_index]
 
     def _too_small(self, least: int) -> BudgetError:
         of_which = (
@@ -521,5 +514,4 @@ class Plan:
             return seconds_of(step)
 
     def _followed(self, point: Point) -> AbstractContextManager[None]:
-        follower = follow_schedule(self._root, self._found, self._calls, point.schedule)
-        return followed(self._followed_modules, follower)
+        return followed(self._followed_modules, self._follower(point))

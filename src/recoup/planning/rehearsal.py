@@ -29,7 +29,7 @@ from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import generators_restored
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ReplayError
-from recoup.planning.as_found import AsFound, settings_restored
+from recoup.planning.state_snapshot import StateSnapshot, settings_restored
 
 __all__ = ["backward_within_model", "rehearsal", "uncollected"]
 
@@ -48,13 +48,13 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
-    found = AsFound([module, *_read(values)])
+    found = StateSnapshot([module, *_read(values)])
     torch.clear_autocast_cache()  # earlier casts would not be counted
     with (
         generators_restored(),
         _streams_restored(),
         settings_restored(),
-        _lent(parameters),
+        _without_gradients(parameters),
         uncollected(),
         Undoing() as undo,
     ):
@@ -89,7 +89,7 @@ def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[in
     """
     own = set(map(id, model.parameters()))
     leaves = [leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]
-    with _lent(leaves):
+    with _without_gradients(leaves):
         torch.autograd.backward(losses)
         return {id(leaf): leaf.grad for leaf in leaves}
 
@@ -110,7 +110,7 @@ def uncollected() -> Generator[None]:
 
 
 @restoring
-def _lent(leaves: Iterable[Tensor]) -> Generator[None]:
+def _without_gradients(leaves: Iterable[Tensor]) -> Generator[None]:
     """Return a context in which leaves have neither gradients nor hooks (See Rules 1 and 2)."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from recoup.memory import format_bytes
+from recoup.memory.tables import aligned
 from recoup.planning.measuring import MeasuredCall
 from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
 
@@ -131,11 +132,7 @@ def described(plan: Summary) -> str:
             name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
             format_bytes(row.saves_bytes), f"{1e3 * row.seconds:.3g} ms" if row.seconds else "-",
         ))  # fmt: skip
-    widths = [max(len(line[column]) for line in table) for column in range(7)]
-    for line in table:
-        left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
-        lines.append("  ".join([*left, *right]).rstrip())
+    lines += aligned(table, left=range(3))
     if plan.num_seen < plan.num_blocks:
         lines.append(
             f"seen {plan.num_seen} of {plan.num_blocks} blocks: the others were not called, and "

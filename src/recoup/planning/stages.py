@@ -27,14 +27,13 @@ from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten
-from recoup._core.restoring import Undoing
-from recoup._core.snapshots import copied
 from recoup.planning.blocks import Block, has_list_of_blocks, repeats
-from recoup.planning.linking import Returned
-from recoup.planning.measuring import MeasuredCall, Step, measure_blocks, plain_outcome
+from recoup.planning.forwards import CallOutputs
+from recoup.planning.measuring import MeasuredCall, measure_blocks
 from recoup.planning.pricing import price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
-from recoup.planning.seeing import blocks_of_any_forward, measure_most
+from recoup.planning.skipped_blocks import blocks_of_any_forward, measure_most
+from recoup.planning.step import Step, plain_outcome
 from recoup.planning.verification import has_room
 from recoup.schedules import Cost, Point, frontier
 
@@ -176,7 +175,7 @@ class _Call:
     """One call of a module within a stage."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        self.latest = Returned(given)
+        self.latest = CallOutputs(given)
         self.is_chain = True
         self.modules: list[nn.Module] = []
 
@@ -184,7 +183,7 @@ class _Call:
 _Chains = dict[int, list[_Call]]
 
 
-class _Watch:
+class _ChainObserver:
     """An observer of the modules that each module within stages calls, and of their inputs."""
 
     def __init__(self) -> None:
@@ -195,37 +194,26 @@ class _Watch:
         given, _ = flatten((args, kwargs))
         if self._calls:
             around = self._calls[-1]
-            around.is_chain &= bool(around.latest.places_in(given, module)[0])
+            around.is_chain &= bool(around.latest.indices_in(given, module)[0])
             around.modules.append(module)
         self._calls.append(_Call(given))
 
-    def ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         del args, kwargs
         call, (outputs, _) = self._calls.pop(), flatten(output)
-        call.is_chain &= bool(call.latest.places_in(outputs, module)[0])
+        call.is_chain &= bool(call.latest.indices_in(outputs, module)[0])
         self.chains.setdefault(id(module), []).append(call)
         if self._calls:
-            self._calls[-1].latest = Returned(outputs)
+            self._calls[-1].latest = CallOutputs(outputs)
 
 
 def _chains(step: Step, stages: Sequence[nn.Module]) -> _Chains:
     """Return the calls of all modules within stages in one forward."""
-    watch = _Watch()
+    observer = _ChainObserver()
     modules = {id(each): each for stage in stages for each in stage.modules()}
-    handles: list[Any] = []
-    with step.rehearsed(), torch.no_grad(), Undoing() as undo:
-        undo.later(_remove, handles)
-        for module in modules.values():
-            handles.append(module.register_forward_pre_hook(watch.begins, with_kwargs=True))
-            handles.append(module.register_forward_hook(watch.ended, with_kwargs=True))
-        args, kwargs = copied((step.args, step.kwargs))
-        step.call(*args, **kwargs)
-    return watch.chains
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+    with step.rehearsed():
+        step.observe_forward(modules.values(), observer.begins, observer.ends)
+    return observer.chains
 
 
 def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:

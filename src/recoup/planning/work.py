@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Container, Generator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.dispatch_modes import InMode
-from recoup._core.listening import Way, heard_by
+from recoup._core.pytree import tensors_in
 from recoup._core.restoring import restoring
-from recoup._core.saved_tensors import storage_of
+from recoup._core.save_observer import Way, observed_by
+from recoup._core.storage_tracking import bytes_of, storages_of
 
 __all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
 
@@ -74,42 +75,38 @@ class WorkCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.work = 0.0
-        self._products: list[tuple[str, float, int]] = []
-        self._made: list[list[weakref.ref[torch.UntypedStorage]]] = []
-        self._told: list[weakref.ref[torch.UntypedStorage]] = []
+        self._products: list[Product] = []
+        self._outputs: list[WeakSet[torch.UntypedStorage]] = []  # of each product
+        self._residuals = WeakSet[torch.UntypedStorage]()
         self._num_needed = 0
         self._around: Any = None
 
     @restoring
     def counting(self) -> Generator[None]:
         """Return a context in which operators are counted."""
-        with InMode(self), heard_by(self) as self._around:
+        with InMode(self), observed_by(self) as self._around:
             yield
 
-    def told(self, tensor: Tensor, slot: Any, way: Way) -> None:
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that a region does not keep the residual `tensor`."""
         self._num_needed = len(self._products)
-        if tensor.layout is torch.strided:
-            self._told.append(weakref.ref(tensor.untyped_storage()))
+        self._residuals.update(storages_of([tensor]))
         if self._around is not None:
-            self._around.told(tensor, slot, way)
+            self._around.saved(tensor, slot, way)
 
     @property
     def products(self) -> list[Product]:
         """The costly operators, in order."""
-        return [
-            Product(*product, index < self._num_needed)
-            for index, product in enumerate(self._products)
-        ]
+        needed = self._products[: self._num_needed]
+        return [each._replace(is_needed=True) for each in needed] + self._products[len(needed) :]
 
-    def alive_bytes(self, left_out: set[int]) -> int:
+    def alive_bytes(self, left_out: Container[torch.UntypedStorage]) -> int:
         """Return the bytes of residuals that regions do not keep, but other code keeps alive."""
-        found = {s.data_ptr(): s.nbytes() for ref in self._told if (s := ref()) is not None}
-        return sum(size for key, size in found.items() if key not in left_out)
+        return sum(each.nbytes() for each in self._residuals if each not in left_out)
 
     def products_alive(self) -> list[bool]:
         """Return, for each costly operator, whether its output is alive."""
-        return [any(ref() is not None for ref in refs) for refs in self._made]
+        return [len(storages) > 0 for storages in self._outputs]
 
     def __torch_dispatch__(
         self,
@@ -122,22 +119,21 @@ class WorkCounter(TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
         if not getattr(func, "is_view", False):
-            made = list(_tensors(result))
-            work = _work(func, args, kwargs, result, made)
+            outputs = tensors_in(result)
+            work = _work(func, args, kwargs, result, outputs)
             self.work += work
             if is_costly(func):
-                self._note(func, work, made)
+                self._add(func, work, outputs)
         return result
 
-    def _note(self, func: Any, work: float, made: Sequence[Tensor]) -> None:
+    def _add(self, func: Any, work: float, outputs: Sequence[Tensor]) -> None:
         if is_mask(func):
-            self._products.append((str(func), work, -(-made[0].numel() // 8)))
-            self._made.append([])  # the bits themselves are no residual
-            return
-        storages = {storage_of(t): t.untyped_storage() for t in made if storage_of(t)}
-        num_bytes = sum(storage.nbytes() for storage in storages.values())
-        self._products.append((str(func), work, num_bytes))
-        self._made.append([weakref.ref(storage) for storage in storages.values()])
+            num_bytes = -(-outputs[0].numel() // 8)
+            outputs = ()  # the bits themselves are no residual
+        else:
+            num_bytes = bytes_of(outputs)
+        self._products.append(Product(str(func), work, num_bytes, is_needed=False))
+        self._outputs.append(WeakSet(storages_of(outputs)))
 
 
 @functools.cache
@@ -149,24 +145,15 @@ def _flop_registry() -> dict[Any, Any]:
 
 
 def _work(
-    func: Any, args: Any, kwargs: dict[str, Any], result: Any, made: Sequence[Tensor]
+    func: Any, args: Any, kwargs: dict[str, Any], result: Any, outputs: Sequence[Tensor]
 ) -> float:
-    taken = _tensors((args, tuple(kwargs.values())))
     num_bytes, device = 0, "cpu"
-    for tensor in (*made, *taken):
+    for tensor in (*outputs, *tensors_in((args, kwargs))):
         num_bytes += tensor.numel() * tensor.element_size()
         device = tensor.device.type
-    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and made:
-        drawn = made[0].numel() * made[0].element_size()
-        num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn)
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and outputs:
+        drawn_bytes = outputs[0].numel() * outputs[0].element_size()
+        num_bytes += int(_BYTES_PER_DRAWN_BYTE.get(device, 0.0) * drawn_bytes)
     count = _flop_registry().get(getattr(func, "_overloadpacket", func))
     flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
     return num_bytes + flops / _FLOPS_PER_BYTE.get(device, _FLOPS_PER_BYTE["cuda"])
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in cast("tuple[Any, ...]", value):
-            yield from _tensors(each)

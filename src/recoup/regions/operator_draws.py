@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from recoup._core.pytree import tensors_in
 from recoup._core.random_sources import own_generator
 from recoup._core.rng import same_states
 from recoup.errors import ReplayError
-from recoup.regions.operator_arguments import tensors_in
 
-__all__ = ["Draw", "Redrawing", "Streams"]
+__all__ = ["Draw", "DrawRecorder", "DrawReplayer"]
 
 # Overloads that take a generator, by the names of those that take none.
 _WITH_GENERATOR = {
@@ -54,13 +54,13 @@ class Draw(NamedTuple):
     state: Tensor | int | None
 
 
-class Streams:
+class DrawRecorder:
     """The generators that the operators of a block draw from, as it runs."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[_Stream, torch.Generator, Tensor]] = {}
 
-    def draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
         """Run an operator that may draw; return its result, and a `Draw` if it drew (Rule 1)."""
         generator = kwargs.get("generator")
         if generator is None:
@@ -103,8 +103,8 @@ def _as_seed(generator: torch.Generator, state: Tensor) -> Tensor | int:
 def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
     device = kwargs.get("device")
     if device is None:
-        first = next(tensors_in((args, tuple(kwargs.values()))), None)
-        device = torch.device("cpu") if first is None else first.device
+        given = tensors_in((args, kwargs))
+        device = given[0].device if given else torch.device("cpu")
     if device.type not in ("cpu", "cuda", "meta"):
         raise ReplayError(
             f"{func} draws on {device.type}, whose generators are not known here, so it could not "
@@ -120,7 +120,7 @@ def _default(device: torch.device) -> torch.Generator | None:
     return torch.default_generator if device.type == "cpu" else None
 
 
-class Redrawing:
+class DrawReplayer:
     """The generators of one replay (See Rule 3)."""
 
     def __init__(self) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Generator
 from contextlib import AbstractContextManager
+from typing import Any
 
-from recoup._core.compile import is_loaded, uncompiled
-from recoup.regions.recording import Recording, place_in_code
+import torch
 
-__all__ = ["recomputing"]
+from recoup._core.compile import is_loaded, never_compiled, uncompiled
+from recoup._core.dispatch_modes import InMode
+from recoup._core.restoring import Reusable, Undoing, restoring
+from recoup._core.saved_tensors import is_transformed, pair_in_force, saving
+from recoup.errors import RecoupError
+from recoup.regions.recorder import OpRecorder
+
+__all__ = ["Recomputing", "place_in_code", "recomputing"]
 
 
 def recomputing() -> AbstractContextManager[None]:
@@ -52,8 +61,59 @@ def recomputing() -> AbstractContextManager[None]:
     Source: "Gradient checkpointing for weight noise etc",
     https://github.com/rwth-i6/returnn/issues/1552.
     """
-    return (uncompiled(_block) if is_loaded() else _block)()
+    return (uncompiled(_here) if is_loaded() else _here)()
 
 
-def _block() -> AbstractContextManager[None]:
-    return Recording(f"the block at {place_in_code()}")
+def _here() -> AbstractContextManager[None]:
+    return Recomputing(f"the block at {place_in_code()}")
+
+
+def place_in_code() -> str:
+    """Return the file and line of the code that called recoup."""
+    frame = inspect.currentframe()
+    while frame is not None and _is_passed_over(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_passed_over(module: str) -> bool:
+    return module.partition(".")[0] in ("recoup", "torch")
+
+
+class Recomputing(Reusable):
+    """A context around blocks whose values are not kept.
+
+    Args:
+        name: the name of the blocks in errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def once(self) -> Any:
+        """Return the context of one block."""
+        return (uncompiled(_block) if is_loaded() else _block)(self._name)
+
+
+@restoring
+def _block(name: str) -> Generator[None]:
+    if not torch.is_grad_enabled():
+        yield  # nothing is kept anyway
+        return
+    if is_transformed():
+        raise RecoupError(
+            "recoup.recomputing() does not work inside transforms of torch.func (grad, vmap, "
+            "jacrev), which do not support saved tensor hooks. Leave it out there."
+        )
+    recorder = OpRecorder(name, pair_in_force())
+    with Undoing() as undo:
+        undo.later(recorder.close)
+        with saving(recorder.pack, _unpack), InMode(recorder):
+            yield
+        recorder.finish()
+
+
+@never_compiled
+def _unpack(packed: Any) -> Any:
+    return packed.get()

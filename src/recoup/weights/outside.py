@@ -26,10 +26,10 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from recoup._core.compile import never_compiled
+from recoup._core.pytree import flatten
 from recoup.weights.forwards import Forward, frames, is_due
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization, Reparametrized
 
@@ -94,7 +94,7 @@ def look_at_part(
             _warn_of_part(module, application, next(iter(steps)))
             continue
         now = _Waiting(steps)
-        for node in {leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}:
+        for node in {tensor.grad_fn for tensor in flatten(result)[0]}:
             if node is not None:
                 node.register_prehook(now)
         _waiting[application] = [weakref.ref(each) for each in (*before, now)]

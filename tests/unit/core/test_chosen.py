@@ -16,8 +16,7 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.planning import keeping as room
-from recoup.planning.bits import Bits
-from recoup.planning.keeping import KeepingCall
+from recoup.planning.keeping import KeepingCall, PackedMask
 from recoup.planning.work import is_costly
 from recoup.regions.checkpoint import run_again
 from tests.alive import held_after
@@ -176,11 +175,11 @@ def test_masks_are_kept_as_bits_and_not_drawn_again(dtype):
 
 
 @pytest.mark.parametrize("num_values", [0, 1, 7, 8, 9, 1000])
-def test_bits(num_values):
+def test_packed_masks(num_values):
     tensor = (torch.rand(num_values) < 0.5).float()
-    bits = Bits(tensor)
-    assert torch.equal(bits.unpacked(), tensor.bool())
-    assert bits.packed.numel() == -(-num_values // 8)
+    mask = PackedMask(tensor)
+    assert torch.equal(mask.unpacked(), tensor.bool())
+    assert mask.packed.numel() == -(-num_values // 8)
 
 
 def test_what_is_kept_is_inputs_and_outputs():
@@ -305,9 +304,8 @@ def test_a_kept_draw_before_one_that_is_made_again(keeps):
 
 def test_the_probe_of_selective_checkpointing(monkeypatch):
     """The first draw kept, the second one made again: torch has another mask then."""
-    monkeypatch.setattr(room, "_kinds", {})
-    monkeypatch.setattr(room, "is_costly", lambda func: func is torch.ops.aten.rand_like.default)
-    monkeypatch.setattr(room, "_may_draw", lambda func: True)
+    kinds = {torch.ops.aten.rand_like.default: room._COSTLY}
+    monkeypatch.setattr(room, "_kind_of", lambda func: kinds.get(func, room._OTHER))
 
     def fn(x):
         return ((x * torch.rand_like(x)).sin() * torch.rand_like(x)).sin()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import recoup
-from recoup._core.listening import here
+from recoup._core.save_observer import current
 from recoup._core.saved_tensors import pair_in_force
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError
@@ -58,7 +58,7 @@ def state():
         dict(nn.modules.module._global_forward_hooks),
         dict(nn.modules.module._global_forward_pre_hooks),
         dict(nn.modules.module._global_forward_hooks_always_called),
-        here.listener,
+        current.observer,
         torch.is_grad_enabled(),
     )
 

@@ -11,7 +11,8 @@ import pytest
 
 from recoup.errors import RecoupError
 from recoup.memory import Curve, Point, curve
-from recoup.memory.points import WITHIN_WORKER, build_name
+from recoup.memory.builders import build_name
+from recoup.memory.points import WITHIN_WORKER
 
 BUILDERS = Path(__file__).with_name("builders.py")
 UNIT_BYTES = 256 * 1024

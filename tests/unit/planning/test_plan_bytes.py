@@ -12,8 +12,8 @@ from torch import nn
 import recoup
 from recoup.errors import BudgetError
 from recoup.flows import NICE
+from recoup.planning.advice import constant_memory_of
 from recoup.planning.choosing import choose
-from recoup.planning.inverting import constant_memory_of
 from tests.alive import allocated_bytes
 
 
@@ -184,12 +184,12 @@ def test_few_points_are_rehearsed_and_what_is_named_is_found_again():
         met, rehearse = rehearsing(peaks)
         choice = choose(predicted, budget, rehearse)
         assert len(met) == len(set(met)) <= num_points.bit_length() + 3
-        assert (choice.place is None) == (choice.peak_bytes > budget)
-        if choice.place is not None:
-            assert peaks[choice.place] == choice.peak_bytes
+        assert (choice.point_index is None) == (choice.peak_bytes > budget)
+        if choice.point_index is not None:
+            assert peaks[choice.point_index] == choice.peak_bytes
         again = choose(predicted, choice.least_bytes, rehearse)
-        assert again.place is not None
-        assert peaks[again.place] <= choice.least_bytes
+        assert again.point_index is not None
+        assert peaks[again.point_index] <= choice.least_bytes
 
 
 def test_two_rehearsals_do_where_predictions_hold():

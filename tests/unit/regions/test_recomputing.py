@@ -20,7 +20,7 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.regions.recomputing import recomputing
-from recoup.regions.recorded import Record
+from recoup.regions.recorded_ops import RecordedBlock
 from tests.alive import no_collector
 from tests.oracle import hooks_in_force
 
@@ -202,13 +202,13 @@ class Runs:
 
     def __init__(self, monkeypatch):
         self.count = 0
-        run_again = Record.run_again
+        replay = RecordedBlock.replay
 
         def counted(record):
             self.count += 1
-            run_again(record)
+            replay(record)
 
-        monkeypatch.setattr(Record, "run_again", counted)
+        monkeypatch.setattr(RecordedBlock, "replay", counted)
 
 
 def test_a_block_runs_again_once_for_all_its_values(monkeypatch):

@@ -12,11 +12,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.lazy_values import Value
+from recoup._core.operators import traits_of
 from recoup.errors import ReplayError
-from recoup.regions.operator_draws import Redrawing, Streams
-from recoup.regions.recorded import Begins, Look, Memory, Record, layout_of
+from recoup.regions.operator_draws import DrawRecorder, DrawReplayer
+from recoup.regions.recomputing import Recomputing, place_in_code
+from recoup.regions.recorded_ops import (
+    Origin,
+    RecordedBlock,
+    RecordedStorage,
+    layout_of,
+)
 from recoup.regions.recorded_storages import Storages
-from recoup.regions.recording import Recording, _traits, _with_devices, place_in_code
+from recoup.regions.recorder import _with_device_index
 
 aten = torch.ops.aten
 
@@ -34,7 +41,7 @@ class Seen(TorchDispatchMode):
 
 
 def block():
-    return Recording("the block")
+    return Recomputing("the block")
 
 
 def seen_in_backward(loss):
@@ -117,24 +124,24 @@ def test_a_second_run_sees_grad_mode_as_the_first_did():
 # -- from where -----------------------------------------------------------------------------------
 
 
-def begins_of(change, tensor, *, is_ours=False, **given):
+def origin_of(change, tensor, *, is_ours=False, **given):
     storages = Storages("the block")
     if is_ours:
         storages.made(tensor, is_blank=True)
     for read in given.get("reads", ()):
-        storages.look(read)
+        storages.record(read)
     storages.will_change(change, "an operator", is_overwritten=given.get("is_overwritten", True))
-    return storages.look(tensor).memory.begins
+    return storages.record(tensor).storage.origin
 
 
-def test_where_a_memory_begins():
+def test_where_a_storage_comes_from():
     x = torch.randn(4, 6)
-    assert begins_of(x, x) is Begins.BLANK
-    assert begins_of(x.t(), x) is Begins.BLANK
-    assert begins_of(x[1:], x) is Begins.COPY
-    assert begins_of(x, x, is_overwritten=False) is Begins.COPY
-    assert begins_of(x, x, reads=[x[0]]) is Begins.COPY
-    assert begins_of(x.expand(2, 4, 6)[0], x, is_ours=True) is Begins.BLANK
+    assert origin_of(x, x) is Origin.BLANK
+    assert origin_of(x.t(), x) is Origin.BLANK
+    assert origin_of(x[1:], x) is Origin.COPY
+    assert origin_of(x, x, is_overwritten=False) is Origin.COPY
+    assert origin_of(x, x, reads=[x[0]]) is Origin.COPY
+    assert origin_of(x.expand(2, 4, 6)[0], x, is_ours=True) is Origin.BLANK
 
 
 def test_a_storage_that_died_is_not_taken_for_the_next_one():
@@ -154,21 +161,21 @@ def test_a_storage_that_died_is_not_taken_for_the_next_one():
 
 
 def test_statistics_are_written_though_no_schema_says_so():
-    assert _traits(aten.native_batch_norm.default).writes >= {3, 4}
-    assert _traits(aten.add_.Tensor).writes >= {0}
-    assert _traits(aten.add.out).writes == {"out"}
-    assert not _traits(aten.add.Tensor).writes
+    assert traits_of(aten.native_batch_norm.default).writes >= {3, 4}
+    assert traits_of(aten.add_.Tensor).writes >= {0}
+    assert traits_of(aten.add.out).writes == {"out"}
+    assert not traits_of(aten.add.Tensor).writes
 
 
 def test_what_is_known_of_operators():
-    assert _traits(aten.t.default).is_view
-    assert not _traits(aten.add_.Tensor).is_view
-    assert _traits(aten.copy_.default).overwrites
-    assert _traits(aten.add.out).overwrites
-    assert not _traits(aten.add_.Tensor).overwrites
-    assert _traits(aten.native_dropout.default).may_draw
-    assert not _traits(aten.mm.default).may_draw
-    assert not _traits(aten._local_scalar_dense.default).is_recorded
+    assert traits_of(aten.t.default).is_view
+    assert not traits_of(aten.add_.Tensor).is_view
+    assert traits_of(aten.copy_.default).overwrites
+    assert traits_of(aten.add.out).overwrites
+    assert not traits_of(aten.add_.Tensor).overwrites
+    assert traits_of(aten.native_dropout.default).may_draw
+    assert not traits_of(aten.mm.default).may_draw
+    assert not traits_of(aten._local_scalar_dense.default).makes_or_writes
 
 
 def test_memory_that_was_only_allocated_is_kept(a):
@@ -276,20 +283,20 @@ def test_views_of_every_kind(a):
 # -- draws ----------------------------------------------------------------------------------------
 
 
-def draw(streams, func, *args, **kwargs):
-    result, found = streams.draw(func, args, kwargs)
+def draw(recorder, func, *args, **kwargs):
+    result, found = recorder.run(func, args, kwargs)
     return result, found
 
 
 def test_a_stream_is_kept_where_it_does_not_follow():
-    streams = Streams()
+    recorder = DrawRecorder()
     torch.manual_seed(1)
-    _, first = draw(streams, aten.rand.default, [3])
-    _, second = draw(streams, aten.native_dropout.default, torch.ones(3), 0.5, True)
+    _, first = draw(recorder, aten.rand.default, [3])
+    _, second = draw(recorder, aten.native_dropout.default, torch.ones(3), 0.5, True)
     torch.rand(1)
-    _, third = draw(streams, aten.rand.default, [3])
+    _, third = draw(recorder, aten.rand.default, [3])
     generator = torch.Generator().manual_seed(4)
-    _, fourth = draw(streams, aten.rand.generator, [3], generator=generator)
+    _, fourth = draw(recorder, aten.rand.generator, [3], generator=generator)
     assert first.state == 1
     assert second.state is None
     assert isinstance(third.state, torch.Tensor)
@@ -300,7 +307,7 @@ def test_a_stream_is_kept_where_it_does_not_follow():
 
 def test_an_operator_that_draws_nothing_has_no_draw():
     before = torch.get_rng_state()
-    _, found = draw(Streams(), aten.native_dropout.default, torch.ones(3), 0.5, False)
+    _, found = draw(DrawRecorder(), aten.native_dropout.default, torch.ones(3), 0.5, False)
     assert found is None
     assert torch.equal(before, torch.get_rng_state())
 
@@ -312,11 +319,11 @@ def test_the_default_generator_moves_in_forward_and_not_when_it_is_repeated(func
     plain = func(*args)
     after = torch.get_rng_state()
     torch.manual_seed(2)
-    result, found = draw(Streams(), func, *args)
+    result, found = draw(DrawRecorder(), func, *args)
     assert torch.equal(torch.get_rng_state(), after)
     torch.rand(3)
     state = torch.get_rng_state()
-    again = Redrawing().run(func, args, {}, found)
+    again = DrawReplayer().run(func, args, {}, found)
     assert torch.equal(torch.get_rng_state(), state)
     for a, b in ((result, plain), (again, plain)):
         pairs = zip(a, b, strict=True) if isinstance(a, tuple) else ((a, b),)
@@ -350,16 +357,18 @@ def test_other_threads_may_draw_at_any_time():
 
 def test_a_device_without_an_index_gets_the_one_that_is_current(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert _with_devices({"device": torch.device("cuda")}) == {"device": torch.device("cuda", 3)}
+    assert _with_device_index({"device": torch.device("cuda")}) == {
+        "device": torch.device("cuda", 3)
+    }
     for given in ({}, {"device": None}, {"device": torch.device("cuda", 1)}):
-        assert _with_devices(given) == given
+        assert _with_device_index(given) == given
     given = {"device": torch.device("cpu")}
-    assert _with_devices(given) == given
+    assert _with_device_index(given) == given
 
 
 def test_a_device_whose_generators_are_unknown():
     with pytest.raises(ReplayError, match="draws on xpu"):
-        draw(Streams(), aten.rand.default, [3], device=torch.device("xpu"))
+        draw(DrawRecorder(), aten.rand.default, [3], device=torch.device("xpu"))
 
 
 @pytest.mark.cuda
@@ -381,8 +390,8 @@ def test_draws_on_cuda():
 
 
 def test_a_record_that_is_not_whole_is_not_run():
-    record = Record("the block")
-    source = record.source(Memory(Begins.MADE, torch.device("cpu")), torch.ones(2))
+    record = RecordedBlock("the block")
+    source = record.source(RecordedStorage(Origin.MADE, torch.device("cpu")), torch.ones(2))
     record.end(is_whole=False)
     with pytest.raises(ReplayError, match="in the block was asked for after an exception in it"):
         source.make()
@@ -394,7 +403,7 @@ def test_layouts_tell_how_tensors_look():
     assert (layout.size, layout.stride, layout.offset) == ((5, 4), (1, 6), 1)
     assert layout.is_conj
     assert not layout.is_neg
-    assert Look(Memory(Begins.OUTSIDE, x.device), layout).layout == layout_of(x.t()[1:].conj())
+    assert layout == layout_of(x.t()[1:].conj())
 
 
 def test_the_place_in_code_is_that_of_the_caller():

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from recoup._core.saved_tensors import set_versions, version_of
 from recoup._core.snapshots import is_left_alone
 
-__all__ = ["AsFound", "settings_restored"]
+__all__ = ["StateSnapshot", "settings_restored"]
 
 _DEEPEST = 5
 _MOST_ENTRIES = 4096  # entries of larger containers are restored, but not searched
@@ -41,7 +41,7 @@ _OF_NOBODY = frozenset((
 ))  # fmt: skip
 
 
-class AsFound:
+class StateSnapshot:
     """A snapshot of the state that can be reached from some values.
 
     Kept: a copy of each tensor that is not a parameter, and of the entries of each container.
@@ -216,7 +216,7 @@ def _total(tensor: Tensor) -> float:
 def settings_restored() -> Generator[None]:
     """Return a context that restores the global settings of torch which a step may change."""
     of_modules = vars(torch.nn.modules.module)
-    hooks = AsFound([of_modules[key] for key in of_modules if key.startswith("_global_")])
+    hooks = StateSnapshot([of_modules[key] for key in of_modules if key.startswith("_global_")])
     grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,19 +1,20 @@
-"""Residuals that other code holds, which no plan can free: the holder, bytes, and a remedy."""
+"""Advice that is printed with a plan: memory that a plan cannot free, and what else can be done."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from torch import nn
 
 from recoup.memory import format_bytes
 from recoup.planning.measuring import MeasuredCall
 
-__all__ = ["held_by_others"]
+__all__ = ["constant_memory_of", "held_by_others"]
 
 
 def held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
-    """Return a line of advice for each kind of holder that was found.
+    """Return a line for each kind of code that holds residuals, which no plan frees.
 
     Args:
         model: the model.
@@ -54,3 +55,33 @@ def _checkpoints(model: nn.Module) -> Iterator[str]:
             "`gradient_checkpointing` is on: the model runs its layers again itself, and the plan "
             "leaves them to it; call `gradient_checkpointing_disable()` and plan again"
         )
+
+
+def constant_memory_of(model: nn.Module) -> list[str]:
+    """Return a sentence that names the modules for which `memory="constant"` can be set.
+
+    Those are modules with an inverse and an attribute `memory`: chains of invertible modules, and
+    flows. Of nested modules the outermost counts.
+    """
+    found: list[tuple[str, str]] = []
+    within: set[int] = set()
+    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        if id(module) in within or not _is_invertible(module):
+            continue
+        within.update(map(id, module.modules()))
+        if cast("Any", module).memory != "constant":
+            found.append((name, type(module).__name__))
+    if not found:
+        return []
+    names = ", ".join(f"`{name or 'model'}` ({kind})" for name, kind in found)
+    first = f"model.{found[0][0]}" if found[0][0] else "model"
+    sentence = (
+        f"A plan inverts nothing, and {names} can be inverted: without a plan, "
+        f'`{first}.memory = "constant"` keeps outputs alone, which may take less.'
+    )
+    return [sentence]
+
+
+def _is_invertible(module: nn.Module) -> bool:
+    kind: type[nn.Module] = type(module)
+    return isinstance(getattr(kind, "memory", None), property) and hasattr(kind, "inverse")

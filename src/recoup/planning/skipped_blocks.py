@@ -21,16 +21,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from recoup._core.restoring import Undoing
-from recoup._core.snapshots import copied
 from recoup.planning.blocks import Block, find_leaves, repeated_calls
-from recoup.planning.measuring import (
-    Measured,
-    MeasuredCall,
-    Step,
-    measure_blocks,
-    seed_all,
-)
+from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
+from recoup.planning.step import Step
 from recoup.schedules import Cost
 
 __all__ = ["blocks_of_any_forward", "blocks_that_are_called", "measure_most", "sequences_of"]
@@ -77,8 +70,8 @@ def blocks_that_are_called(step: Step) -> list[Block]:
     """
     named: list[Block] = list(cast("Iterator[Block]", step.model.named_modules()))[1:]
     modules = [module for _, module in named]
-    with step.rehearsed(), torch.no_grad():
-        called = _sequence(step, modules, None)
+    with step.rehearsed():
+        called = _sequence(step, modules)
     return repeated_calls(step.model, called) or find_leaves(step.model)
 
 
@@ -89,7 +82,7 @@ def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:
     after 32 of them.
     """
     sequences: Sequences = []
-    with step.rehearsed(), torch.no_grad():
+    with step.rehearsed():
         for seed in range(_MOST_TRIES):
             sequences.append(_sequence(step, modules, seed))
             alike = all(each == sequences[0] for each in sequences)
@@ -105,28 +98,15 @@ def _distinct(modules: Sequence[nn.Module]) -> set[int]:
     return set(map(id, modules))
 
 
-def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None) -> list[nn.Module]:
+def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None) -> list[nn.Module]:
     called: list[nn.Module] = []
 
-    def note(module: nn.Module, args: Any) -> None:
-        del args
+    def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+        del args, kwargs
         called.append(module)
 
-    with Undoing() as undo:
-        for module in modules:
-            undo.later(_remove_hook, module, note)
-            module.register_forward_pre_hook(note)
-        args, kwargs = copied((step.args, step.kwargs))
-        if seed is not None:
-            seed_all(seed)
-        step.call(*args, **kwargs)
+    step.observe_forward(modules, begins, seed=seed)
     return called
-
-
-def _remove_hook(module: nn.Module, hook: Any) -> None:
-    hooks: dict[int, Any] = getattr(module, "_forward_pre_hooks")  # noqa: B009 - it is private
-    for key in [key for key, each in hooks.items() if each is hook]:
-        del hooks[key]
 
 
 def blocks_of_any_forward(

@@ -1,0 +1,160 @@
+"""Training steps of a model that leave no trace, and their outcomes, peaks and times."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.pytree import flatten
+from recoup._core.restoring import Undoing
+from recoup._core.saved_tensors import grad_mode
+from recoup._core.snapshots import copied
+from recoup.memory.timeline import timeline
+from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.rehearsal import backward_within_model, rehearsal
+from recoup.planning.verification import (
+    DifferentStepError,
+    Outcome,
+    Verification,
+    outcome_of,
+)
+
+__all__ = ["Step", "peak_of", "plain_outcome", "seconds_of"]
+
+Hook = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step (forward, loss, backward) on copies of the arguments that share their memory.
+
+    Args:
+        model: the model.
+        call: the model itself, or a function that calls it.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        losses: a function from its output to one scalar or several.
+        holds_output: whether the output is alive until backward has ended.
+        seed: the seed of its random draws; None to leave the random streams as they are.
+        verification: the comparison of its runs with an expected outcome; each step has its own.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    losses: Callable[[Any], Sequence[Tensor]]
+    holds_output: bool = True
+    seed: int | None = None
+    verification: Verification = field(default_factory=Verification, init=False)
+
+    def rehearsed(self) -> AbstractContextManager[None]:
+        """Return a context in which runs of the step leave no trace."""
+        return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
+
+    def run(self) -> list[Tensor | None]:
+        """Run the step, and return the gradients of the arguments that require them."""
+        args, kwargs = copied((self.args, self.kwargs))
+        given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
+        if self.seed is not None:
+            _seed_all(self.seed)
+        with grad_mode(True):
+            output = self.call(*args, **kwargs)
+            losses = self.losses(output)
+            if not self.holds_output:
+                output = None
+            gradients = backward_within_model(self.model, losses)
+        del output
+        return [gradients.get(id(value)) for value in given]
+
+    def observe_forward(
+        self,
+        modules: Iterable[nn.Module],
+        begins: Hook,
+        ends: Hook | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Run a forward without gradients, with hooks that are called around modules.
+
+        Args:
+            modules: the modules.
+            begins: called with the module, its arguments and its keyword arguments.
+            ends: called with these and the output.
+            seed: the seed of its random draws; None to leave the random streams as they are.
+        """
+        with torch.no_grad(), Undoing() as undo:
+            for module in modules:
+                undo.later(_remove_hooks, module, begins, ends)
+                module.register_forward_pre_hook(begins, with_kwargs=True)
+                if ends is not None:
+                    module.register_forward_hook(ends, with_kwargs=True)
+            args, kwargs = copied((self.args, self.kwargs))
+            if seed is not None:
+                _seed_all(seed)
+            self.call(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Free the gradients, so that memory allocated within a timeline is freed within it."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def plain_outcome(step: Step) -> Outcome:
+    """Run a step of a model that follows no plan, and return its outcome."""
+    with step.rehearsed():
+        return outcome_of(step.model, step.run())
+
+
+def peak_of(step: Step, device: torch.device) -> int:
+    """Return the peak of a step of a model that follows a plan, on the rank on which it is largest.
+
+    Raises:
+        DifferentStepError: on some rank the outcome differs from that of the plain step.
+    """
+    with step.rehearsed(), timeline(device) as line:
+        gradients = step.run()
+        ran = line.mark()  # before the comparison, which takes memory, too
+        difference = step.verification.difference(outcome_of(step.model, gradients))
+        del gradients
+        step.forget()
+    found = [ran.peak_bytes, float(difference is not None)]
+    peak_bytes, is_different = largest_among_ranks(step.model, found)
+    if is_different:
+        raise DifferentStepError(difference or "On another rank, a planned step differs.")
+    return int(peak_bytes)
+
+
+def seconds_of(step: Step) -> float:
+    """Return the seconds of a step of the model, which must have run once before."""
+    with step.rehearsed():
+        begin = time.perf_counter()
+        step.run()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def _remove_hooks(module: nn.Module, *hooks: Hook | None) -> None:
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        registered: dict[int, Any] = getattr(module, kind)
+        ours = [key for key, each in registered.items() if any(each is hook for hook in hooks)]
+        for key in ours:
+            del registered[key]
+            getattr(module, f"{kind}_with_kwargs").pop(key, None)
+
+
+def _seed_all(seed: int) -> None:
+    """Seed the random streams that a rehearsal restores: those of torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed)
