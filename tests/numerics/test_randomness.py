@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup._core.rng import Draws, Recording, Replaying, SeededCall, draw_seed
+from recoup._core.rng import Draws, Recording, Replaying, SeededCall, draw_seed, hash_seed
 from recoup.errors import RecoupError
 from recoup.invertible import AdditiveCoupling, Chain, Dequantize, Logit
 from recoup.schedules import constant
@@ -207,6 +207,13 @@ def test_no_state_is_kept_in_constant_memory(monkeypatch):
 
 
 # -- the parts -------------------------------------------------------------------------------------
+
+
+def test_seeds_made_of_numbers_are_those_of_splitmix64():
+    """Draws of weights are made of them, so another hash would give every model other noise."""
+    assert hash_seed(0) == 0xE220A8397B1DCDAF
+    assert hash_seed(7, 3) == 0xF53A29A2695577C0
+    assert hash_seed(2**63 - 1, 0) == 0x69C9D98A86C5CD1E
 
 
 def test_seeded_repeats_itself_and_leaves_the_stream():

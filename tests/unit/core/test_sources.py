@@ -170,3 +170,18 @@ def test_a_generator_in_a_closure_that_is_not_of_torch(kind):
         draw = (numpy.default_rng(0) if kind == "Generator" else numpy.RandomState(0)).normal
     with pytest.raises(ReplayError, match=r"of its own"):
         recoup.checkpoint(lambda x: (x * float(draw())).sin(), leaf(4))
+
+
+def test_a_generator_that_the_first_run_makes_and_does_not_use():
+    class Lazy(Layer):
+        def __init__(self):
+            super().__init__()
+            self.shuffle = random.Random(0)
+            self.sample = None
+
+        def forward(self, x):
+            self.__dict__.pop("shuffle", None)
+            self.sample = self.sample or random.Random(1)
+            return super().forward(x)
+
+    recoup.checkpoint(Lazy(), leaf(3, 4)).sum().backward()
