@@ -25,7 +25,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,52 +36,12 @@ from recoup._core.saved_tensors import is_in_backward
 from recoup._core.stage import State
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import CallOutputs, enclosing_checkpoints
-from recoup.planning.keeping import KeepingCall
+from recoup.planning.planned_stages import PlannedChain, PlannedStage
 from recoup.planning.sizes import ArgumentSizes
 
-__all__ = ["PlanFollower", "PlannedChain", "PlannedStage"]
+__all__ = ["PlanFollower"]
 
 Forward = Callable[..., Any]
-
-
-class PlannedChain(NamedTuple):
-    """A chain of a plan.
-
-    Args:
-        num_stages: the number of its calls.
-        executor: runs its schedule; None if all of its stages keep their residuals.
-    """
-
-    num_stages: int
-    executor: Executor | None
-
-
-class PlannedStage(NamedTuple):
-    """The part of a plan for one call of a block.
-
-    Args:
-        name: the qualified name of the block.
-        module: the block.
-        chain: its chain.
-        step: its index in that chain.
-        is_kept: whether it keeps its residuals, all or some, when it is first called.
-        chosen: the operators whose results are all that it keeps; None if it keeps all residuals or
-            none.
-    """
-
-    name: str
-    module: nn.Module
-    chain: PlannedChain
-    step: int
-    is_kept: bool
-    chosen: frozenset[int] | None
-
-    def run_kept(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run `forward` so that it keeps its residuals, or the results of chosen operators."""
-        if self.chosen is None:
-            return forward(*args, **kwargs)
-        name = f"block `{self.name}`"
-        return run_again(KeepingCall(name, forward, args, kwargs, self.module, self.chosen))
 
 
 class _SkippedBlock:
@@ -147,7 +107,7 @@ class PlanFollower:
     """The follower of a model and its blocks (See Rule 1).
 
     Args:
-        model: the model, whose forward is one pass.
+        model: the model, whose forward is one pass; None if the step does not call it itself.
         stages: the stages of the plan.
         blocks: all planned blocks; those without a stage are recomputed if they are called.
         sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.

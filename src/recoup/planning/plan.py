@@ -19,11 +19,11 @@ from recoup.memory import format_bytes, parse_bytes
 from recoup.planning.advice import constant_memory_of, held_by_others
 from recoup.planning.blocks import Block, name_blocks
 from recoup.planning.choosing import Choice, choose
-from recoup.planning.drafting import follower_of
 from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import WrappedForwards, followed, suspended, wrapped_forwards_in
 from recoup.planning.losses import losses_from
 from recoup.planning.measuring import MeasuredCall
+from recoup.planning.planned_stages import planned_stages
 from recoup.planning.ranks import is_sharded, largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.report import BlockPlan, Summary, described, rows_of
@@ -467,7 +467,8 @@ class Plan:
         return draw(Plans(self.costs, self.frontier, self._point, *bounds), Path(path))
 
     def _follower(self, point: Point, sizes: ArgumentSizes | None = None) -> PlanFollower:
-        return follower_of(point.schedule, self._root, self._found, self._calls, sizes)
+        stages = planned_stages(point.schedule, self._calls)
+        return PlanFollower(self._root, stages, self._found, sizes)
 
     @property
     def _followed_modules(self) -> list[nn.Module]:

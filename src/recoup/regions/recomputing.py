@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from recoup._core.compile import is_loaded, never_compiled, uncompiled
 from recoup._core.dispatch_modes import InMode
-from recoup._core.restoring import Reusable, Undoing, restoring
+from recoup._core.restoring import Restoring, Reusable
 from recoup._core.saved_tensors import is_transformed, pair_in_force, saving
 from recoup.errors import RecoupError
 from recoup.regions.recorder import OpRecorder
@@ -91,27 +90,59 @@ class Recomputing(Reusable):
         super().__init__()
         self._name = name
 
-    def once(self) -> Any:
+    def once(self) -> Restoring:
         """Return the context of one block."""
-        return (uncompiled(_block) if is_loaded() else _block)(self._name)
+        return _Block(self._name)
 
 
-@restoring
-def _block(name: str) -> Generator[None]:
+class _Block(Restoring):
+    __slots__ = ("_hooks", "_mode", "_name", "_recorder")
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._recorder: OpRecorder | None = None
+        self._hooks: saving | None = None
+        self._mode: InMode | None = None
+
+    def __enter__(self) -> None:
+        (uncompiled(_enter) if is_loaded() else _enter)(self)
+
+    @never_compiled
+    def restore(self) -> None:
+        if self._mode is not None:
+            self._mode.restore()
+        if self._hooks is not None:
+            self._hooks.restore()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._mode = self._hooks = self._recorder = None
+
+    @never_compiled
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        if self._mode is not None and self._hooks is not None:
+            self._mode.leave(kind, value, traceback)
+            self._hooks.leave(kind, value, traceback)
+        try:
+            if kind is None and self._recorder is not None:
+                self._recorder.finish()
+        finally:
+            self.restore()
+
+
+def _enter(block: _Block) -> None:
     if not torch.is_grad_enabled():
-        yield  # nothing is kept anyway
-        return
+        return  # nothing is kept anyway
     if is_transformed():
         raise RecoupError(
             "recoup.recomputing() does not work inside transforms of torch.func (grad, vmap, "
             "jacrev), which do not support saved tensor hooks. Leave it out there."
         )
-    recorder = OpRecorder(name, pair_in_force())
-    with Undoing() as undo:
-        undo.later(recorder.close)
-        with saving(recorder.pack, _unpack), InMode(recorder):
-            yield
-        recorder.finish()
+    block._recorder = recorder = OpRecorder(block._name, pair_in_force())
+    block._hooks = saving(recorder.pack, _unpack)
+    block._hooks.__enter__()  # raises where hooks are disabled
+    block._mode = InMode(recorder)
+    block._mode.__enter__()
 
 
 @never_compiled

@@ -28,14 +28,8 @@ from recoup._core.lazy_values import Source, Value
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Pair, version_of
 from recoup.errors import ChangedError, ReplayError
-from recoup.regions.recorded_ops import (
-    Layout,
-    Origin,
-    RecordedStorage,
-    RecordedTensor,
-    StorageSource,
-    layout_of,
-)
+from recoup.regions.recorded_block import StorageSource
+from recoup.regions.recorded_ops import Layout, Origin, RecordedStorage, RecordedTensor, layout_of
 
 __all__ = ["Storages"]
 

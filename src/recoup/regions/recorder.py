@@ -26,13 +26,8 @@ from recoup._core.operators import OperatorTraits, has_schema, map_instances, tr
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Pair
 from recoup.regions.operator_draws import DrawRecorder
-from recoup.regions.recorded_ops import (
-    RecordedBlock,
-    RecordedOp,
-    RecordedStorage,
-    RecordedTensor,
-    layout_of,
-)
+from recoup.regions.recorded_block import RecordedBlock
+from recoup.regions.recorded_ops import RecordedOp, RecordedStorage, RecordedTensor, layout_of
 from recoup.regions.recorded_storages import Storages
 
 __all__ = ["OpRecorder"]

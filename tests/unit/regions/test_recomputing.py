@@ -20,7 +20,7 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.regions.recomputing import recomputing
-from recoup.regions.recorded_ops import RecordedBlock
+from recoup.regions.recorded_block import RecordedBlock
 from tests.alive import no_collector
 from tests.oracle import hooks_in_force
 

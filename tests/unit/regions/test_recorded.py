@@ -16,12 +16,8 @@ from recoup._core.operators import traits_of
 from recoup.errors import ReplayError
 from recoup.regions.operator_draws import DrawRecorder, DrawReplayer
 from recoup.regions.recomputing import Recomputing, place_in_code
-from recoup.regions.recorded_ops import (
-    Origin,
-    RecordedBlock,
-    RecordedStorage,
-    layout_of,
-)
+from recoup.regions.recorded_block import RecordedBlock
+from recoup.regions.recorded_ops import Origin, RecordedStorage, layout_of
 from recoup.regions.recorded_storages import Storages
 from recoup.regions.recorder import _with_device_index
 

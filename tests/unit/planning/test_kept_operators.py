@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.planning import keeping as room
+from recoup.planning import keeping as kept_operators
 from recoup.planning.keeping import KeepingCall, PackedMask
 from recoup.planning.work import is_costly
 from recoup.regions.checkpoint import run_again
@@ -304,8 +304,10 @@ def test_a_kept_draw_before_one_that_is_made_again(keeps):
 
 def test_the_probe_of_selective_checkpointing(monkeypatch):
     """The first draw kept, the second one made again: torch has another mask then."""
-    kinds = {torch.ops.aten.rand_like.default: room._COSTLY}
-    monkeypatch.setattr(room, "_kind_of", lambda func: kinds.get(func, room._OTHER))
+    kinds = {torch.ops.aten.rand_like.default: kept_operators._COSTLY}
+    monkeypatch.setattr(
+        kept_operators, "_kind_of", lambda func: kinds.get(func, kept_operators._OTHER)
+    )
 
     def fn(x):
         return ((x * torch.rand_like(x)).sin() * torch.rand_like(x)).sin()

@@ -1,38 +1,69 @@
-"""Turns a schedule into a follower that makes a model execute it."""
+"""The stages of a plan: what its schedule makes of each call of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from recoup._core.call import run_again
 from recoup._core.executor import Executor
-from recoup.planning.blocks import Block
-from recoup.planning.following import PlanFollower, PlannedChain, PlannedStage
+from recoup.planning.keeping import KeepingCall
 from recoup.planning.measuring import MeasuredCall
 from recoup.planning.pricing import chosen_products
-from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Action, Advance, Invert, Schedule, Tape
 
-__all__ = ["follower_of"]
+__all__ = ["PlannedChain", "PlannedStage", "planned_stages"]
 
 
-def follower_of(
-    schedule: Schedule,
-    model: nn.Module | None,
-    blocks: Sequence[Block],
-    calls: Sequence[MeasuredCall],
-    sizes: ArgumentSizes | None = None,
-) -> PlanFollower:
-    """Return a follower that executes `schedule`, whose last stage is the code after the last call.
+class PlannedChain(NamedTuple):
+    """A chain of a plan.
 
     Args:
-        schedule: a schedule with one stage more than there are calls.
-        model: the model, whose forward is one pass; None if the step does not call it itself.
-        blocks: its blocks, whether or not they are called.
-        calls: the calls of its blocks, in order.
-        sizes: the sizes of the planned arguments, to warn of larger ones.
+        num_stages: the number of its calls.
+        executor: runs its schedule; None if all of its stages keep their residuals.
+    """
+
+    num_stages: int
+    executor: Executor | None
+
+
+class PlannedStage(NamedTuple):
+    """The part of a plan for one call of a block.
+
+    Args:
+        name: the qualified name of the block.
+        module: the block.
+        chain: its chain.
+        step: its index in that chain.
+        is_kept: whether it keeps its residuals, all or some, when it is first called.
+        chosen: the operators whose results are all that it keeps; None if it keeps all residuals or
+            none.
+    """
+
+    name: str
+    module: nn.Module
+    chain: PlannedChain
+    step: int
+    is_kept: bool
+    chosen: frozenset[int] | None
+
+    def run_kept(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `forward` so that it keeps its residuals, or the results of chosen operators."""
+        if self.chosen is None:
+            return forward(*args, **kwargs)
+        name = f"block `{self.name}`"
+        return run_again(KeepingCall(name, forward, args, kwargs, self.module, self.chosen))
+
+
+def planned_stages(schedule: Schedule, calls: Sequence[MeasuredCall]) -> list[PlannedStage]:
+    """Return a stage for each call.
+
+    Args:
+        schedule: a schedule of the calls, in order, and of one more stage: the code after them.
+        calls: the calls of blocks.
     """
     chosen = {
         action.index: frozenset(chosen_products(calls[action.index])[action.variant - 1])
@@ -49,7 +80,7 @@ def follower_of(
             stages.append(
                 PlannedStage(call.name, call.module, chain, step, is_kept, chosen.get(index))
             )
-    return PlanFollower(model, stages, blocks, sizes)
+    return stages
 
 
 def _chains(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
