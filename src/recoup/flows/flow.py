@@ -13,9 +13,15 @@ from torch.distributions import Distribution, Normal
 from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import with_seed
-from recoup.flows.base import Base
 from recoup.flows.labels import one_hot
-from recoup.flows.latents import Latents, as_latents, as_tuple, chosen, temperature_of_each
+from recoup.flows.latents import (
+    Base,
+    Latents,
+    as_latents,
+    as_tuple,
+    chosen,
+    temperature_of_each,
+)
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
 from recoup.schedules import Schedule
 from recoup.schedules.memory import Memory

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch.distributions import Distribution
 
+from recoup.flows.building import check_counts
 from recoup.flows.flow import Flow
 from recoup.flows.logistic import Logistic
 from recoup.flows.networks import DenseNetwork
-from recoup.flows.shapes import check_counts
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,

@@ -157,13 +157,10 @@ def check_invertible(
 
 def _attempt(name: str, tolerance: float, compare: Callable[[], tuple[float, str]]) -> Finding:
     try:
-        return Finding(name, *_reordered(tolerance, *compare()))
-    except Exception as error:  # noqa: BLE001 - the module under test may raise anything
-        return Finding(name, math.inf, tolerance, f"{type(error).__name__}: {error}")
-
-
-def _reordered(tolerance: float, error: float, note: str) -> tuple[float, float, str]:
-    return error, tolerance, note
+        error, note = compare()
+    except Exception as raised:  # noqa: BLE001 - the module under test may raise anything
+        error, note = math.inf, f"{type(raised).__name__}: {raised}"
+    return Finding(name, error, tolerance, note)
 
 
 def _run(module: InvertibleModule, direction: Direction, value: Any, given: Given) -> Any:
@@ -241,7 +238,7 @@ def _worst(samples: Sequence[Gradients], tolerance: float) -> tuple[float, str]:
         if stated is None and not error <= tolerance:
             missing.add(name)
     wrong = [name for name, e in errors.items() if not e <= tolerance and name not in missing]
-    note = _noted(("wrong", wrong), ("no gradient, though it depends on", sorted(missing)))
+    note = _note_of(("wrong", wrong), ("no gradient, though it depends on", sorted(missing)))
     return _largest(errors.values()), note
 
 
@@ -260,7 +257,7 @@ def _gradients(
                 errors[name] = _error(other, gradient)
         wrong = [name for name, error in errors.items() if not error <= tolerance]
         unused = [name for name, gradient in expected.items() if gradient is None]
-        note = _noted(("wrong", wrong), ("no gradient in any mode", unused))
+        note = _note_of(("wrong", wrong), ("no gradient in any mode", unused))
         return _largest(errors.values()), note
 
     return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
@@ -297,8 +294,8 @@ def _gradients_by_name(
     return dict(zip(wanted, gradients, strict=True))
 
 
-def _noted(*said: tuple[str, Sequence[str]]) -> str:
-    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said if names)
+def _note_of(*parts: tuple[str, Sequence[str]]) -> str:
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
 
 
 def _largest(errors: Iterable[float]) -> float:

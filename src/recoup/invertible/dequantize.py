@@ -57,11 +57,11 @@ class Dequantize(InvertibleModule):
     def __init__(self, levels: int) -> None:
         super().__init__()
         self.levels = check_levels(levels)
-        self._looked_at: frozenset[tuple[bool, torch.dtype]] = frozenset()
+        self._checked_kinds: frozenset[tuple[bool, torch.dtype]] = frozenset()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantise `x` ``(N, ...)`` of whole numbers, of any type; returns ``(y, log_det)``."""
-        self._look_at(x)
+        self._check_first_batches(x)
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         y = (x + self._noise(x, dtype)) / self.levels
         return y, self._log_det(y)
@@ -71,14 +71,14 @@ class Dequantize(InvertibleModule):
         x = (y * self.levels).floor().clamp(0, self.levels - 1)
         return x, -self._log_det(y)
 
-    def _look_at(self, x: Tensor) -> None:
+    def _check_first_batches(self, x: Tensor) -> None:
         """Raise unless `x` holds levels, if none of its mode and dtype was checked before."""
         kind = (self.training, x.dtype)
-        if kind in self._looked_at or x.numel() == 0 or x.is_meta:
+        if kind in self._checked_kinds or x.numel() == 0 or x.is_meta:
             return
         check = uncompiled(_check_data) if is_loaded() else _check_data
         check(x, self.levels)
-        self._looked_at |= {kind}
+        self._checked_kinds |= {kind}
 
     def _noise(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         # Half a cell is four times the rounding error at the highest level, which is more than
@@ -154,7 +154,7 @@ class VariationalDequantize(Dequantize):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantise `x` ``(N, ...)`` of whole numbers, of any type; returns ``(y, log_det)``."""
-        self._look_at(x)
+        self._check_first_batches(x)
         x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
         generator = own_generator(x.device, draw_seed())
         eps = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
