@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recoup.errors import RecoupError
 from recoup.memory import Point, curve, format_bytes
-from recoup.recipes.mistakes import one_line
+from recoup.recipes.mistakes import MISTAKES, report_mistake
 
 __all__ = ["curve_command"]
 
@@ -61,9 +60,8 @@ def curve_command(
             print(f"points: {result.to_csv(csv)}")
         if figure is not None:
             print(f"figure: {result.figure(figure)}")
-    except (ValueError, RecoupError, OSError, ImportError) as error:
-        print(f"recoup curve: {one_line(error)}", file=sys.stderr)
-        return 2
+    except MISTAKES as error:
+        return report_mistake("curve", error)
     return 0
 
 

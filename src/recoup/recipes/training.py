@@ -11,26 +11,38 @@ from typing import Any
 import torch
 import yaml
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from recoup.recipes.checkpoints import check_same_network, read_checkpoint
+from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.mistakes import mistakes_reported, one_line
-from recoup.recipes.plain_settings import folders_noted, plain_settings
 from recoup.recipes.progress import MetricsFile, Progress
 from recoup.recipes.quiet import quiet_lightning
-from recoup.recipes.run_folder import WholeCheckpoints, folder_locked
-from recoup.recipes.run_record import COMMAND, CONFIG_FILE, SETTINGS, RunRecord
+from recoup.recipes.run_folder import (
+    WholeCheckpoints,
+    WholeEpochs,
+    check_no_run,
+    checkpoint_folder,
+    folder_locked,
+    free_folder,
+    relative,
+    run_folder,
+)
+from recoup.recipes.settings import (
+    COMMAND,
+    CONFIG_FILE,
+    SETTINGS,
+    RunRecord,
+    plain_settings,
+    recorded_folders,
+)
 from recoup.recipes.stopping import Stopping, StopRun
 from recoup_cli import MistakeError
 from recoup_cli.fit_arguments import SHORT_NAMES, Fit, check_epochs, given_in, long_names
 from recoup_cli.mistakes import StoppedError
 
-__all__ = ["SHORT_NAMES", "TrainingCLI", "fit_command", "free_folder"]
-
-# Settings fixed by the state of optimizer, schedule or averages in a checkpoint.
-_KEPT = {"averaging", "learning_rate", "num_warmup_steps", "optimizer", "weight_decay"}
+__all__ = ["SHORT_NAMES", "TrainingCLI", "fit_command"]
 
 
 class TrainingCLI(LightningCLI):
@@ -48,6 +60,11 @@ class TrainingCLI(LightningCLI):
         args: The arguments, without the name of the command.
         trainer_defaults: Settings of the Trainer that are not Lightning's.
         finetuning: Settings of the model that ``--finetune`` changes.
+
+    Attributes:
+        checkpoint: The checkpoint to begin with, of ``--resume`` or ``--finetune``, until training
+            begins; None without one.
+        resume: The path given as ``--resume``; None if there is none.
 
     Raises:
         MistakeError: When the user has to correct something.
@@ -67,8 +84,8 @@ class TrainingCLI(LightningCLI):
         finetuning: Mapping[str, Any] | None = None,
     ) -> None:
         self.recipe = recipe
+        self.checkpoint: Checkpoint | None = None
         self.resume: str | None = None
-        self.finetune: str | None = None
         self._num_epochs_before = 0
         self._options_of = {"model": model_class, "data": data_class}
         self._finetuning = finetuning or {}
@@ -99,25 +116,16 @@ class TrainingCLI(LightningCLI):
                 run=False,
                 auto_configure_optimizers=False,
             )
-            begun_from = self.begun_from
-            if begun_from is not None:
-                option, path = begun_from
-                checkpoint = read_checkpoint(path, option)
-                check_same_network(checkpoint, self.model, path)
-                if option == "--resume":
-                    self._check_epochs(checkpoint)
-                    self._check_kept(checkpoint)
+            if self.checkpoint is not None:
+                self.checkpoint.check_same_network(self.model)
+                if self.resume is not None:
+                    self._num_epochs_before = self.checkpoint.check_resumable(
+                        self.model, self.trainer.max_epochs
+                    )
                 else:
-                    self.model.load_state_dict(checkpoint["state_dict"])
-            if begun_from is None or begun_from[0] != "--resume":
-                self._check_out()
-
-    @property
-    def begun_from(self) -> tuple[str, str] | None:
-        """The option that names a checkpoint to begin with, and its path; None without one."""
-        if self.resume is not None:
-            return "--resume", self.resume
-        return None if self.finetune is None else ("--finetune", self.finetune)
+                    self.model.load_state_dict(self.checkpoint.contents["state_dict"])
+            if self.resume is None:
+                check_no_run(self.out)
 
     @property
     def out(self) -> Path:
@@ -130,7 +138,7 @@ class TrainingCLI(LightningCLI):
         callback: Any = self.trainer.checkpoint_callback
         if callback is None or callback.best_model_score is None:
             return None
-        return _shown(Path(callback.best_model_path)), float(callback.best_model_score)
+        return relative(Path(callback.best_model_path)), float(callback.best_model_score)
 
     def fit(
         self, *callbacks: Callback, progress: Progress | None = None, opening: str | None = None
@@ -147,6 +155,7 @@ class TrainingCLI(LightningCLI):
             StoppedError: When a signal ended the run.
         """
         trainer: Any = self.trainer
+        self.checkpoint = None  # Its tensors would stay in memory.
         # A callback of its own: `save_last` of the other writes only when there is a new best.
         last = WholeEpochs(
             self.config.checkpoint.dirpath,
@@ -186,7 +195,7 @@ class TrainingCLI(LightningCLI):
                     for folder, option in folders.items():
                         locks.enter_context(folder_locked(folder, option))
                     if self.resume is None:
-                        self._check_out()  # Another run may have written to it in between.
+                        check_no_run(self.out)  # Another run may have written to it in between.
             yield
 
     def _report(self, error: Exception, stopping: Stopping, last: WholeEpochs) -> None:
@@ -208,13 +217,13 @@ class TrainingCLI(LightningCLI):
         if not num_epochs:
             return "stopped before the first epoch ended: nothing is kept. Begin again."
         if num_epochs == self.trainer.max_epochs:
-            return f"stopped after epoch {num_epochs}, the last one: {_shown(self._last(last))}"
+            return f"stopped after epoch {num_epochs}, the last one: {relative(self._last(last))}"
         return f"stopped after epoch {num_epochs}; {self._go_on(last)}"
 
     def _go_on(self, last: WholeEpochs) -> str:
         if not last.num_epochs and self.resume is None:
             return "No epoch had ended. Begin again."
-        path = shlex.quote(str(_shown(self._last(last))))
+        path = shlex.quote(str(relative(self._last(last))))
         return f"go on with `recoup {self.recipe} fit --resume {path}`"
 
     def _last(self, last: WholeEpochs) -> Path:
@@ -285,38 +294,40 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, with the settings of the run's first checkpoint as defaults."""
-        self._take(parser.parse_args(args))
-        if self.resume is not None and self.finetune is not None:
+        finetune = self._take(parser.parse_args(args))
+        if self.resume is not None and finetune is not None:
             raise ValueError("`--resume` and `--finetune` are both given. Give one of them.")
-        if self.begun_from is None:
+        if self.resume is not None:
+            self.checkpoint = Checkpoint(self.resume, "--resume")
+        elif finetune is not None:
+            self.checkpoint = Checkpoint(finetune, "--finetune")
+        else:
             return
-        option, path = self.begun_from
-        checkpoint = read_checkpoint(path, option)
-        theirs = checkpoint.get(COMMAND, parser.prog)
-        if theirs != parser.prog:
-            raise ValueError(
-                f"`{option}` is {path}, which `{theirs}` wrote. Give one that `{parser.prog}` did."
-            )
-        noted = checkpoint.get(SETTINGS)
-        if noted is not None:
-            settings = plain_settings(
-                noted,
-                owners=self._options_of,
-                source=f"`{option}` is {path}, which",
-                is_given=lambda setting: given_in(args, setting),
-            )
-            if self.resume is None:
-                settings.setdefault("model", {}).update(self._finetuning)
-            else:
-                self._stay_in_place(settings, noted, args)
-            self._take(parser.parse_args(["--config", yaml.safe_dump(settings), *args]))
+        source = f"`{self.checkpoint.option}` is {self.checkpoint.path}, which"
+        writer = self.checkpoint.contents.get(COMMAND, parser.prog)
+        if writer != parser.prog:
+            raise ValueError(f"{source} `{writer}` wrote. Give one that `{parser.prog}` did.")
+        recorded = self.checkpoint.contents.get(SETTINGS)
+        if recorded is None:
+            return
+        settings = plain_settings(
+            recorded,
+            owners=self._options_of,
+            source=source,
+            is_given=lambda setting: given_in(args, setting),
+        )
+        if self.resume is None:
+            settings.setdefault("model", {}).update(self._finetuning)
+        else:
+            self._stay_in_place(settings, recorded, args)
+        self._take(parser.parse_args(["--config", yaml.safe_dump(settings), *args]))
 
-    def _stay_in_place(self, settings: Any, noted: Any, args: Sequence[str]) -> None:
+    def _stay_in_place(self, settings: Any, recorded: Any, args: Sequence[str]) -> None:
         """Resume in the folder in which the checkpoint lies now."""
         checkpoint = Path(self.resume or "")
-        saved_apart = folders_noted(noted)
-        if saved_apart is None or saved_apart[1] == _saved_to(str(saved_apart[0])):
-            settings.setdefault("trainer", {})["default_root_dir"] = str(_folder_of(checkpoint))
+        folders = recorded_folders(recorded)
+        if folders is None or folders[1] == checkpoint_folder(folders[0]):
+            settings.setdefault("trainer", {})["default_root_dir"] = str(run_folder(checkpoint))
         elif given_in(args, "trainer.default_root_dir"):
             settings.setdefault("checkpoint", {})["dirpath"] = str(checkpoint.parent)
         else:
@@ -325,10 +336,11 @@ class TrainingCLI(LightningCLI):
                 " checkpoint does not choose. Give that folder by `--out`."
             )
 
-    def _take(self, config: Any) -> None:
+    def _take(self, config: Any) -> str | None:
+        """Take over a configuration; return the path given as ``--finetune``."""
         self.config: Any = config
         self.resume = config.pop("resume")
-        self.finetune = config.pop("finetune")
+        return config.pop("finetune")
 
     def before_instantiate_classes(self) -> None:
         """Choose the folders of the run, and check its length and threads."""
@@ -336,7 +348,7 @@ class TrainingCLI(LightningCLI):
         if trainer.default_root_dir is None:
             trainer.default_root_dir = str(free_folder(Path("runs", self.recipe), "fit"))
         if self.config.checkpoint.dirpath is None:
-            self.config.checkpoint.dirpath = str(_saved_to(trainer.default_root_dir))
+            self.config.checkpoint.dirpath = str(checkpoint_folder(trainer.default_root_dir))
 
         self._check_length()
         if self.config.num_threads is not None and self.config.num_threads < 1:
@@ -355,48 +367,6 @@ class TrainingCLI(LightningCLI):
         for name in ("limit_train_batches", "check_val_every_n_epoch", "val_check_interval"):
             if trainer[name] == 0:
                 raise ValueError(f"`--trainer.{name}` is 0, but must be more.")
-
-    def _check_out(self) -> None:
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"`--out` is {self.out}, which is a file. Give a folder.")
-        last = self.out / "checkpoints" / "last.ckpt"
-        if last.exists() or (self.out / CONFIG_FILE).exists():
-            go_on = f"Go on with it by `--resume {last}`, or give" if last.exists() else "Give"
-            raise ValueError(
-                f"`--out` is {self.out}, which holds a run already. {go_on} another folder."
-            )
-
-    def _check_kept(self, checkpoint: dict[str, Any]) -> None:
-        theirs, ours = checkpoint["hyper_parameters"], dict(self.model.hparams)
-        for name in sorted(_KEPT & theirs.keys() & ours.keys()):
-            if theirs[name] != ours[name]:
-                raise ValueError(
-                    f"`--model.{name}` is {ours[name]}, but `--resume` goes on with "
-                    f"{theirs[name]}, of which the state is in the checkpoint. Leave it out, or "
-                    "begin with the weights by `--finetune`."
-                )
-
-    def _check_epochs(self, checkpoint: dict[str, Any]) -> None:
-        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-        if progress is not None and not progress.get("is_last_batch", True):
-            raise ValueError(
-                f"`--resume` is {self.resume}, which was written in the middle of an epoch, where "
-                "a run cannot be gone on with bit for bit. Give last.ckpt of the epoch before, or "
-                "begin with its weights by `--finetune`."
-            )
-        for part in ("optimizer_states", "lr_schedulers", "loops", "callbacks"):
-            if part not in checkpoint:
-                raise ValueError(
-                    f"`--resume` is {self.resume}, which has no `{part}` to go on with. Begin with "
-                    "its weights by `--finetune`."
-                )
-        done, most = int(checkpoint.get("epoch", -1)) + 1, self.trainer.max_epochs
-        self._num_epochs_before = done
-        if most is not None and 0 <= most <= done:
-            raise ValueError(
-                f"`--resume` is {self.resume}, which has {done} epochs behind it, and `--epochs` "
-                f"is {most}. Give more than {done}."
-            )
 
 
 def fit_command(
@@ -425,47 +395,3 @@ def fit_command(
             print(f"best checkpoint: {path} ({score.format(value)} in validation)")
         print(f"metrics: {run.out / 'metrics.csv'}")
     return 0
-
-
-class WholeEpochs(ModelCheckpoint):
-    """A callback that saves at the end of each epoch that was not cut short.
-
-    A run cannot resume from an epoch that was, and its checkpoint would replace one that can.
-
-    Attributes:
-        num_epochs: Number of epochs before the last checkpoint; 0 before the first.
-    """
-
-    num_epochs = 0
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, if the run trained on the whole epoch."""
-        is_whole = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if is_whole or not self.best_model_path:  # A run shorter than an epoch gets one too.
-            super().on_train_epoch_end(trainer, pl_module)
-        if is_whole and Path(self.best_model_path).is_file():
-            self.num_epochs = trainer.current_epoch + 1
-
-
-def free_folder(parent: Path, name: str) -> Path:
-    """Return the first of ``name-1``, ``name-2``, ... in `parent` that does not exist."""
-    number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return parent / f"{name}-{number}"
-
-
-def _shown(path: Path) -> Path:
-    """Return a path relative to the working directory, if it lies there."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _saved_to(folder: str) -> Path:
-    """Return the folder to which a run saves checkpoints by default."""
-    return Path(folder, "checkpoints")
-
-
-def _folder_of(checkpoint: Path) -> Path:
-    """Return the folder of the run that a checkpoint is part of."""
-    folder = checkpoint.parent
-    return folder.parent if folder.name == "checkpoints" else folder

@@ -79,7 +79,7 @@ def demo(out: str | None = None, epochs: int | None = None) -> int:
 
     with mistakes_reported():
         _check_imports()
-    from recoup.recipes.training import free_folder
+    from recoup.recipes.run_folder import free_folder
 
     folder = free_folder(Path("runs", "flow"), "demo") if out is None else Path(out)
     start = time.perf_counter()

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from recoup.recipes.checks import check_at_least, check_not_negative
 from recoup.recipes.draws import seed_at
-from recoup.recipes.flow.builders import FlowName, build_flow
+from recoup.recipes.flow.builders import FLOW_SETTINGS, FlowName, build_flow
 
 __all__ = ["FlowTraining"]
 
@@ -86,27 +87,16 @@ class FlowTraining(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        _check(learning_rate, num_warmup_steps, num_decay_steps)
+        check_not_negative(**{"--model.learning_rate": learning_rate})
+        check_at_least(0, **{"--model.num_warmup_steps": num_warmup_steps})
+        check_at_least(1, **{"--model.num_decay_steps": num_decay_steps})
         self.flow = build_flow(
             flow,
             shape,
             levels=levels,
             num_classes=num_classes,
             memory=memory,
-            settings={
-                "num_levels": num_levels,
-                "num_steps": num_steps,
-                "num_couplings": num_couplings,
-                "width": width,
-                "depth": depth,
-                "coupling": coupling,
-                "dropout": dropout,
-                "num_components": num_components,
-                "variational": variational,
-                "coefficient": coefficient,
-                "log_det": log_det,
-                "exact": exact,
-            },
+            settings={name: self.hparams[name] for name in FLOW_SETTINGS},
         )
         self.optimizer = optimizer
         self.learning_rate = learning_rate
@@ -179,16 +169,3 @@ class FlowTraining(LightningModule):
         if self.num_decay_steps is not None:
             rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))
         return rate
-
-
-def _check(learning_rate: float, num_warmup_steps: int, num_decay_steps: int | None) -> None:
-    if not 0 <= learning_rate < math.inf:
-        raise ValueError(
-            f"`--model.learning_rate` is {learning_rate}, but must be at least 0, and finite."
-        )
-    for name, value, least in (
-        ("num_warmup_steps", num_warmup_steps, 0),
-        ("num_decay_steps", num_decay_steps, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"`--model.{name}` is {value}, but must be at least {least}.")

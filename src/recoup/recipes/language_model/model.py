@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 import recoup
+from recoup.recipes.checks import check_not_negative
 from recoup.recipes.draws import seed_at
 from recoup.recipes.language_model.averaging import AveragingKind, TriggeredAveraging
 from recoup.recipes.language_model.cache import NeuralCache
@@ -115,20 +117,8 @@ class LanguageModelTraining(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.network = LanguageModel(
-            vocab_size,
-            embed_size=embed_size,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            tie_weights=tie_weights,
-            input_dropout=input_dropout,
-            hidden_dropout=hidden_dropout,
-            output_dropout=output_dropout,
-            embedding_dropout=embedding_dropout,
-            weight_dropout=weight_dropout,
-            weight_noise=weight_noise,
-            dropout_kind=dropout_kind,
-        )
+        names = inspect.signature(LanguageModel).parameters
+        self.network = LanguageModel(**{name: self.hparams[name] for name in names})
         self.bptt = bptt
         self.weight_noise_start = weight_noise_start
         self.penalties = Penalties(activation_penalty, temporal_penalty)
@@ -147,7 +137,7 @@ class LanguageModelTraining(LightningModule):
         )
         # One for training, one for validation, which may run in the middle of an epoch.
         self._states: dict[str, State] = {}
-        _check_not_negative(
+        check_not_negative(
             weight_noise_start=weight_noise_start,
             activation_penalty=activation_penalty,
             temporal_penalty=temporal_penalty,
@@ -290,9 +280,3 @@ class LanguageModelTraining(LightningModule):
             raise TypeError(f"{stage} has a {type(metric).__name__} instead of a perplexity.")
         metric.add(nll, num_tokens)
         self.log(f"{stage}_perplexity", metric, on_step=False, on_epoch=True)
-
-
-def _check_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"`{name}` is {value}, but must be at least 0, and finite.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import recoup
+from recoup.recipes.checks import check_at_least, check_probabilities
 from recoup.recipes.language_model.masks import DropoutKind, Masks
 
 __all__ = ["Encoded", "LanguageModel", "State"]
@@ -81,9 +82,9 @@ class LanguageModel(nn.Module):
         dropout_kind: DropoutKind = "locked",
     ) -> None:
         super().__init__()
-        _check_positive(vocab_size=vocab_size, embed_size=embed_size)
-        _check_positive(hidden_size=hidden_size, num_layers=num_layers)
-        _check_probabilities(
+        check_at_least(1, vocab_size=vocab_size, embed_size=embed_size)
+        check_at_least(1, hidden_size=hidden_size, num_layers=num_layers)
+        check_probabilities(
             input_dropout=input_dropout,
             hidden_dropout=hidden_dropout,
             output_dropout=output_dropout,
@@ -193,15 +194,3 @@ class LanguageModel(nn.Module):
         twin._probabilities = dict.fromkeys(self._probabilities, 0.0)
         twin.weight_noise = 0.0
         return twin.eval()
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"`{name}` is {size}, but must be at least 1.")
-
-
-def _check_probabilities(**probabilities: float) -> None:
-    for name, p in probabilities.items():
-        if not 0 <= p < 1:
-            raise ValueError(f"`{name}` is {p}, but must be at least 0 and less than 1.")
