@@ -14,7 +14,7 @@ from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.cli import main
 from recoup.recipes.flow.train import CONFIGS, prepare
 from recoup.recipes.flow.trained import load_flow
-from recoup.recipes.training import SHORT_NAMES
+from recoup_cli.fit_arguments import SHORT_NAMES
 
 MODES = ["linear", "sqrt", "log", "constant", "2"]
 

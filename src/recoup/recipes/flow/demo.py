@@ -181,7 +181,7 @@ def _table(trained: dict[str, _Trained]) -> str:
     first = trained["linear"]
     rows: list[list[str]] = []
     for memory, result in trained.items():
-        loss, gradient = _loss_difference(result, first), _gradient_difference(result, first)
+        differences = _loss_difference(result, first), _gradient_difference(result, first)
         rows.append(
             [
                 memory,
@@ -189,20 +189,11 @@ def _table(trained: dict[str, _Trained]) -> str:
                 f"{1e3 * result.step_seconds:.1f}",
                 f"{result.seconds:.1f}",
                 f"{result.bits_per_dim:.4f}",
-                "-" if result is first else f"{loss:.1e}" if loss else "0",
-                "-" if result is first else f"{gradient:.1e}" if gradient else "0",
+                *("-" if result is first else f"{it:.1e}" if it else "0" for it in differences),
             ]
         )
-    header = [
-        "memory",
-        "peak MiB",
-        "step ms",
-        "seconds",
-        "bits/dim",
-        "loss differs by",
-        "gradients by",
-    ]
-    return table(header, rows)
+    header = "memory, peak MiB, step ms, seconds, bits/dim, loss differs by, gradients by"
+    return table(header.split(", "), rows)
 
 
 def _verdict(trained: dict[str, _Trained]) -> str:

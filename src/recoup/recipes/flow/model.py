@@ -98,11 +98,6 @@ class FlowTraining(LightningModule):
             memory=memory,
             settings={name: self.hparams[name] for name in FLOW_SETTINGS},
         )
-        self.optimizer = optimizer
-        self.learning_rate = learning_rate
-        self.num_warmup_steps = num_warmup_steps
-        self.num_decay_steps = num_decay_steps
-        self.seed = seed
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the bits per dimension ``(N,)`` of pictures ``(N, C, H, W)`` or points."""
@@ -151,12 +146,12 @@ class FlowTraining(LightningModule):
         self._seed("test", batch_idx)
 
     def _seed(self, *place: str | int) -> None:
-        torch.manual_seed(seed_at(self.seed, self.global_rank, *place))
+        torch.manual_seed(seed_at(self.hparams["seed"], self.global_rank, *place))
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and the schedule that sets its learning rate for each step."""
-        kind = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.optimizer]
-        optimizer = kind(self.flow.parameters(), lr=self.learning_rate)
+        kind = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.hparams["optimizer"]]
+        optimizer = kind(self.flow.parameters(), lr=self.hparams["learning_rate"])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return {
             "optimizer": optimizer,
@@ -165,7 +160,8 @@ class FlowTraining(LightningModule):
 
     def _rate(self, step: int) -> float:
         """Return the factor on the learning rate at the step with this number."""
-        rate = min(1.0, (step + 1) / max(1, self.num_warmup_steps))
-        if self.num_decay_steps is not None:
-            rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))
+        rate = min(1.0, (step + 1) / max(1, self.hparams["num_warmup_steps"]))
+        num_decay_steps = self.hparams["num_decay_steps"]
+        if num_decay_steps is not None:
+            rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / num_decay_steps))
         return rate

@@ -112,7 +112,7 @@ def _check_trainer(run: TrainingCLI) -> None:
             "window are too small without a scale of the loss; that was not tried with this "
             "recipe. Give bf16-mixed."
         )
-    if trainer.precision == "bf16-true" and run.model.averaging != "never":
+    if trainer.precision == "bf16-true" and run.model.hparams["averaging"] != "never":
         raise ValueError(
             "`--trainer.precision` is bf16-true, in which an average over hundreds of steps stands "
             "still. Give bf16-mixed, or `--model.averaging never`."
