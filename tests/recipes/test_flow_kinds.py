@@ -113,7 +113,7 @@ def test_a_conditional_run_is_gone_on_with(capsys):
     capsys.readouterr()
     for option in ("--num", "--temperature"):
         assert main([*sample, option, "2"]) == 2
-        assert "of which the density is drawn. Leave it out." in capsys.readouterr().err
+        assert "whose density is drawn. Leave it out." in capsys.readouterr().err
 
 
 class Halves(torch.nn.Module):

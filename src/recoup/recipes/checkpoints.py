@@ -176,13 +176,13 @@ class Checkpoint:
         if batches is not None and not batches.get("is_last_batch", True):
             raise ValueError(
                 f"`--resume` is {self.path}, which was written in the middle of an epoch, where "
-                "a run cannot be gone on with bit for bit. Give last.ckpt of the epoch before, or "
+                "a run cannot resume bit for bit. Give last.ckpt of the epoch before, or "
                 "begin with its weights by `--finetune`."
             )
         for part in ("optimizer_states", "lr_schedulers", "loops", "callbacks"):
             if part not in self.contents:
                 raise ValueError(
-                    f"`--resume` is {self.path}, which has no `{part}` to go on with. Begin with "
+                    f"`--resume` is {self.path}, which has no `{part}` to resume from. Begin with "
                     "its weights by `--finetune`."
                 )
         num_done = int(self.contents.get("epoch", -1)) + 1
@@ -195,8 +195,8 @@ class Checkpoint:
         for name in sorted(_FIXED & theirs.keys() & ours.keys()):
             if theirs[name] != ours[name]:
                 raise ValueError(
-                    f"`--model.{name}` is {ours[name]}, but `--resume` goes on with "
-                    f"{theirs[name]}, of which the state is in the checkpoint. Leave it out, or "
+                    f"`--model.{name}` is {ours[name]}, but `--resume` continues with "
+                    f"{theirs[name]}, whose state is in the checkpoint. Leave it out, or "
                     "begin with the weights by `--finetune`."
                 )
         return num_done

@@ -30,12 +30,12 @@ def curve_command(
         depths: numbers of blocks.
         memories: memory modes, such as linear, sqrt or constant; a number stands for slots.
         device: cpu or a CUDA device.
-        repeats: steps under the clock, of which the best counts; 0 for no times.
+        repeats: number of timed steps, the best of which counts; 0 for no times.
         csv: write the points to this file.
         figure: draw the curve into this file (.png, .svg or .pdf).
 
     Returns:
-        The exit code: 0, or 2 if something was wrong, of which one line on stderr tells.
+        The exit code: 0, or 2 if something was wrong, explained in one line on stderr.
     """
     num_points = len(set(depths)) * len(set(memories))
     measured = 0

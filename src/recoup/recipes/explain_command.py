@@ -41,7 +41,7 @@ def explain_command(
 
     Returns:
         The exit code: 0, 2 if something was wrong with the arguments, or 1 if the builder, the
-        model or the loss raised; of both one line on stderr tells.
+        model or the loss raised; both explained in one line on stderr.
     """
     try:
         model, args, kwargs = _built(build, device)

@@ -112,7 +112,7 @@ class TrainingCLI(PreparedRun):
             with mistakes_reported():
                 raise error
         raise MistakeError(
-            f"`--resume` is {self.resume}, with which a run cannot be gone on "
+            f"`--resume` is {self.resume}, from which a run cannot resume "
             f"({type(error).__name__}: {one_line(error)}). Begin with its weights by `--finetune`."
         ) from error
 

@@ -197,7 +197,7 @@ def _split(
     rows = order[taken:]
     if not len(rows):
         raise ValueError(
-            f"{samples.name} has {num_samples} pictures, of which none are left to train on. Give "
+            f"{samples.name} has {num_samples} pictures, and none are left to train on. Give "
             "more pictures, or smaller `--data.validation_fraction` and `--data.test_fraction`."
         )
     images["train"] = samples.train[rows]

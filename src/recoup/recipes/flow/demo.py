@@ -1,4 +1,4 @@
-"""The same flow trained in three memory modes, compared: ``recoup flow demo``."""
+"""The command ``recoup flow demo``: one flow trained in three memory modes, compared."""
 
 from __future__ import annotations
 
@@ -219,11 +219,11 @@ def _draw(flow: Flow, test: Tensor, folder: Path) -> dict[str, Path]:
         return grid(levels - 1 - images, levels, 16)  # dark on white, as digits are written
 
     samples = flow.sample(64, temperature=0.7, generator=torch.Generator().manual_seed(1))
-    ways = flow.interpolate(test[:3], test[3:6], 16).transpose(0, 1).flatten(0, 1)
+    frames = flow.interpolate(test[:3], test[3:6], 16).transpose(0, 1).flatten(0, 1)
     rows = [
         ("Digits that people wrote", ink(test[:32])),
         ("Digits that the flow made of noise, at temperature 0.7", ink(samples)),
-        ("The way from one digit to another, straight through the latents", ink(ways)),
+        ("The way from one digit to another, straight through the latents", ink(frames)),
     ]
     title = "A Glow in constant memory"
     first = save(rows_with_titles(rows, title), folder / "samples.png")

@@ -1,4 +1,4 @@
-"""Say how well a trained flow codes data it has not seen: ``recoup flow evaluate``."""
+"""The command ``recoup flow evaluate``: how well a trained flow codes data it has not seen."""
 
 from __future__ import annotations
 

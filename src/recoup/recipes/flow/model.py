@@ -145,8 +145,8 @@ class FlowTraining(LightningModule):
         """Seed the draws of this batch."""
         self._seed("test", batch_idx)
 
-    def _seed(self, *place: str | int) -> None:
-        torch.manual_seed(seed_at(self.hparams["seed"], self.global_rank, *place))
+    def _seed(self, *key: str | int) -> None:
+        torch.manual_seed(seed_at(self.hparams["seed"], self.global_rank, *key))
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and the schedule that sets its learning rate for each step."""

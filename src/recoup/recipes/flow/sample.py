@@ -1,4 +1,4 @@
-"""Draw from a trained flow: ``recoup flow sample``."""
+"""The command ``recoup flow sample``: pictures, or the density of points, of a trained flow."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sample(
             for name, value in (("num", num), ("temperature", temperature)):
                 if value is not None:
                     raise ValueError(
-                        f"`--{name}` is {value}, but this flow is of points, of which the density "
+                        f"`--{name}` is {value}, but this flow is of points, whose density "
                         "is drawn. Leave it out."
                     )
             picture, line = _density(trained, flow, classes)

@@ -1,4 +1,4 @@
-"""Train a flow: ``recoup flow fit``.
+"""The command ``recoup flow fit``: train a flow.
 
 ::
 

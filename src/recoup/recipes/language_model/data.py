@@ -182,6 +182,6 @@ def _check_parts(text: Text, parts: dict[str, list[str]]) -> None:
     for part, tokens in parts.items():
         if not tokens:
             raise ValueError(
-                f"{text.name} has {num_tokens} tokens, of which none are left for {part}. Give "
+                f"{text.name} has {num_tokens} tokens, and none are left for {part}. Give "
                 "more text, or other `--data.validation_fraction` and `--data.test_fraction`."
             )

@@ -1,4 +1,4 @@
-"""Say how well a trained language model predicts text: ``recoup lm evaluate``."""
+"""The command ``recoup lm evaluate``: how well a trained language model predicts text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let a trained language model write: ``recoup lm generate``."""
+"""The command ``recoup lm generate``: text that a trained language model writes."""
 
 from __future__ import annotations
 

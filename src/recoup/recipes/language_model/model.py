@@ -17,8 +17,7 @@ from recoup.recipes.checks import check_not_negative
 from recoup.recipes.draws import seed_at
 from recoup.recipes.language_model.averaging import AveragingKind, TriggeredAveraging
 from recoup.recipes.language_model.cache import NeuralCache
-from recoup.recipes.language_model.masks import DropoutKind
-from recoup.recipes.language_model.network import LanguageModel, State
+from recoup.recipes.language_model.network import DropoutKind, LanguageModel, State
 from recoup.recipes.language_model.plan import TimePlan
 from recoup.recipes.language_model.segments import (
     Penalties,

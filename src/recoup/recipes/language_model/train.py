@@ -1,4 +1,4 @@
-"""Train a language model: ``recoup lm fit``.
+"""The command ``recoup lm fit``: train a language model.
 
 ::
 
