@@ -21,23 +21,19 @@ __all__ = ["LossRecord", "MetricsFile", "Progress", "progress_bar"]
 class _EpochMetrics(Callback):
     """The metrics of an epoch, without those of an earlier validation."""
 
-    def __init__(self) -> None:
-        self._is_validated = False
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget earlier validations."""
-        self._is_validated = False
+    _validated_epoch: int | None = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the epoch was validated."""
-        self._is_validated = True
+        if not trainer.sanity_checking:
+            self._validated_epoch = trainer.current_epoch
 
     def metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return the metrics of the epoch, by name."""
         return {
             name: float(value)
             for name, value in sorted(trainer.callback_metrics.items())
-            if self._is_validated or name.startswith("train_")
+            if name.startswith("train_") or self._validated_epoch == trainer.current_epoch
         }
 
 
@@ -48,7 +44,6 @@ class MetricsFile(_EpochMetrics):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._rows: list[dict[str, str]] = []
         self._start = 0.0
 
@@ -104,7 +99,6 @@ class Progress(_EpochMetrics):
     """
 
     def __init__(self, monitor: str, *, title: str = "training", lines: bool = True) -> None:
-        super().__init__()
         self._monitor = monitor
         self._title = title
         self._lines = lines
@@ -123,7 +117,6 @@ class Progress(_EpochMetrics):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the total number of steps, assuming that all epochs have as many as this one."""
-        super().on_train_epoch_start(trainer, pl_module)
         estimated, num_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
         if self._bar is None or num_epochs is None or estimated == float("inf"):
             return
