@@ -14,8 +14,8 @@ from recoup._core.compile import is_loaded, uncompiled
 from recoup._core.random_sources import own_generator
 from recoup._core.rng import draw_seed
 from recoup.invertible.chain import Chain
+from recoup.invertible.chain_memory import HasChain
 from recoup.invertible.contract import InvertibleModule
-from recoup.schedules.memory import Memory
 
 __all__ = ["Dequantize", "VariationalDequantize", "check_levels"]
 
@@ -96,7 +96,7 @@ class Dequantize(InvertibleModule):
         return f"levels={self.levels}"
 
 
-class VariationalDequantize(Dequantize):
+class VariationalDequantize(HasChain, Dequantize):
     """Add learned noise to whole numbers and scale to the unit interval: ``(x + u) / levels``.
 
     The noise is ``u = sigmoid(chain(eps, image))`` with standard normal eps, where the image is
@@ -142,15 +142,6 @@ class VariationalDequantize(Dequantize):
     def __init__(self, levels: int, chain: Chain) -> None:
         super().__init__(levels)
         self.chain = chain
-
-    @property
-    def memory(self) -> Memory:
-        """The memory mode of the chain; may be set at any time."""
-        return self.chain.memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self.chain.memory = memory
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Dequantise `x` ``(N, ...)`` of whole numbers, of any type; returns ``(y, log_det)``."""
