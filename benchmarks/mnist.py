@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 from recoup.flows import Glow, RealNVP
 from recoup.recipes.flow.train import prepare
-from recoup.recipes.testing import quiet_trainer, tested
+from recoup.recipes.quiet import evaluated_metrics, quiet_trainer
 
 MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist.npz"
 BATCH_SIZE = 128
@@ -104,7 +104,7 @@ def one(name, memory, device="cpu"):
         run = prepare([*args, "--out", folder])
         run.fit(record)
     trainer = quiet_trainer("gpu" if device == "cuda" else device)
-    metrics = tested(trainer, run.model, run.datamodule)
+    metrics = evaluated_metrics(trainer, run.model, run.datamodule)
     flow = run.model.flow.train().to(device)
     batch = run.datamodule.parts["train"][:BATCH_SIZE].to(device)
 

@@ -53,13 +53,13 @@ class Option:
             value = _read(text, choice)
             if value is not ...:
                 return value
-        ways = sorted(self.choices, key=lambda choice: choice is not None)
+        null_first = sorted(self.choices, key=lambda choice: choice is not None)
         names = ", ".join(
-            "null" if way is None else way.__name__ if isinstance(way, type) else repr(way)
-            for way in ways
+            "null" if choice is None else getattr(choice, "__name__", repr(choice))
+            for choice in null_first
         )
         raise MistakeError(
-            f"`{shown}` is {text}, but must be {'one of ' * (len(ways) > 1)}{names}."
+            f"`{shown}` is {text}, but must be {'one of ' * (len(null_first) > 1)}{names}."
         )
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 import recoup
 from recoup.memory import Curve, Point
 from recoup.recipes import curve_command
+from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.cli import main
 from recoup.recipes.flow.demo import MEMORIES, build_step
 from recoup.recipes.flow.pictures import grid
@@ -31,9 +32,9 @@ def test_evaluate_prints_the_test_part_in_parts(checkpoint, capsys):
     assert text.startswith("180 pictures, the test part of the digits\n")
     found = numbers(text)
     assert found["latent"] + found["log-det"] == pytest.approx(found["bits/dim"], abs=2e-4)
-    flow = load_flow(checkpoint).flow
+    flow = load_flow(Checkpoint(checkpoint)).flow
     with torch.no_grad():
-        expected = float(flow.bits_per_dim(load_data(checkpoint).parts["test"]).mean())
+        expected = float(flow.bits_per_dim(load_data(Checkpoint(checkpoint)).parts["test"]).mean())
     assert found["bits/dim"] == pytest.approx(expected, abs=0.02)  # other noise
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import yaml
 
+from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.cli import main
 from recoup.recipes.flow.train import CONFIGS, prepare
 from recoup.recipes.flow.trained import load_flow
-from recoup.recipes.training import SHORT_NAMES
+from recoup_cli.fit_arguments import SHORT_NAMES
 
 MODES = ["linear", "sqrt", "log", "constant", "2"]
 
@@ -151,7 +152,7 @@ def test_the_results_are_written_where_others_find_them(capsys, tiny):
     results = json.loads(Path("mine/run.json").read_text())
     assert f"test: {results['test_bits_per_dim']:.3f} bits/dim; results: mine/run.json" in printed
     weights = torch.load("mine/checkpoints/best.ckpt", weights_only=True)["state_dict"]
-    model = load_flow("mine/checkpoints/best.ckpt")
+    model = load_flow(Checkpoint("mine/checkpoints/best.ckpt"))
     assert results["num_parameters"] == sum(p.numel() for p in model.parameters()) > 1000
     assert len(weights) >= len(list(model.parameters()))
     assert (results["num_epochs"], results["num_steps"]) == (2, 10)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.cli import main
 from recoup.recipes.flow.density import density_picture, log_density
 from recoup.recipes.flow.trained import load_data, load_flow
@@ -38,7 +39,7 @@ def test_each_flow_learns_pictures(flow, capsys):
     checkpoint = fit(flow, "--memory", "constant", *extra.get(flow, []))
     printed = capsys.readouterr().out
     assert f"flow: {flow}, " in printed
-    model = load_flow(checkpoint)
+    model = load_flow(Checkpoint(checkpoint))
     assert model.flow.memory == "constant"
     found = float(re.search(r"test: ([\d.]+) bits/dim", printed)[1])
     assert 0 < found < 6
@@ -60,9 +61,9 @@ def test_each_flow_learns_points(flow, capsys):
     bits = float(re.search(r"bits/dim +(\S+)", text)[1])
     nats = float(re.search(r"nats/point +(\S+)", text)[1])
     assert nats == pytest.approx(bits * 2 * np.log(2), abs=2e-4)
-    flow = load_flow(checkpoint).flow
+    flow = load_flow(Checkpoint(checkpoint)).flow
     with torch.no_grad():
-        expected = -flow.log_prob(load_data(checkpoint).parts["test"]).mean()
+        expected = -flow.log_prob(load_data(Checkpoint(checkpoint)).parts["test"]).mean()
     assert nats == pytest.approx(float(expected), abs=1e-3)
     assert main(["flow", "sample", "--checkpoint", checkpoint]) == 0
     assert "density of moons" in capsys.readouterr().out
@@ -75,7 +76,7 @@ def test_each_flow_learns_points(flow, capsys):
 def test_a_conditional_flow_is_given_labels(flow, capsys):
     checkpoint = fit(flow, "--model.conditional", "true")
     assert "17 levels, 10 classes" in capsys.readouterr().out
-    model = load_flow(checkpoint)
+    model = load_flow(Checkpoint(checkpoint))
     assert model.flow.num_classes == 10
     assert main(["flow", "evaluate", "--checkpoint", checkpoint]) == 0
     sample = ["flow", "sample", "--checkpoint", checkpoint, "--num", "20", "--out"]
@@ -112,7 +113,7 @@ def test_a_conditional_run_is_gone_on_with(capsys):
     capsys.readouterr()
     for option in ("--num", "--temperature"):
         assert main([*sample, option, "2"]) == 2
-        assert "of which the density is drawn. Leave it out." in capsys.readouterr().err
+        assert "whose density is drawn. Leave it out." in capsys.readouterr().err
 
 
 class Halves(torch.nn.Module):

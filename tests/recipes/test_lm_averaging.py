@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 
+from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.cli import main
 from recoup.recipes.language_model.averaging import TriggeredAveraging, is_triggered
 from recoup.recipes.language_model.trained import load_model
@@ -103,11 +104,12 @@ def test_what_is_validated_and_saved_is_the_mean_of_the_steps(lm_run, text, alwa
     assert_close(checkpoint["state_dict"], averages)
     assert_close(checkpoint["current_model_state"], watched.steps[-1])
     assert_close(parameters_of(run.cli.model), averages)
-    assert_close(parameters_of(load_model(run.cli.out / "checkpoints" / "last.ckpt")), averages)
+    last = Checkpoint(run.cli.out / "checkpoints" / "last.ckpt")
+    assert_close(parameters_of(load_model(last)), averages)
     assert [row["averaged"] for row in run.metrics()] == [
         f"{max(0, steps - start):.6f}" for steps in watched.num_steps
     ]
-    tied = load_model(run.cli.out / "checkpoints" / "last.ckpt").network
+    tied = load_model(last).network
     assert tied.decoder.weight is tied.embedding.weight
 
 

@@ -349,7 +349,7 @@ def test_checkpoints_of_the_other_recipe(refusal, words, checkpoint):
         ("a b\n" * 9, ("--data.max_vocab_size", "1"), "`max_vocab_size` is 1"),
         ("a b\n" * 9, ("--data.validation_fraction", "0.01"), "none are left for validation"),
         ("a b\n" * 9, ("--data.test_fraction", "1.5"), "`test_fraction` 1.5"),
-        ("ab" * 1000, (), "text.txt has 2 tokens, of which none are left for test"),
+        ("ab" * 1000, (), "text.txt has 2 tokens, and none are left for test"),
         ("<unk> " * 99, (), "no token of text.txt occurs as often"),
     ],
 )

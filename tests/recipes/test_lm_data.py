@@ -233,7 +233,7 @@ def test_one_file_is_split_and_nothing_is_lost(num, validation, test):
     wanted = {"test": round((num + 1) * test), "validation": round((num + 1) * validation)}
     wanted["train"] = num + 1 - sum(wanted.values())
     if min(wanted.values()) < 1:
-        with pytest.raises(ValueError, match=f"has {num + 1} tokens, of which none are left for"):
+        with pytest.raises(ValueError, match=f"has {num + 1} tokens, and none are left for"):
             Texts(str(path), **options)
         return
     texts = Texts(str(path), **options)

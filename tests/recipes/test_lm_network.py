@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 import recoup
 from recoup.recipes.language_model import network as network_file
-from recoup.recipes.language_model.masks import Masks
-from recoup.recipes.language_model.network import LanguageModel
+from recoup.recipes.language_model.network import LanguageModel, Masks
 from recoup.recipes.language_model.segments import Penalties, Window, window_backward
 from tests.unit.weights.plain_run import recorded, reparametrized
 

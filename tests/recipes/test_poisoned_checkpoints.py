@@ -11,7 +11,7 @@ import torch
 from recoup.recipes.cli import main
 from recoup.recipes.flow.data import Images
 from recoup.recipes.flow.model import FlowTraining
-from recoup.recipes.plain_settings import plain_settings
+from recoup.recipes.settings import plain_settings
 
 EVIL = """
 from pathlib import Path

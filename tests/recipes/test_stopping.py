@@ -263,4 +263,4 @@ def test_states_that_do_not_fit_are_one_line(whole, capsys):
     options = ["--epochs", "9", "--out", "mine"]
     assert main(["flow", "fit", "--resume", "some.ckpt", *options]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "`--resume` is some.ckpt, with which a run cannot be gone on" in said
+    assert "`--resume` is some.ckpt, from which a run cannot resume" in said

@@ -10,20 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
-from recoup._core.drift_guard import Drift, DriftGuard
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import with_seed
-from recoup.flows.base import Base
 from recoup.flows.labels import one_hot
-from recoup.flows.latents import Latents, as_latents, as_tuple, chosen, temperature_of_each
+from recoup.flows.latents import (
+    Base,
+    Latents,
+    as_latents,
+    as_tuple,
+    chosen,
+    temperature_of_each,
+)
 from recoup.invertible import Chain, Dequantize, VariationalDequantize
-from recoup.schedules import Schedule
-from recoup.schedules.memory import Memory
+from recoup.invertible.chain_memory import HasChain
 
 __all__ = ["Flow"]
 
 
-class Flow(nn.Module):
+class Flow(HasChain):
     """A density over data: an invertible chain to latents, and a distribution of the latents.
 
     ``log p(x) = log base(z) + log_det`` with ``z, log_det = chain(x)``, summed over all latents,
@@ -33,7 +37,12 @@ class Flow(nn.Module):
     context, one-hot rows ``(N, num_classes)``, and every method needs them.
 
     The `memory` of the chain decides what autograd keeps and what backward pays; in addition the
-    latents are kept, and with `levels` the dequantised data.
+    latents are kept, and with `levels` the dequantised data. It may be set at any time, also by
+    ``flow.memory``, which sets that of the chain of a `VariationalDequantize` too, except for a
+    `Schedule`, which is made for one chain; ``flow.drift`` does the same for the `DriftGuard`.
+    Bytes (``"2 GiB"``) bound a step of each chain alone, and the flow keeps its latents besides,
+    so a flow of two chains may take twice as many; for a bound on a step of the whole flow apply
+    `recoup.plan` in "linear".
 
     Args:
         chain: The invertible chain, data to latents.
@@ -87,33 +96,8 @@ class Flow(nn.Module):
         self.base = Base(Normal(0.0, 1.0) if base is None else base)
         self._latent_shapes: tuple[torch.Size, ...] | None = None
 
-    @property
-    def memory(self) -> Memory:
-        """The memory mode of the chain; may be set at any time.
-
-        Setting it also sets that of the chain of a `VariationalDequantize`, except for a
-        `Schedule`, which is made for one chain. Bytes (``"2 GiB"``) bound a step of each chain
-        alone, and the flow keeps its latents besides, so a flow of two chains may take twice as
-        many; for a bound on a step of the whole flow apply `recoup.plan` in "linear".
-        """
-        return self.chain.memory
-
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self.chain.memory = memory
-        if isinstance(self.dequantize, VariationalDequantize) and not isinstance(memory, Schedule):
-            self.dequantize.memory = memory
-
-    @property
-    def drift(self) -> DriftGuard:
-        """The `DriftGuard` of the chain, for constant memory; a string may be assigned."""
-        return self.chain.drift
-
-    @drift.setter
-    def drift(self, drift: Drift) -> None:
-        self.chain.drift = drift
-        if isinstance(self.dequantize, VariationalDequantize):
-            self.dequantize.chain.drift = self.chain.drift.anew()
+    def _parts_with_chains(self) -> Sequence[HasChain]:
+        return (self.dequantize,) if isinstance(self.dequantize, VariationalDequantize) else ()
 
     @property
     def levels(self) -> int | None:

@@ -7,15 +7,13 @@ from functools import partial
 
 from torch.distributions import Distribution
 
+from recoup.flows.building import Steps, check_counts, check_shape, first_layers
 from recoup.flows.flow import Flow
 from recoup.flows.networks import ConvNetwork
-from recoup.flows.shapes import check_counts, check_shape
-from recoup.flows.steps import Steps
 from recoup.invertible import (
     AffineCoupling,
     Chain,
     InvertibleModule,
-    Logit,
     MixtureCoupling,
     Squeeze,
     VariationalDequantize,
@@ -98,7 +96,7 @@ class FlowPlusPlus(Flow):
         couple = partial(MixtureCoupling, num_components=num_components)
         copies = 3 * num_components + 2
         steps = Steps(couple, copies, width, depth, dropout, num_classes or 0, mixes=True)
-        stages: list[InvertibleModule] = [] if levels is None else [Logit(alpha)]
+        stages = first_layers(levels, alpha)
         if len(shape) == 1:
             stages += steps.on_vectors(shape[0], num_steps)
         else:

@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch.distributions import Distribution
 
+from recoup.flows.building import check_counts, check_images, first_layers
 from recoup.flows.flow import Flow
 from recoup.flows.networks import ConvNetwork
-from recoup.flows.shapes import check_counts, check_images
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -18,8 +18,6 @@ from recoup.invertible import (
     InvertibleConv1x1,
     InvertibleConv1x1LU,
     InvertibleModule,
-    Logit,
-    Normalize,
     Split,
     Squeeze,
 )
@@ -88,9 +86,7 @@ class Glow(Flow):
         check_counts(num_levels=num_levels, num_steps=num_steps)
         _check_kinds(coupling, conv1x1)
         check_images(shape, num_levels)
-        stages: list[InvertibleModule] = []
-        if levels is not None:
-            stages += [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
+        stages = first_layers(levels, alpha)
         num_channels = shape[0]
         for level in range(num_levels):
             stages += [Squeeze()]

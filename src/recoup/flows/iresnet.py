@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributions import Distribution
 
+from recoup.flows.building import check_counts, first_layers
 from recoup.flows.flow import Flow
 from recoup.invertible import (
     ActNorm,
     Chain,
-    InvertibleModule,
     InvertibleResidual,
     LipschitzConv2d,
     LipschitzLinear,
     LipSwish,
-    Logit,
-    Normalize,
     Squeeze,
 )
 from recoup.invertible.residual import LogDet
@@ -97,13 +95,12 @@ class IResNet(Flow):
         memory: Memory = "linear",
         base: Distribution | None = None,
     ) -> None:
-        _check(shape, num_levels=num_levels, num_steps=num_steps, width=width, depth=depth)
+        check_counts(num_levels=num_levels, num_steps=num_steps, width=width, depth=depth)
+        _check_shape(shape, num_levels)
         if log_det is None:
             log_det = "exact" if math.prod(shape) <= _MOST_EXACT else "unbiased"
         is_image = len(shape) == 3
-        stages: list[InvertibleModule] = []
-        if levels is not None:
-            stages += [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
+        stages = first_layers(levels, alpha)
         # Above the square of the constant, so that the variance is bounded for any weights.
         lipschitz = coefficient ** (depth + 1)
         size = shape[0]
@@ -112,9 +109,7 @@ class IResNet(Flow):
                 stages += [Squeeze()]
                 size *= 4
             for _ in range(num_steps):
-                network = (_conv_network if is_image else _dense_network)(
-                    size, width, depth, coefficient
-                )
+                network = _network(size, width, depth, coefficient, is_image=is_image)
                 stages += [
                     ActNorm(size),
                     InvertibleResidual(
@@ -129,39 +124,25 @@ class IResNet(Flow):
         super().__init__(Chain(*stages, memory=memory), shape=shape, levels=levels, base=base)
 
 
-def _dense_network(size: int, width: int, depth: int, coefficient: float) -> nn.Module:
+def _network(
+    size: int, width: int, depth: int, coefficient: float, *, is_image: bool
+) -> nn.Sequential:
+    """Make the network of a block: Lipschitz layers with `LipSwish` between."""
     sizes = [size, *(width,) * depth, size]
-    layers = [
-        LipschitzLinear(before, after, coefficient=coefficient)
-        for before, after in itertools.pairwise(sizes)
-    ]
-    return _with_activations(layers)
+    layers: list[nn.Module] = []
+    for index, (before, after) in enumerate(itertools.pairwise(sizes)):
+        layers += [LipSwish()] if index else []
+        # 3x3 at both ends, where there are few channels, and 1x1 in between.
+        kernel = 3 if index in (0, depth) else 1
+        layers += [
+            LipschitzConv2d(before, after, kernel, padding=kernel // 2, coefficient=coefficient)
+            if is_image
+            else LipschitzLinear(before, after, coefficient=coefficient)
+        ]
+    return nn.Sequential(*layers)
 
 
-def _conv_network(size: int, width: int, depth: int, coefficient: float) -> nn.Module:
-    sizes = [size, *(width,) * depth, size]
-    # 3x3 at both ends, where there are few channels, and 1x1 in between.
-    kernels = [3, *(1,) * (depth - 1), 3]
-    layers = [
-        LipschitzConv2d(before, after, kernel, padding=kernel // 2, coefficient=coefficient)
-        for before, after, kernel in zip(sizes, sizes[1:], kernels, strict=False)
-    ]
-    return _with_activations(layers)
-
-
-def _with_activations(layers: Sequence[nn.Module]) -> nn.Module:
-    first, *others = layers
-    stacked = [first]
-    for layer in others:
-        stacked += [LipSwish(), layer]
-    return nn.Sequential(*stacked)
-
-
-def _check(shape: Sequence[int], **counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"`{name}` is {value}, but must be at least 1.")
-    num_levels = counts["num_levels"]
+def _check_shape(shape: Sequence[int], num_levels: int) -> None:
     factor = 2**num_levels
     is_vector = len(shape) == 1 and shape[0] >= 1 and num_levels == 1
     is_image = len(shape) == 3 and min(shape) >= 1 and not (shape[1] % factor or shape[2] % factor)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from torch.distributions import Distribution
 
+from recoup.flows.building import check_counts
 from recoup.flows.flow import Flow
 from recoup.flows.logistic import Logistic
 from recoup.flows.networks import DenseNetwork
-from recoup.flows.shapes import check_counts
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -99,16 +99,16 @@ class NICE(Flow):
         stages: list[InvertibleModule] = [] if levels is None else [_scaling(levels)]
         # The even entries first: the halves of a coupling are then the even and the odd ones.
         stages += [flatten, Permute([*range(0, size, 2), *range(1, size, 2)])]
-        for place in range(num_couplings):
+        for index in range(num_couplings):
             parts = ((size + 1) // 2, size // 2)
             network = DenseNetwork(
-                *(parts if place % 2 == 0 else parts[::-1]),
+                *(parts if index % 2 == 0 else parts[::-1]),
                 width=width,
                 depth=depth,
                 dropout=dropout,
                 num_context=num_classes or 0,
             )
-            condition = "first" if place % 2 == 0 else "second"
+            condition = "first" if index % 2 == 0 else "second"
             stages += [
                 AdditiveCoupling(
                     network, condition=condition, exact=exact, fraction_bits=_FRACTION_BITS

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch.distributions import Distribution
 
+from recoup.flows.building import Steps, check_counts, check_shape, first_layers
 from recoup.flows.flow import Flow
-from recoup.flows.shapes import check_counts, check_shape
-from recoup.flows.steps import Steps
-from recoup.invertible import AffineCoupling, Chain, InvertibleModule, Logit, Split, Squeeze
+from recoup.invertible import AffineCoupling, Chain, InvertibleModule, Split, Squeeze
 from recoup.schedules.memory import Memory
 
 __all__ = ["RealNVP"]
@@ -80,7 +79,7 @@ class RealNVP(Flow):
         check_counts(num_levels=num_levels, num_steps=num_steps)
         check_shape(shape, num_levels)
         steps = Steps(AffineCoupling, 2, width, depth, dropout, num_classes or 0)
-        stages: list[InvertibleModule] = [] if levels is None else [Logit(alpha)]
+        stages = first_layers(levels, alpha)
         if len(shape) == 1:
             stages += steps.on_vectors(shape[0], num_steps)
         else:

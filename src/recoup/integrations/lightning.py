@@ -10,12 +10,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from recoup.planning.plan import Plan, checked_budget, plan_call
+from recoup.integrations.planning_callback import PlanningCallback
+from recoup.planning.plan import Plan, plan_call
 
 __all__ = ["MemoryBudget"]
 
 
-class MemoryBudget(Callback):
+class MemoryBudget(PlanningCallback, Callback):
     """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
     The planned step is the module's `training_step`, under the trainer's precision. Its logging
@@ -46,12 +47,7 @@ class MemoryBudget(Callback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
     ) -> None:
-        checked_budget(budget, budget_of)
-        self.budget = budget
-        self.blocks = blocks
-        self.budget_of: Literal["step", "total"] = budget_of
-        self.show = show
-        self.plan: Plan | None = None
+        super().__init__(budget, blocks, budget_of, show)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -65,7 +61,7 @@ class MemoryBudget(Callback):
                 "step trains, and a plan may not. Call recoup.plan on its network instead."
             )
         with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
-            made = plan_call(
+            plan = plan_call(
                 pl_module,
                 pl_module.training_step,
                 (batch, batch_idx),
@@ -75,15 +71,11 @@ class MemoryBudget(Callback):
                 budget_of=self.budget_of,
                 optimizer=_first(trainer.optimizers) if self.budget_of == "total" else None,
             )
-        self.plan = made.apply()
-        if self.show is not None:
-            self.show(made)
+        self._apply(plan)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the plan from the module."""
-        if self.plan is not None:
-            self.plan.remove()
-            self.plan = None
+        self._remove()
 
 
 def _first(optimizers: list[Any]) -> torch.optim.Optimizer | None:

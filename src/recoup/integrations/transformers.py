@@ -8,12 +8,13 @@ from typing import Any, Literal
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from recoup.planning.plan import Plan, checked_budget, plan
+from recoup.integrations.planning_callback import PlanningCallback
+from recoup.planning.plan import Plan, plan
 
 __all__ = ["MemoryBudget"]
 
 
-class MemoryBudget(TrainerCallback):
+class MemoryBudget(PlanningCallback, TrainerCallback):
     """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
     The plan is made in the first forward of training, for its arguments, precision and device.
@@ -47,28 +48,19 @@ class MemoryBudget(TrainerCallback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
     ) -> None:
-        checked_budget(budget, budget_of)
-        self.budget = budget
+        super().__init__(budget, blocks, budget_of, show)
         self.loss = loss
-        self.blocks = blocks
-        self.budget_of: Literal["step", "total"] = budget_of
-        self.show = show
-        self.plan: Plan | None = None
-        self._waiting: Any = None
+        self._first_forward_hook: Any = None
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait for the first forward."""
         if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
             raise ValueError(
                 "`gradient_checkpointing` (newer: `activation_checkpointing`) is on in the "
-                "TrainingArguments, so every block is run "
-                "again already. Turn it off: a plan decides that by the budget."
+                "TrainingArguments, so every block is run again already. Turn it off: a plan "
+                "decides that by the budget."
             )
         model: nn.Module = kwargs["model"]
         optimizer = kwargs.get("optimizer") if self.budget_of == "total" else None
@@ -76,7 +68,7 @@ class MemoryBudget(TrainerCallback):
         def first_forward(module: nn.Module, given: Any, named: dict[str, Any]) -> None:
             if not module.training:
                 return
-            self._stop_waiting()
+            self._remove_hook()
             made = plan(
                 module,
                 *given,
@@ -88,27 +80,19 @@ class MemoryBudget(TrainerCallback):
                 holds_output=False,  # the trainer holds only the loss by then
                 **named,
             )
-            self.plan = made.apply()
-            if self.show is not None:
-                self.show(made)
+            self._apply(made)
 
-        self._stop_waiting()
-        self._waiting = model.register_forward_pre_hook(first_forward, with_kwargs=True)
+        self._remove_hook()
+        self._first_forward_hook = model.register_forward_pre_hook(first_forward, with_kwargs=True)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Remove the plan from the model."""
-        self._stop_waiting()
-        if self.plan is not None:
-            self.plan.remove()
-            self.plan = None
+        self._remove_hook()
+        self._remove()
 
-    def _stop_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.remove()
+    def _remove_hook(self) -> None:
+        hook, self._first_forward_hook = self._first_forward_hook, None
+        if hook is not None:
+            hook.remove()

@@ -10,16 +10,12 @@ from recoup.invertible.chain import Chain
 from recoup.invertible.check import Finding, InvertibleReport, check_invertible
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.conv1x1 import InvertibleConv1x1, InvertibleConv1x1LU
-from recoup.invertible.dequantize import Dequantize
-from recoup.invertible.flatten import Flatten
+from recoup.invertible.dequantize import Dequantize, VariationalDequantize
 from recoup.invertible.lipschitz import LipschitzConv2d, LipschitzLinear, LipSwish
 from recoup.invertible.mixture import MixtureCoupling
-from recoup.invertible.permute import Flip, Permute
 from recoup.invertible.preprocess import Logit, Normalize
+from recoup.invertible.rearrange import Flatten, Flip, Permute, Split, Squeeze
 from recoup.invertible.residual import InvertibleResidual
-from recoup.invertible.split import Split
-from recoup.invertible.squeeze import Squeeze
-from recoup.invertible.variational import VariationalDequantize
 
 __all__ = [
     "ActNorm",

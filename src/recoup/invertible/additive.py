@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor, nn
 
-from recoup.invertible.coupling import Condition, Coupling, Partition, takes_a_context
-from recoup.invertible.grid import check_bound, grid_bound, to_grid
+from recoup._core.saved_tensors import grad_mode
+from recoup.errors import GridError
+from recoup.invertible.coupling import Condition, Coupling, Partition
 from recoup.invertible.shapes import zero_log_det
 
 __all__ = ["AdditiveCoupling"]
@@ -68,58 +72,94 @@ class AdditiveCoupling(Coupling):
         exact: bool = False,
         fraction_bits: int = 12,
     ) -> None:
-        super().__init__(condition, split)
+        super().__init__(network, g, condition, split)
         if not 0 <= fraction_bits <= 20:
             raise ValueError(
                 f"`fraction_bits` is {fraction_bits}, but must be from 0 to 20. Use 12, with which "
                 "float32 reaches to 4096."
             )
-        self.network = network
-        self.g = g
         self.exact = exact
         self.fraction_bits = fraction_bits
-        self.takes_context = takes_a_context(network) or takes_a_context(g)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        given, changed = self._halves(self._entered(x))
-        changed = changed + self._shift(self.network, given, changed, context)
-        if self.g is not None:
-            given = given + self._shift(self.g, changed, given, context)
-        y = self._join(given, changed)
-        if self.exact:
-            check_bound(y, self.fraction_bits, type(self).__name__)
-        return y, zero_log_det(x)
+        if not self.exact:
+            return super().forward(x, context)
+        y, log_det = super().forward(self._input_on_grid(x), context)
+        _check_bound(y, self.fraction_bits, type(self).__name__)
+        return y, log_det
 
     def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        given, changed = self._halves(self._entered(y))
-        if self.g is not None:
-            given = given - self._shift(self.g, changed, given, context)
-        changed = changed - self._shift(self.network, given, changed, context)
-        x = self._join(given, changed)
-        if self.exact:
-            check_bound(x, self.fraction_bits, f"The inverse of {type(self).__name__}")
-        return x, zero_log_det(y)
-
-    def _entered(self, x: Tensor) -> Tensor:
         if not self.exact:
-            return x
-        if not x.is_floating_point() or grid_bound(x.dtype, self.fraction_bits) < 4:
+            return super().inverse(y, context)
+        x, log_det = super().inverse(self._input_on_grid(y), context)
+        _check_bound(x, self.fraction_bits, f"The inverse of {type(self).__name__}")
+        return x, log_det
+
+    def _change(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return changed + self._shift(network, given, changed, context), zero_log_det(changed)
+
+    def _change_back(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return changed - self._shift(network, given, changed, context), zero_log_det(changed)
+
+    def _shift(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> Tensor:
+        shift = self._evaluate_network(network, given, changed, 1, context)
+        return _to_grid(shift, self.fraction_bits) if self.exact else shift
+
+    def _input_on_grid(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point() or _grid_bound(x.dtype, self.fraction_bits) < 4:
             raise ValueError(
                 f"`x` is of type {x.dtype}, but with `exact` and `fraction_bits` "
                 f"{self.fraction_bits} it must be torch.float32 or torch.float64. Convert it, or "
                 "use autocast, which leaves it as it is."
             )
-        return to_grid(x, self.fraction_bits)
-
-    def _shift(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> Tensor:
-        shift = self._ask(network, given, changed, 1, context)
-        return to_grid(shift, self.fraction_bits) if self.exact else shift
+        return _to_grid(x, self.fraction_bits)
 
     def extra_repr(self) -> str:
         """Show which part is the condition, and the grid."""
         grid = f", exact=True, fraction_bits={self.fraction_bits}" if self.exact else ""
         return super().extra_repr() + grid
+
+
+def _to_grid(x: Tensor, fraction_bits: int) -> Tensor:
+    """Round `x` to multiples of ``2**-fraction_bits``; the gradient goes straight through.
+
+    The step is a power of two, so that scaling by it is exact. Autograd keeps nothing.
+    """
+    scale = 2.0**fraction_bits
+    with grad_mode(False):
+        change = (x * scale).round_().div_(scale).sub_(x)  # exact, as the two are close
+    return x + change
+
+
+def _grid_bound(dtype: torch.dtype, fraction_bits: int) -> float:
+    """Return the magnitude below which `dtype` holds every multiple of ``2**-fraction_bits``."""
+    significant_bits = 1 - int(math.log2(torch.finfo(dtype).eps))
+    return 2.0 ** (significant_bits - fraction_bits)
+
+
+def _check_bound(y: Tensor, fraction_bits: int, name: str) -> None:
+    """Raise a GridError if a value of `y` is beyond the bound within which sums are exact."""
+    if not y.is_floating_point() or y.numel() == 0:
+        return
+    bound = _grid_bound(y.dtype, fraction_bits)
+    largest = float(y.detach().abs().max())
+    if not largest < bound:
+        needed = math.frexp(largest)[1] if math.isfinite(largest) else None
+        way_out = (
+            "Values are not finite: look for what made them so."
+            if needed is None
+            else f"Use `fraction_bits={max(0, fraction_bits - (needed - int(math.log2(bound))))}` "
+            "for a coarser grid that reaches further, or double precision."
+        )
+        raise GridError(
+            f"{name} made a value of {largest:.6g}, but with `fraction_bits` {fraction_bits} sums "
+            f"in {y.dtype} are exact below {bound:g} only. {way_out}"
+        )

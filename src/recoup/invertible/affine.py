@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recoup.invertible.coupling import Condition, Coupling, Partition, takes_a_context
+from recoup.invertible.coupling import Condition, Coupling, Partition
 from recoup.invertible.shapes import per_sample
 
 __all__ = ["AffineCoupling"]
@@ -56,39 +56,18 @@ class AffineCoupling(Coupling):
         split: Partition = "channels",
         bound: float = 2.0,
     ) -> None:
-        super().__init__(condition, split)
+        super().__init__(network, g, condition, split)
         if not bound > 0:
             raise ValueError(f"`bound` is {bound}, but must be above 0; 2.0 is usual.")
-        self.network = network
-        self.g = g
         self.bound = bound
-        self.takes_context = takes_a_context(network) or takes_a_context(g)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        given, changed = self._halves(x)
-        changed, log_det = self._scaled(self.network, given, changed, context)
-        if self.g is not None:
-            given, more = self._scaled(self.g, changed, given, context)
-            log_det = log_det + more
-        return self._join(given, changed), log_det
-
-    def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        given, changed = self._halves(y)
-        more: Tensor | None = None
-        if self.g is not None:
-            given, more = self._unscaled(self.g, changed, given, context)
-        changed, log_det = self._unscaled(self.network, given, changed, context)
-        return self._join(given, changed), log_det if more is None else log_det + more
-
-    def _scaled(
+    def _change(
         self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         shift, log_scale = self._shift_and_log_scale(network, given, changed, context)
         return torch.addcmul(shift, changed, log_scale.exp()), per_sample(log_scale)
 
-    def _unscaled(
+    def _change_back(
         self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         shift, log_scale = self._shift_and_log_scale(network, given, changed, context)
@@ -98,7 +77,7 @@ class AffineCoupling(Coupling):
     def _shift_and_log_scale(
         self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        shift, raw = self._ask(network, given, changed, 2, context).chunk(2, dim=1)
+        shift, raw = self._evaluate_network(network, given, changed, 2, context).chunk(2, dim=1)
         return shift, self.bound * torch.tanh(raw / self.bound)
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ from recoup._core.stage import State
 from recoup.errors import ConvergenceError, NotInvertibleError
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.split import Split
+from recoup.invertible.rearrange import Split
 from recoup.planning.budget import is_bytes
 from recoup.planning.memory_mode import HasMemoryMode
 from recoup.schedules import Way

@@ -25,7 +25,7 @@ _MODES = ("sqrt", "constant")  # each compared with "linear"
 _MOST_SAMPLES = 2  # for the Jacobian: one backward pass per dimension and sample
 _SEED = 0
 
-Given = tuple[Tensor, ...]  # empty, or a context
+Contexts = tuple[Tensor, ...]  # empty, or a context
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def check_invertible(
             f"have {dims**2} entries. Give a smaller `x`, or raise `max_dims`."
         )
     x = x.detach().double()
-    given = () if context is None else (context.detach().double(),)
+    contexts = () if context is None else (context.detach().double(),)
     started = copy.deepcopy(module).double()
     with torch.no_grad():  # a data-dependent start happens here, on the copy
-        returned = with_seed(lambda: started(x, *given), _SEED)
+        returned = with_seed(lambda: started(x, *contexts), _SEED)
     name = type(module).__name__
     try:
         check_pair(returned, len(x), "forward", name, num_early=module.num_early)
@@ -148,44 +148,41 @@ def check_invertible(
         if isinstance(part, Chain):
             part.memory = "linear"  # the Jacobian runs backward many times over one graph
     findings = [
-        *_round_trip(still, x, given, tolerance),
-        *_log_dets(still, x, given, tolerance),
+        *_round_trip(still, x, contexts, tolerance),
+        *_log_dets(still, x, contexts, tolerance),
     ]
-    findings += [_gradients(started, x, given, mode, tolerance) for mode in _MODES]
+    findings += [_gradients(started, x, contexts, mode, tolerance) for mode in _MODES]
     return InvertibleReport(name, tuple(findings))
 
 
 def _attempt(name: str, tolerance: float, compare: Callable[[], tuple[float, str]]) -> Finding:
     try:
-        return Finding(name, *_reordered(tolerance, *compare()))
-    except Exception as error:  # noqa: BLE001 - the module under test may raise anything
-        return Finding(name, math.inf, tolerance, f"{type(error).__name__}: {error}")
+        error, note = compare()
+    except Exception as raised:  # noqa: BLE001 - the module under test may raise anything
+        error, note = math.inf, f"{type(raised).__name__}: {raised}"
+    return Finding(name, error, tolerance, note)
 
 
-def _reordered(tolerance: float, error: float, note: str) -> tuple[float, float, str]:
-    return error, tolerance, note
-
-
-def _run(module: InvertibleModule, direction: Direction, value: Any, given: Given) -> Any:
+def _run(module: InvertibleModule, direction: Direction, value: Any, contexts: Contexts) -> Any:
     """Run `module` under the seed of all comparisons; return a value and its log-determinant."""
     call = module if direction == "forward" else module.inverse
-    returned = with_seed(lambda: call(value, *given), _SEED)
+    returned = with_seed(lambda: call(value, *contexts), _SEED)
     num_early = module.num_early if direction == "forward" else 0
     first: Tensor = value if isinstance(value, Tensor) else value[0]
     return check_pair(returned, len(first), direction, type(module).__name__, num_early=num_early)
 
 
 def _round_trip(
-    module: InvertibleModule, x: Tensor, given: Given, tolerance: float
+    module: InvertibleModule, x: Tensor, contexts: Contexts, tolerance: float
 ) -> Iterator[Finding]:
     with torch.no_grad():
-        y, log_det = _run(module, "forward", x, given)
+        y, log_det = _run(module, "forward", x, contexts)
 
         def inverse() -> tuple[Tensor, Tensor]:
-            return _run(module, "inverse", y, given)
+            return _run(module, "inverse", y, contexts)
 
         def again() -> Any:
-            return _run(module, "forward", inverse()[0], given)[0]
+            return _run(module, "forward", inverse()[0], contexts)[0]
 
         yield _attempt("forward, then inverse", tolerance, lambda: (_error(inverse()[0], x), ""))
         yield _attempt(
@@ -199,17 +196,17 @@ def _round_trip(
 
 
 def _log_dets(
-    module: InvertibleModule, x: Tensor, given: Given, tolerance: float
+    module: InvertibleModule, x: Tensor, contexts: Contexts, tolerance: float
 ) -> Iterator[Finding]:
     def points() -> Iterator[Point]:
         for i in range(min(len(x), _MOST_SAMPLES)):
             sample = x[i : i + 1].clone().requires_grad_()
-            contexts = tuple(c[i : i + 1].clone().requires_grad_() for c in given)
-            others = dict(zip(("the context",), contexts, strict=False))
+            own = tuple(c[i : i + 1].clone().requires_grad_() for c in contexts)
+            others = dict(zip(("the context",), own, strict=False))
             others |= {name: p for name, p in module.named_parameters() if p.requires_grad}
             yield Point(
-                lambda value, contexts=contexts: _run(module, "forward", value, contexts),
-                lambda value, contexts=contexts: _run(module, "inverse", value, contexts),
+                lambda value, own=own: _run(module, "forward", value, own),
+                lambda value, own=own: _run(module, "inverse", value, own),
                 sample,
                 others,
             )
@@ -241,16 +238,16 @@ def _worst(samples: Sequence[Gradients], tolerance: float) -> tuple[float, str]:
         if stated is None and not error <= tolerance:
             missing.add(name)
     wrong = [name for name, e in errors.items() if not e <= tolerance and name not in missing]
-    note = _noted(("wrong", wrong), ("no gradient, though it depends on", sorted(missing)))
+    note = _note_of(("wrong", wrong), ("no gradient, though it depends on", sorted(missing)))
     return _largest(errors.values()), note
 
 
 def _gradients(
-    module: InvertibleModule, x: Tensor, given: Given, mode: str, tolerance: float
+    module: InvertibleModule, x: Tensor, contexts: Contexts, mode: str, tolerance: float
 ) -> Finding:
     def compare() -> tuple[float, str]:
-        expected = _gradients_by_name(module, x, given, "linear")
-        actual = _gradients_by_name(module, x, given, mode)
+        expected = _gradients_by_name(module, x, contexts, "linear")
+        actual = _gradients_by_name(module, x, contexts, mode)
         errors: dict[str, float] = {}
         for name, gradient in expected.items():
             other = actual[name]
@@ -260,14 +257,14 @@ def _gradients(
                 errors[name] = _error(other, gradient)
         wrong = [name for name, error in errors.items() if not error <= tolerance]
         unused = [name for name, gradient in expected.items() if gradient is None]
-        note = _noted(("wrong", wrong), ("no gradient in any mode", unused))
+        note = _note_of(("wrong", wrong), ("no gradient in any mode", unused))
         return _largest(errors.values()), note
 
     return _attempt(f'gradients, "{mode}" and "linear"', tolerance, compare)
 
 
 def _gradients_by_name(
-    module: InvertibleModule, x: Tensor, given: Given, mode: str
+    module: InvertibleModule, x: Tensor, contexts: Contexts, mode: str
 ) -> dict[str, Tensor | None]:
     module = copy.deepcopy(module)
     stages = [*module] if isinstance(module, Chain) else [module]
@@ -279,26 +276,26 @@ def _gradients_by_name(
         # The guard must not repair a wrong inverse, so that the gradients show it.
         chain = Chain(entrance, *stages, memory=mode, drift="ignore")
     x = x.clone().requires_grad_()
-    given = tuple(context.clone().requires_grad_() for context in given)
-    wanted = dict(zip(("the input", "the context"), (x, *given), strict=False))
-    wanted |= {f"a stage before ({name})": p for name, p in entrance.named_parameters()}
-    wanted |= {name: p for name, p in module.named_parameters() if p.requires_grad}
+    contexts = tuple(each.clone().requires_grad_() for each in contexts)
+    leaves = dict(zip(("the input", "the context"), (x, *contexts), strict=False))
+    leaves |= {f"a stage before ({name})": p for name, p in entrance.named_parameters()}
+    leaves |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def loss() -> Tensor:
-        y, log_det = chain(x, *given)
+        y, log_det = chain(x, *contexts)
         values = flat(y)
         return (values * torch.randn_like(values)).sum() + (
             log_det * torch.randn_like(log_det)
         ).sum()
 
     gradients = torch.autograd.grad(
-        with_seed(loss, _SEED), list(wanted.values()), allow_unused=True, materialize_grads=False
+        with_seed(loss, _SEED), list(leaves.values()), allow_unused=True, materialize_grads=False
     )
-    return dict(zip(wanted, gradients, strict=True))
+    return dict(zip(leaves, gradients, strict=True))
 
 
-def _noted(*said: tuple[str, Sequence[str]]) -> str:
-    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said if names)
+def _note_of(*parts: tuple[str, Sequence[str]]) -> str:
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
 
 
 def _largest(errors: Iterable[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Literal, cast
 
 import torch
@@ -18,7 +19,13 @@ Partition = Literal["channels", "checkerboard"]
 class Coupling(InvertibleModule):
     """The base of couplings: cuts a value into the conditioning part and the part it changes.
 
+    A subclass states its formula for one network in `_change` and `_change_back`. With a second
+    network, ``g``, the conditioning part is then changed too, by what ``g`` computes from the
+    changed one.
+
     Args:
+        network: The network that sees the conditioning part.
+        g: The second network; None for none.
         condition: Which part the network sees, "first" or "second".
         split: "channels" cuts dimension 1 in half, and puts the larger half first if the number
             of channels is odd. "checkerboard" takes the squares of one colour of an image; the
@@ -29,14 +36,49 @@ class Coupling(InvertibleModule):
         ValueError: When `condition` or `split` is none of its choices.
     """
 
-    def __init__(self, condition: Condition, split: Partition) -> None:
+    def __init__(
+        self, network: nn.Module, g: nn.Module | None, condition: Condition, split: Partition
+    ) -> None:
         super().__init__()
         if condition not in ("first", "second"):
             raise ValueError(f'`condition` is {condition!r}, but must be "first" or "second".')
         if split not in ("channels", "checkerboard"):
             raise ValueError(f'`split` is {split!r}, but must be "channels" or "checkerboard".')
+        self.network = network
+        self.g = g
         self.condition: Condition = condition
         self.split: Partition = split
+        self.takes_context = _takes_context(network) or _takes_context(g)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
+        given, changed = self._halves(x)
+        changed, log_det = self._change(self.network, given, changed, context)
+        if self.g is not None:
+            given, more = self._change(self.g, changed, given, context)
+            log_det = log_det + more
+        return self._join(given, changed), log_det
+
+    def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
+        given, changed = self._halves(y)
+        more: Tensor | None = None
+        if self.g is not None:
+            given, more = self._change_back(self.g, changed, given, context)
+        changed, log_det = self._change_back(self.network, given, changed, context)
+        return self._join(given, changed), log_det if more is None else log_det + more
+
+    @abstractmethod
+    def _change(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `changed` as `network` changes it for `given`, and the log-determinant."""
+
+    @abstractmethod
+    def _change_back(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Undo `_change`."""
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = _colours(x) if self.split == "checkerboard" else _channels(x)
@@ -48,7 +90,7 @@ class Coupling(InvertibleModule):
             return _board(first, second)
         return torch.cat((first, second), dim=1)
 
-    def _ask(
+    def _evaluate_network(
         self,
         network: nn.Module,
         given: Tensor,
@@ -60,7 +102,7 @@ class Coupling(InvertibleModule):
         is_board = self.split == "checkerboard"
         if is_board:
             given = self._join(given, torch.zeros_like(changed))
-        takes_context = context is not None and takes_a_context(network)
+        takes_context = context is not None and _takes_context(network)
         inputs = (given, cast("Tensor", context)) if takes_context else (given,)
         values = self.evaluate(network, *inputs)
         num_samples, num_channels, *sizes = changed.shape
@@ -83,7 +125,7 @@ class Coupling(InvertibleModule):
         return f"condition={self.condition!r}{board}"
 
 
-def takes_a_context(network: nn.Module | None) -> bool:
+def _takes_context(network: nn.Module | None) -> bool:
     """Return whether the network of a coupling is called with a context beside its input."""
     return bool(getattr(network, "takes_context", False))
 

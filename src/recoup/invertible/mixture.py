@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import NotInvertibleError
-from recoup.invertible.coupling import Condition, Coupling, Partition, takes_a_context
+from recoup.invertible.coupling import Condition, Coupling, Partition
 
 __all__ = ["MixtureCoupling"]
 
@@ -71,7 +71,7 @@ class MixtureCoupling(Coupling):
         bound: float = 3.0,
         least_slope: float = 0.01,
     ) -> None:
-        super().__init__(condition, split)
+        super().__init__(network, None, condition, split)
         if num_components < 1:
             raise ValueError(f"`num_components` is {num_components}, but must be at least 1.")
         if not bound > 0:
@@ -80,33 +80,32 @@ class MixtureCoupling(Coupling):
             raise ValueError(
                 f"`least_slope` is {least_slope}, but must be above 0 and below 1; 0.01 is usual."
             )
-        self.network = network
         self.num_components = num_components
         self.bound = bound
         self.least_slope = least_slope
-        self.takes_context = takes_a_context(network)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Couple `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        given, changed = self._halves(x)
-        bend, shift, log_scale = self._ask_for_all(given, changed, context)
+    def _change(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        bend, shift, log_scale = self._map_of(network, given, changed, context)
         bent, slope = bend.value_and_slope(changed)
-        y = self._join(given, torch.addcmul(shift, bent, log_scale.exp()))
+        y = torch.addcmul(shift, bent, log_scale.exp())
         return y, (slope.log() + log_scale).flatten(1).sum(1)
 
-    def inverse(self, y: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
-        given, changed = self._halves(y)
-        bend, shift, log_scale = self._ask_for_all(given, changed, context)
+    def _change_back(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        bend, shift, log_scale = self._map_of(network, given, changed, context)
         x = bend.inverse((changed - shift) * (-log_scale).exp())
         slope = bend.value_and_slope(x)[1]
-        return self._join(given, x), -(slope.log() + log_scale).flatten(1).sum(1)
+        return x, -(slope.log() + log_scale).flatten(1).sum(1)
 
-    def _ask_for_all(
-        self, given: Tensor, changed: Tensor, context: Tensor | None
+    def _map_of(
+        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[_Bend, Tensor, Tensor]:
+        """Return the bend, the shift and the log-scale that the network sets for `changed`."""
         k, size = self.num_components, changed.shape
-        values = self._ask(self.network, given, changed, 3 * k + 2, context)
+        values = self._evaluate_network(network, given, changed, 3 * k + 2, context)
         blocks = values.reshape(size[0], 3 * k + 2, *size[1:])
         # One split: backward then concatenates the gradients; slices would pad each with zeros.
         parts = cast("tuple[Tensor, ...]", blocks.split((k, k, k, 1, 1), dim=1))

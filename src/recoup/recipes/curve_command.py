@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recoup.errors import RecoupError
 from recoup.memory import Point, curve, format_bytes
-from recoup.recipes.mistakes import one_line
+from recoup.recipes.mistakes import MISTAKES, report_mistake
 
 __all__ = ["curve_command"]
 
@@ -31,12 +30,12 @@ def curve_command(
         depths: numbers of blocks.
         memories: memory modes, such as linear, sqrt or constant; a number stands for slots.
         device: cpu or a CUDA device.
-        repeats: steps under the clock, of which the best counts; 0 for no times.
+        repeats: number of timed steps, the best of which counts; 0 for no times.
         csv: write the points to this file.
         figure: draw the curve into this file (.png, .svg or .pdf).
 
     Returns:
-        The exit code: 0, or 2 if something was wrong, of which one line on stderr tells.
+        The exit code: 0, or 2 if something was wrong, explained in one line on stderr.
     """
     num_points = len(set(depths)) * len(set(memories))
     measured = 0
@@ -61,9 +60,8 @@ def curve_command(
             print(f"points: {result.to_csv(csv)}")
         if figure is not None:
             print(f"figure: {result.figure(figure)}")
-    except (ValueError, RecoupError, OSError, ImportError) as error:
-        print(f"recoup curve: {one_line(error)}", file=sys.stderr)
-        return 2
+    except MISTAKES as error:
+        return report_mistake("curve", error)
     return 0
 
 

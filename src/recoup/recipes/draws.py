@@ -9,12 +9,12 @@ import torch
 __all__ = ["generator_for", "seed_at"]
 
 
-def seed_at(*place: str | int) -> int:
-    """Return the seed that belongs to a place in a run, such as ``(seed, "train", epoch, batch)``.
+def seed_at(*key: str | int) -> int:
+    """Return the seed for a key: a step of a run, such as ``(seed, "train", epoch, batch)``.
 
-    The seed is a digest, since sums of small numbers would give several places the same seed.
+    The seed is a digest, since sums of small numbers would give several keys the same seed.
     """
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from pathlib import Path
 from typing import Any, cast
@@ -12,9 +11,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from recoup import plan
-from recoup.errors import RecoupError
 from recoup.memory import load_builder
-from recoup.recipes.mistakes import one_line
+from recoup.recipes.checks import device_checked
+from recoup.recipes.mistakes import MISTAKES, report_mistake
 from recoup_cli import MistakeError
 
 __all__ = ["explain_command"]
@@ -42,7 +41,7 @@ def explain_command(
 
     Returns:
         The exit code: 0, 2 if something was wrong with the arguments, or 1 if the builder, the
-        model or the loss raised; of both one line on stderr tells.
+        model or the loss raised; both explained in one line on stderr.
     """
     try:
         model, args, kwargs = _built(build, device)
@@ -58,15 +57,10 @@ def explain_command(
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)
             print(f"figure: {made.figure(figure)}")
-    except MistakeError as mistake:
-        print(f"recoup explain: {mistake}", file=sys.stderr)
-        return mistake.exit_code
-    except (ValueError, RecoupError, OSError, ImportError) as error:
-        print(f"recoup explain: {one_line(error)}", file=sys.stderr)
-        return 2
+    except (MistakeError, *MISTAKES) as error:
+        return report_mistake("explain", error)
     except Exception as error:  # noqa: BLE001  # from the user's model or loss
-        print(f"recoup explain: the step raised {_located(error)}", file=sys.stderr)
-        return 1
+        return report_mistake("explain", MistakeError(f"the step raised {_located(error)}", 1))
     return 0
 
 
@@ -84,11 +78,9 @@ def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any
         )
     model, *args = given
     kwargs: dict[str, Any] = args.pop() if args and isinstance(args[-1], dict) else {}
-    try:
+    with device_checked(device):
         model.to(device)
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-    except (RuntimeError, AssertionError) as error:  # torch raises either
-        raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
     return model, args, kwargs
 
 

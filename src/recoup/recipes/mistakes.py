@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ from recoup.errors import RecoupError
 from recoup_cli import MistakeError
 from recoup_cli.mistakes import missing_module
 
-__all__ = ["MistakeError", "mistakes_reported", "one_line"]
+__all__ = ["MISTAKES", "mistakes_reported", "one_line", "report_mistake"]
 
 
 @contextmanager
@@ -26,13 +27,20 @@ def mistakes_reported() -> Generator[None]:
     except MistakeError:
         raise
     except Exception as error:
-        if not isinstance(error, _MENDABLE) and type(error).__name__ not in _MENDABLE_NAMES:
+        if not isinstance(error, MISTAKES) and type(error).__name__ not in _MISTAKES_OF_LIGHTNING:
             raise
         raise MistakeError(one_line(error)) from error
 
 
-_MENDABLE = (argparse.ArgumentError, ValueError, OSError, ImportError, RecoupError)
-_MENDABLE_NAMES = {"MisconfigurationException"}  # Lightning's, which takes seconds to import
+def report_mistake(command: str, error: Exception) -> int:
+    """Print the error of a command in one line; return the exit code."""
+    print(f"recoup {command}: {one_line(error)}", file=sys.stderr)
+    return error.exit_code if isinstance(error, MistakeError) else 2
+
+
+# Errors that the user can correct.
+MISTAKES = (argparse.ArgumentError, ValueError, OSError, ImportError, RecoupError)
+_MISTAKES_OF_LIGHTNING = {"MisconfigurationException"}  # by name: its import takes seconds
 
 _SETTING = re.compile(r'Parser key "(?P<name>[^"]+)": (?P<what>.*)')
 _EXPECTED = re.compile(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[([^]]*)\])")
@@ -46,7 +54,7 @@ def one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     text = " ".join(str(error).split()) or type(error).__name__
-    if type(error).__name__ in _MENDABLE_NAMES:
+    if type(error).__name__ in _MISTAKES_OF_LIGHTNING:
         return f"{text} Change the settings of the Trainer, or leave them out."
     if text.startswith("the following arguments are required: "):
         return f"`--{text.rpartition(': ')[2].replace(', ', '`, `--')}` is needed. See `--help`."

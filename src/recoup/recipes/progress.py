@@ -21,23 +21,19 @@ __all__ = ["LossRecord", "MetricsFile", "Progress", "progress_bar"]
 class _EpochMetrics(Callback):
     """The metrics of an epoch, without those of an earlier validation."""
 
-    def __init__(self) -> None:
-        self._is_validated = False
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget earlier validations."""
-        self._is_validated = False
+    _validated_epoch: int | None = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the epoch was validated."""
-        self._is_validated = True
+        if not trainer.sanity_checking:
+            self._validated_epoch = trainer.current_epoch
 
     def metrics(self, trainer: Trainer) -> dict[str, float]:
         """Return the metrics of the epoch, by name."""
         return {
             name: float(value)
             for name, value in sorted(trainer.callback_metrics.items())
-            if self._is_validated or name.startswith("train_")
+            if name.startswith("train_") or self._validated_epoch == trainer.current_epoch
         }
 
 
@@ -48,7 +44,6 @@ class MetricsFile(_EpochMetrics):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._rows: list[dict[str, str]] = []
         self._start = 0.0
 
@@ -88,12 +83,7 @@ class LossRecord(Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any, **__: Any
     ) -> None:
         """Record the loss."""
         self.losses.append(float(outputs["loss"]))
@@ -109,7 +99,6 @@ class Progress(_EpochMetrics):
     """
 
     def __init__(self, monitor: str, *, title: str = "training", lines: bool = True) -> None:
-        super().__init__()
         self._monitor = monitor
         self._title = title
         self._lines = lines
@@ -128,21 +117,13 @@ class Progress(_EpochMetrics):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the total number of steps, assuming that all epochs have as many as this one."""
-        super().on_train_epoch_start(trainer, pl_module)
         estimated, num_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
         if self._bar is None or num_epochs is None or estimated == float("inf"):
             return
         left = estimated / num_epochs * (num_epochs - trainer.current_epoch)
         self._bar.update(self._task, total=trainer.global_step + left)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Move the bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=trainer.global_step)
@@ -155,21 +136,25 @@ class Progress(_EpochMetrics):
         name = self._monitor.removeprefix("val_")
         self._bar.update(self._task, note=f"{_words(name)} {metrics[self._monitor]:.3f}")
         if self._lines:
-            others = [other for other in metrics if other.startswith("val_")]
-            parts = [
-                f"{_words(other.removeprefix('val_'))} {metrics[other]:.3f}"
-                for other in [self._monitor, *sorted(set(others) - {self._monitor})]
-            ]
-            train = metrics.get(f"train_{name}")
-            parts += [] if train is None else [f"training {train:.3f}"]
-            stages = ("train_", "val_", "test_")
-            parts += [
-                f"{_words(other)} {value:g}"
-                for other, value in sorted(metrics.items())
-                if not other.startswith(stages) and value
-            ]
-            line = f"epoch {trainer.current_epoch + 1:>3}: {', '.join(parts)}"
+            line = f"epoch {trainer.current_epoch + 1:>3}: {', '.join(self._parts(metrics))}"
             self._bar.console.print(line, highlight=False, soft_wrap=True)
+
+    def _parts(self, metrics: dict[str, float]) -> list[str]:
+        """Return the parts of the line of an epoch: validation first, then training and others."""
+        validated = [name for name in metrics if name.startswith("val_") and name != self._monitor]
+        parts = [
+            f"{_words(name.removeprefix('val_'))} {metrics[name]:.3f}"
+            for name in [self._monitor, *validated]
+        ]
+        train = metrics.get(self._monitor.replace("val_", "train_", 1))
+        parts += [] if train is None else [f"training {train:.3f}"]
+        stages = ("train_", "val_", "test_")
+        parts += [
+            f"{_words(name)} {value:g}"
+            for name, value in metrics.items()
+            if not name.startswith(stages) and value
+        ]
+        return parts
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the bar."""

@@ -1,13 +1,17 @@
-"""Silencing Lightning's messages about itself."""
+"""Lightning without messages about itself: for all of a run, and to test a trained model."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["quiet_lightning"]
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["evaluated_metrics", "quiet_lightning", "quiet_trainer"]
 
 
 @contextmanager
@@ -30,3 +34,25 @@ def quiet_lightning() -> Generator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def quiet_trainer(accelerator: str) -> Trainer:
+    """Return a Trainer that tests on one device and writes no files.
+
+    Args:
+        accelerator: Where to run: auto, cpu or gpu.
+    """
+    return Trainer(
+        accelerator=accelerator,
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def evaluated_metrics(trainer: Trainer, model: LightningModule, data: Any) -> Mapping[str, float]:
+    """Return the metrics that a model logs over a data module's test part, or over batches."""
+    with quiet_lightning(), torch.no_grad():
+        return trainer.test(model, data, verbose=False)[0]

@@ -70,26 +70,11 @@ class Stopping(Callback):
         if is_ours and not _is_requeued(trainer):
             self._listen()
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """End the run, if a signal arrived."""
         self._end(trainer)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """End a run of one process; several may validate different numbers of batches."""
         if trainer.world_size == 1:
             self._end(trainer)

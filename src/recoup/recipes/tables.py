@@ -17,12 +17,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         linear  12.0
         sqrt     3.4
     """
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [list(header), ["-" * width for width in widths], *map(list, rows)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    first, *others = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    lines = [header, ["-" * width for width in (first, *others)], *rows]
+    return "\n".join(form.format(*line).rstrip() for line in lines)

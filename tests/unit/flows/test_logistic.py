@@ -14,7 +14,7 @@ from torch.distributions import (
 )
 
 from recoup.flows import Flow, Logistic
-from recoup.flows.base import Base
+from recoup.flows.latents import Base
 from recoup.invertible import ActNorm, Chain
 
 

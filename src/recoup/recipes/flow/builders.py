@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from recoup.flows import NICE, Flow, FlowPlusPlus, Glow, IResNet, RealNVP
 
-__all__ = ["FlowName", "build_flow"]
+__all__ = ["FLOW_SETTINGS", "FlowName", "build_flow"]
 
 FlowName = Literal["glow", "nice", "realnvp", "flowpp", "iresnet"]
 
@@ -48,6 +48,8 @@ _KINDS: dict[str, _Kind] = {
         takes_labels=False,
     ),
 }
+
+FLOW_SETTINGS = tuple(dict.fromkeys(name for kind in _KINDS.values() for name in kind.settings))
 
 
 def build_flow(

@@ -9,7 +9,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from recoup.recipes.checkpoints import noted_path
+from recoup.recipes.checkpoints import full_path
+from recoup.recipes.checks import check_at_least
 from recoup.recipes.flow.points import TOYS
 from recoup.recipes.flow.reading import Samples, read_samples
 
@@ -58,9 +59,14 @@ class Images(LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        _check(levels, batch_size, validation_fraction, test_fraction, size)
-        if num_workers < 0:
-            raise ValueError(f"`num_workers` is {num_workers}, but must be at least 0.")
+        check_at_least(2, levels=levels, size=size)
+        check_at_least(1, batch_size=batch_size)
+        check_at_least(0, num_workers=num_workers)
+        if not (0 < validation_fraction < 1 and 0 <= test_fraction < 1):
+            raise ValueError(
+                f"`validation_fraction` is {validation_fraction} and `test_fraction` "
+                f"{test_fraction}, but both must lie between 0 and 1. Try 0.1."
+            )
         self.path = path
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -109,7 +115,7 @@ class Images(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the data for a checkpoint: the path."""
-        return {"path": None if self.path in TOYS else noted_path(self.path)}
+        return {"path": None if self.path in TOYS else full_path(self.path)}
 
     def test_on_everything(self) -> None:
         """Make all pictures the test part, for data unseen in training."""
@@ -153,25 +159,6 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _check(
-    levels: int | None,
-    batch_size: int,
-    validation_fraction: float,
-    test_fraction: float,
-    size: int | None,
-) -> None:
-    for name, value, least in (("levels", levels, 2), ("batch_size", batch_size, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"`{name}` is {value}, but must be at least {least}.")
-    if size is not None and size < 2:
-        raise ValueError(f"`size` is {size}, but must be at least 2 pixels.")
-    if not (0 < validation_fraction < 1 and 0 <= test_fraction < 1):
-        raise ValueError(
-            f"`validation_fraction` is {validation_fraction} and `test_fraction` {test_fraction}, "
-            "but both must lie between 0 and 1. Try 0.1."
-        )
-
-
 def _levels(samples: Samples, levels: int | None) -> int | None:
     if levels is not None and samples.levels is None:
         raise ValueError(f"`levels` is {levels}, but {samples.name} are points. Leave it out.")
@@ -210,7 +197,7 @@ def _split(
     rows = order[taken:]
     if not len(rows):
         raise ValueError(
-            f"{samples.name} has {num_samples} pictures, of which none are left to train on. Give "
+            f"{samples.name} has {num_samples} pictures, and none are left to train on. Give "
             "more pictures, or smaller `--data.validation_fraction` and `--data.test_fraction`."
         )
     images["train"] = samples.train[rows]

@@ -1,4 +1,4 @@
-"""The same flow trained in three memory modes, compared: ``recoup flow demo``."""
+"""The command ``recoup flow demo``: one flow trained in three memory modes, compared."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def demo(out: str | None = None, epochs: int | None = None) -> int:
 
     with mistakes_reported():
         _check_imports()
-    from recoup.recipes.training import free_folder
+    from recoup.recipes.run_folder import free_folder
 
     folder = free_folder(Path("runs", "flow"), "demo") if out is None else Path(out)
     start = time.perf_counter()
@@ -181,7 +181,7 @@ def _table(trained: dict[str, _Trained]) -> str:
     first = trained["linear"]
     rows: list[list[str]] = []
     for memory, result in trained.items():
-        loss, gradient = _loss_difference(result, first), _gradient_difference(result, first)
+        differences = _loss_difference(result, first), _gradient_difference(result, first)
         rows.append(
             [
                 memory,
@@ -189,20 +189,11 @@ def _table(trained: dict[str, _Trained]) -> str:
                 f"{1e3 * result.step_seconds:.1f}",
                 f"{result.seconds:.1f}",
                 f"{result.bits_per_dim:.4f}",
-                "-" if result is first else f"{loss:.1e}" if loss else "0",
-                "-" if result is first else f"{gradient:.1e}" if gradient else "0",
+                *("-" if result is first else f"{it:.1e}" if it else "0" for it in differences),
             ]
         )
-    header = [
-        "memory",
-        "peak MiB",
-        "step ms",
-        "seconds",
-        "bits/dim",
-        "loss differs by",
-        "gradients by",
-    ]
-    return table(header, rows)
+    header = "memory, peak MiB, step ms, seconds, bits/dim, loss differs by, gradients by"
+    return table(header.split(", "), rows)
 
 
 def _verdict(trained: dict[str, _Trained]) -> str:
@@ -228,11 +219,11 @@ def _draw(flow: Flow, test: Tensor, folder: Path) -> dict[str, Path]:
         return grid(levels - 1 - images, levels, 16)  # dark on white, as digits are written
 
     samples = flow.sample(64, temperature=0.7, generator=torch.Generator().manual_seed(1))
-    ways = flow.interpolate(test[:3], test[3:6], 16).transpose(0, 1).flatten(0, 1)
+    frames = flow.interpolate(test[:3], test[3:6], 16).transpose(0, 1).flatten(0, 1)
     rows = [
         ("Digits that people wrote", ink(test[:32])),
         ("Digits that the flow made of noise, at temperature 0.7", ink(samples)),
-        ("The way from one digit to another, straight through the latents", ink(ways)),
+        ("The way from one digit to another, straight through the latents", ink(frames)),
     ]
     title = "A Glow in constant memory"
     first = save(rows_with_titles(rows, title), folder / "samples.png")

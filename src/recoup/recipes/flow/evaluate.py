@@ -1,12 +1,13 @@
-"""Say how well a trained flow codes data it has not seen: ``recoup flow evaluate``."""
+"""The command ``recoup flow evaluate``: how well a trained flow codes data it has not seen."""
 
 from __future__ import annotations
 
-from recoup.recipes.flow.trained import load_data, load_flow, load_path
+from recoup.recipes.checkpoints import Checkpoint
+from recoup.recipes.flow.data import Images
+from recoup.recipes.flow.trained import load_data, load_flow
 from recoup.recipes.mistakes import mistakes_reported
-from recoup.recipes.quiet import quiet_lightning
+from recoup.recipes.quiet import evaluated_metrics, quiet_lightning, quiet_trainer
 from recoup.recipes.tables import table
-from recoup.recipes.testing import is_same_path, quiet_trainer, tested
 
 __all__ = ["evaluate"]
 
@@ -29,10 +30,11 @@ def evaluate(
         The exit code.
     """
     with mistakes_reported(), quiet_lightning():
-        model = load_flow(checkpoint)
-        images = load_data(checkpoint, data, batch_size)
-        unseen = data is not None and not is_same_path(data, load_path(checkpoint))
-        if unseen and not images.has_test_part:
+        trained = Checkpoint(checkpoint)
+        model = load_flow(trained)
+        images = load_data(trained, data, batch_size)
+        whole = trained.is_unseen(data, Images, "a flow") and not images.has_test_part
+        if whole:
             images.test_on_everything()
         num_images = len(images.parts["test"])
         if not num_images:
@@ -40,8 +42,8 @@ def evaluate(
                 f"{images.name} has no pictures kept for the end. Give others by `--data`."
             )
         trainer = quiet_trainer(accelerator)
-    metrics = tested(trainer, model, images)
-    which = "all" if unseen and not images.has_test_part else "the test part"
+    metrics = evaluated_metrics(trainer, model, images)
+    which = "all" if whole else "the test part"
     kind = "pictures" if len(images.shape) > 1 else "points"
     print(f"{num_images} {kind}, {which} of {images.name}")
     rows = [

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from recoup.recipes.checks import check_at_least, check_not_negative
 from recoup.recipes.draws import seed_at
-from recoup.recipes.flow.builders import FlowName, build_flow
+from recoup.recipes.flow.builders import FLOW_SETTINGS, FlowName, build_flow
 
 __all__ = ["FlowTraining"]
 
@@ -86,33 +87,17 @@ class FlowTraining(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        _check(learning_rate, num_warmup_steps, num_decay_steps)
+        check_not_negative(**{"--model.learning_rate": learning_rate})
+        check_at_least(0, **{"--model.num_warmup_steps": num_warmup_steps})
+        check_at_least(1, **{"--model.num_decay_steps": num_decay_steps})
         self.flow = build_flow(
             flow,
             shape,
             levels=levels,
             num_classes=num_classes,
             memory=memory,
-            settings={
-                "num_levels": num_levels,
-                "num_steps": num_steps,
-                "num_couplings": num_couplings,
-                "width": width,
-                "depth": depth,
-                "coupling": coupling,
-                "dropout": dropout,
-                "num_components": num_components,
-                "variational": variational,
-                "coefficient": coefficient,
-                "log_det": log_det,
-                "exact": exact,
-            },
+            settings={name: self.hparams[name] for name in FLOW_SETTINGS},
         )
-        self.optimizer = optimizer
-        self.learning_rate = learning_rate
-        self.num_warmup_steps = num_warmup_steps
-        self.num_decay_steps = num_decay_steps
-        self.seed = seed
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the bits per dimension ``(N,)`` of pictures ``(N, C, H, W)`` or points."""
@@ -160,13 +145,13 @@ class FlowTraining(LightningModule):
         """Seed the draws of this batch."""
         self._seed("test", batch_idx)
 
-    def _seed(self, *place: str | int) -> None:
-        torch.manual_seed(seed_at(self.seed, self.global_rank, *place))
+    def _seed(self, *key: str | int) -> None:
+        torch.manual_seed(seed_at(self.hparams["seed"], self.global_rank, *key))
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and the schedule that sets its learning rate for each step."""
-        kind = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.optimizer]
-        optimizer = kind(self.flow.parameters(), lr=self.learning_rate)
+        kind = {"adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.hparams["optimizer"]]
+        optimizer = kind(self.flow.parameters(), lr=self.hparams["learning_rate"])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return {
             "optimizer": optimizer,
@@ -175,20 +160,8 @@ class FlowTraining(LightningModule):
 
     def _rate(self, step: int) -> float:
         """Return the factor on the learning rate at the step with this number."""
-        rate = min(1.0, (step + 1) / max(1, self.num_warmup_steps))
-        if self.num_decay_steps is not None:
-            rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))
+        rate = min(1.0, (step + 1) / max(1, self.hparams["num_warmup_steps"]))
+        num_decay_steps = self.hparams["num_decay_steps"]
+        if num_decay_steps is not None:
+            rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / num_decay_steps))
         return rate
-
-
-def _check(learning_rate: float, num_warmup_steps: int, num_decay_steps: int | None) -> None:
-    if not 0 <= learning_rate < math.inf:
-        raise ValueError(
-            f"`--model.learning_rate` is {learning_rate}, but must be at least 0, and finite."
-        )
-    for name, value, least in (
-        ("num_warmup_steps", num_warmup_steps, 0),
-        ("num_decay_steps", num_decay_steps, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"`--model.{name}` is {value}, but must be at least {least}.")

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import pad
 
 from recoup.memory.whole_files import write_whole
 
 __all__ = ["check_picture", "grid", "rows_with_titles", "save"]
 
-_GAP_LEVEL = 255  # white between the pictures
+_WHITE, _GAP = 255, 6  # level and pixels between the pictures
 _SIDE_PIXELS = 64  # a picture is enlarged to about this many
 _INK = "#222222"
 
@@ -47,24 +48,17 @@ def grid(images: Tensor, levels: int, num_columns: int | None = None) -> Image.I
     Returns:
         The grid, with a small gap between the pictures.
     """
-    num_images, num_channels, height, width = images.shape
+    num_images, num_channels = images.shape[:2]
     num_columns = math.ceil(math.sqrt(num_images)) if num_columns is None else num_columns
     num_rows = math.ceil(num_images / num_columns)
-    scale = max(1, round(_SIDE_PIXELS / max(height, width)))
-    gap = 6
+    scale = max(1, round(_SIDE_PIXELS / max(images.shape[2:])))
     pixels = (images.double() * (255 / (levels - 1))).round().clamp(0, 255).to(torch.uint8)
     large = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
-    down, right = height * scale + gap, width * scale + gap
-    canvas = torch.full(
-        (num_channels, num_rows * down + gap, num_columns * right + gap),
-        _GAP_LEVEL,
-        dtype=torch.uint8,
-    )
-    for index in range(num_images):
-        top = gap + index // num_columns * down
-        left = gap + index % num_columns * right
-        canvas[:, top : top + height * scale, left : left + width * scale] = large[index]
-    array = canvas.permute(1, 2, 0).numpy()
+    num_missing = num_rows * num_columns - num_images
+    tiles = pad(large, (0, _GAP, 0, _GAP, 0, 0, 0, num_missing), value=_WHITE)
+    rows = tiles.unflatten(0, (num_rows, num_columns)).permute(0, 3, 1, 4, 2)
+    canvas = rows.flatten(2, 3).flatten(0, 1)  # (height, width, channels)
+    array = pad(canvas, (0, 0, _GAP, 0, _GAP, 0), value=_WHITE).numpy()
     return Image.fromarray(array[:, :, 0] if num_channels == 1 else array)
 
 

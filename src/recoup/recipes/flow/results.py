@@ -10,8 +10,8 @@ import torch
 
 import recoup
 from recoup.memory.whole_files import write_whole
-from recoup.recipes.checkpoints import read_checkpoint
-from recoup.recipes.testing import tested
+from recoup.recipes.checkpoints import Checkpoint
+from recoup.recipes.quiet import evaluated_metrics
 from recoup.recipes.training import TrainingCLI
 
 __all__ = ["RESULTS_FILE", "write_results"]
@@ -32,8 +32,8 @@ def write_results(run: TrainingCLI) -> None:
     model, data = run.model, run.datamodule
     has_test = bool(len(data.parts["test"]))
     if run.best is not None:
-        model.load_state_dict(read_checkpoint(run.best[0], "best")["state_dict"])
-    metrics = tested(trainer, model, data) if has_test else {}
+        model.load_state_dict(Checkpoint(run.best[0], "best").contents["state_dict"])
+    metrics = evaluated_metrics(trainer, model, data) if has_test else {}
     if not trainer.is_global_zero:
         return
     with (run.out / "metrics.csv").open(newline="") as file:

@@ -1,4 +1,4 @@
-"""Draw from a trained flow: ``recoup flow sample``."""
+"""The command ``recoup flow sample``: pictures, or the density of points, of a trained flow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from recoup.flows import Flow
-from recoup.recipes.devices import moved
+from recoup.recipes.checkpoints import Checkpoint
+from recoup.recipes.checks import check_at_least, move_to_device
 from recoup.recipes.draws import generator_for
 from recoup.recipes.flow.density import density_picture
 from recoup.recipes.flow.pictures import check_picture, grid, save
@@ -50,22 +50,22 @@ def sample(
     """
     with mistakes_reported():
         path = check_picture(Path(out))
-        if num is not None and num < 1:
-            raise ValueError(f"`--num` is {num}, but must be at least 1.")
+        check_at_least(1, **{"--num": num})
         if temperature is not None and not temperature >= 0:
             raise ValueError(f"`--temperature` is {temperature}, but must be at least 0.")
-        flow = load_flow(checkpoint).flow
+        trained = Checkpoint(checkpoint)
+        flow = load_flow(trained).flow
         classes = _classes(labels, flow.num_classes)
-        moved(flow, device)
+        move_to_device(flow, device)
         generator = generator_for(seed)
         if len(flow.shape) == 1:
             for name, value in (("num", num), ("temperature", temperature)):
                 if value is not None:
                     raise ValueError(
-                        f"`--{name}` is {value}, but this flow is of points, of which the density "
+                        f"`--{name}` is {value}, but this flow is of points, whose density "
                         "is drawn. Leave it out."
                     )
-            picture, line = _density(checkpoint, flow, classes)
+            picture, line = _density(trained, flow, classes)
             save(picture, path)
             print(f"{line}: {path}")
             return 0
@@ -89,7 +89,7 @@ def _pictures(
     return grid(images.cpu(), flow.levels or 256, columns), num
 
 
-def _density(checkpoint: str, flow: Flow, classes: list[int]) -> tuple[Image.Image, str]:
+def _density(checkpoint: Checkpoint, flow: Flow, classes: list[int]) -> tuple[Image.Image, str]:
     """Draw the density of the chosen classes, weighted by their frequencies in the data."""
     data = load_data(checkpoint)
     points, weights = data.parts["train"], None
@@ -98,15 +98,12 @@ def _density(checkpoint: str, flow: Flow, classes: list[int]) -> tuple[Image.Ima
         labels = data.labels["train"]
         kept = torch.isin(labels, torch.tensor(classes))
         points = points[kept]
-        weights = _frequencies(labels[kept], flow.num_classes or 0)
+        counts = torch.bincount(labels[kept], minlength=flow.num_classes or 0)
+        weights = counts / counts.sum()
         if len(classes) < (flow.num_classes or 0):
             title += f": class {', '.join(map(str, classes))}"
     picture, mass = density_picture(flow, points, title, weights)
     return picture, f"density of {data.name}, {mass:.3f} of it within the picture"
-
-
-def _frequencies(labels: Tensor, num_classes: int) -> Tensor:
-    return torch.bincount(labels, minlength=num_classes) / len(labels)
 
 
 def _classes(labels: str | None, num_classes: int | None) -> list[int]:

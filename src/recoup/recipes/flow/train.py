@@ -1,4 +1,4 @@
-"""Train a flow: ``recoup flow fit``.
+"""The command ``recoup flow fit``: train a flow.
 
 ::
 
@@ -62,16 +62,13 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
 
 def train(args: Sequence[str]) -> int:
     """Run ``recoup flow fit`` with these arguments; return the exit code."""
-    runs: list[TrainingCLI] = []
-
-    def prepared(args: Sequence[str]) -> TrainingCLI:
-        runs.append(prepare(args))
-        return runs[-1]
-
-    code = fit_command(args, prepare=prepared, description=_description, score="{:.3f} bits/dim")
-    for run in runs:  # none, if the command only prints help
-        write_results(run)
-    return code
+    return fit_command(
+        args,
+        prepare=prepare,
+        description=_description,
+        score="{:.3f} bits/dim",
+        finish=write_results,
+    )
 
 
 def _description(run: TrainingCLI) -> str:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recoup.recipes.checks import check_at_least, check_not_negative, check_probabilities
+
 __all__ = ["NeuralCache"]
 
 
@@ -32,12 +34,9 @@ class NeuralCache:
     """
 
     def __init__(self, window: int = 2000, theta: float = 0.662, weight: float = 0.1279) -> None:
-        if window < 1:
-            raise ValueError(f"`cache_window` is {window}, but must be at least 1.")
-        if not (math.isfinite(theta) and theta >= 0):
-            raise ValueError(f"`cache_theta` is {theta}, but must be at least 0, and finite.")
-        if not 0 <= weight < 1:
-            raise ValueError(f"`cache_weight` is {weight}, but must be at least 0 and less than 1.")
+        check_at_least(1, cache_window=window)
+        check_not_negative(cache_theta=theta)
+        check_probabilities(cache_weight=weight)
         self.window = window
         self.theta = theta
         self.weight = weight

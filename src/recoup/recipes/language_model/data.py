@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from recoup.recipes.checkpoints import noted_path
+from recoup.recipes.checkpoints import full_path
+from recoup.recipes.checks import check_at_least
 from recoup.recipes.language_model.reading import Text, TokenKind, read_text, tokens_of
 from recoup.recipes.language_model.vocabulary import Vocabulary
 from recoup.recipes.language_model.windows import MIN_LENGTH, Windows, columns_of, jittered_lengths
@@ -61,10 +62,9 @@ class Texts(LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["vocabulary"])
-        _check(min_count=min_count, batch_size=batch_size)
-        _check(eval_batch_size=eval_batch_size, bptt=bptt)
-        if max_vocab_size is not None and max_vocab_size < 2:
-            raise ValueError(f"`max_vocab_size` is {max_vocab_size}, but must be at least 2.")
+        check_at_least(1, min_count=min_count, batch_size=batch_size)
+        check_at_least(1, eval_batch_size=eval_batch_size, bptt=bptt)
+        check_at_least(2, max_vocab_size=max_vocab_size)
         if not (0 < validation_fraction < 1 and 0 < test_fraction < 1):
             raise ValueError(
                 f"`validation_fraction` is {validation_fraction} and `test_fraction` "
@@ -148,7 +148,7 @@ class Texts(LightningDataModule):
         return {
             "vocabulary": list(self.vocabulary.tokens),
             "tokens": self.token_kind,
-            "path": noted_path(self.path),
+            "path": full_path(self.path),
         }
 
     def _columns(self, part: str, batch_size: int) -> Tensor:
@@ -182,12 +182,6 @@ def _check_parts(text: Text, parts: dict[str, list[str]]) -> None:
     for part, tokens in parts.items():
         if not tokens:
             raise ValueError(
-                f"{text.name} has {num_tokens} tokens, of which none are left for {part}. Give "
+                f"{text.name} has {num_tokens} tokens, and none are left for {part}. Give "
                 "more text, or other `--data.validation_fraction` and `--data.test_fraction`."
             )
-
-
-def _check(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"`{name}` is {value}, but must be at least 1.")

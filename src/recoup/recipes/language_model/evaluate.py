@@ -1,15 +1,17 @@
-"""Say how well a trained language model predicts text: ``recoup lm evaluate``."""
+"""The command ``recoup lm evaluate``: how well a trained language model predicts text."""
 
 from __future__ import annotations
 
 import math
 
+from recoup.recipes.checkpoints import Checkpoint
+from recoup.recipes.checks import check_at_least
 from recoup.recipes.language_model.cache import NeuralCache
-from recoup.recipes.language_model.trained import load_data, load_model, load_path
+from recoup.recipes.language_model.data import Texts
+from recoup.recipes.language_model.trained import load_data, load_model
 from recoup.recipes.mistakes import mistakes_reported
-from recoup.recipes.quiet import quiet_lightning
+from recoup.recipes.quiet import evaluated_metrics, quiet_lightning, quiet_trainer
 from recoup.recipes.tables import table
-from recoup.recipes.testing import is_same_path, quiet_trainer, tested
 
 __all__ = ["evaluate"]
 
@@ -44,26 +46,25 @@ def evaluate(
         The exit code.
     """
     with mistakes_reported(), quiet_lightning():
-        if batch_size < 1:
-            raise ValueError(f"`--batch-size` is {batch_size}, but must be at least 1.")
-        model = load_model(checkpoint)
+        check_at_least(1, **{"--batch-size": batch_size})
+        trained = Checkpoint(checkpoint)
+        model = load_model(trained)
         model.cache = _cache(cache_window, theta=cache_theta, weight=cache_weight)
-        texts = load_data(checkpoint, data, eval_batch_size=batch_size)
-        unseen = data is not None and not is_same_path(data, load_path(checkpoint))
-        whole = unseen and not texts.has_test_part
+        texts = load_data(trained, data, eval_batch_size=batch_size)
+        whole = trained.is_unseen(data, Texts, "a language model") and not texts.has_test_part
         if whole:
             texts.test_on_everything()
         windows = texts.test_dataloader()
         trainer = quiet_trainer(accelerator)
-    metrics = tested(trainer, model, windows)
+    metrics = evaluated_metrics(trainer, model, windows)
     num_unknown = texts.num_unknown["test"]
     print(
         f"{windows.num_tokens:,} tokens ({texts.token_kind}), {'all' if whole else 'the test part'}"
         f" of {texts.name}; {num_unknown:,} that the model does not know were read as <unk>"
     )
     rows = [
-        [_NAMES[name], f"{perplexity:.3f}", f"{math.log(perplexity):.4f}", _bits(perplexity)]
-        for name, perplexity in sorted(metrics.items(), reverse=True)
+        [_NAMES[name], f"{value:.3f}", f"{math.log(value):.4f}", f"{math.log2(value):.4f}"]
+        for name, value in sorted(metrics.items(), reverse=True)
     ]
     print(table(["", "perplexity", "nats/token", "bits/token"], rows))
     return 0
@@ -82,7 +83,3 @@ def _cache(window: int, **given: float | None) -> NeuralCache | None:
 
 
 _NAMES = {"test_perplexity": "network", "test_cache_perplexity": "with cache"}
-
-
-def _bits(perplexity: float) -> str:
-    return f"{math.log2(perplexity):.4f}"

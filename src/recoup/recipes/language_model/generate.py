@@ -1,4 +1,4 @@
-"""Let a trained language model write: ``recoup lm generate``."""
+"""The command ``recoup lm generate``: text that a trained language model writes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 import torch
 from torch import Tensor
 
-from recoup.recipes.devices import moved
+from recoup.recipes.checkpoints import Checkpoint
+from recoup.recipes.checks import check_at_least, check_not_negative, move_to_device
 from recoup.recipes.draws import generator_for
 from recoup.recipes.language_model.reading import END_OF_LINE, text_of, tokens_of
-from recoup.recipes.language_model.trained import load_model, load_vocabulary
+from recoup.recipes.language_model.trained import load_model, load_token_kind, load_vocabulary
 from recoup.recipes.mistakes import mistakes_reported
 
 __all__ = ["generate"]
@@ -40,16 +41,13 @@ def generate(
         The exit code.
     """
     with mistakes_reported():
-        if num_tokens < 1:
-            raise ValueError(f"`--num-tokens` is {num_tokens}, but must be at least 1.")
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(
-                f"`--temperature` is {temperature}, but must be at least 0, and finite."
-            )
+        check_at_least(1, **{"--num-tokens": num_tokens})
+        check_not_negative(**{"--temperature": temperature})
         generator = generator_for(seed)
-        network = load_model(checkpoint).network
-        vocabulary, kind = load_vocabulary(checkpoint)
-        moved(network, device)
+        trained = Checkpoint(checkpoint)
+        network = load_model(trained).network
+        vocabulary, kind = load_vocabulary(trained), load_token_kind(trained)
+        move_to_device(network, device)
     tokens = tokens_of(prompt, kind)
     if tokens[-1:] == [END_OF_LINE] and not prompt.endswith("\n"):
         tokens.pop()  # The line continues.

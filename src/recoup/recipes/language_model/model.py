@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any, Literal
 
@@ -12,14 +13,15 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 import recoup
+from recoup.recipes.checks import check_not_negative
 from recoup.recipes.draws import seed_at
 from recoup.recipes.language_model.averaging import AveragingKind, TriggeredAveraging
 from recoup.recipes.language_model.cache import NeuralCache
-from recoup.recipes.language_model.masks import DropoutKind
-from recoup.recipes.language_model.network import LanguageModel, State
+from recoup.recipes.language_model.network import DropoutKind, LanguageModel, State
 from recoup.recipes.language_model.plan import TimePlan
 from recoup.recipes.language_model.segments import (
     Penalties,
+    Trained,
     Window,
     sum_of_nll,
     window_backward,
@@ -115,31 +117,10 @@ class LanguageModelTraining(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.network = LanguageModel(
-            vocab_size,
-            embed_size=embed_size,
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            tie_weights=tie_weights,
-            input_dropout=input_dropout,
-            hidden_dropout=hidden_dropout,
-            output_dropout=output_dropout,
-            embedding_dropout=embedding_dropout,
-            weight_dropout=weight_dropout,
-            weight_noise=weight_noise,
-            dropout_kind=dropout_kind,
-        )
-        self.bptt = bptt
-        self.weight_noise_start = weight_noise_start
+        names = inspect.signature(LanguageModel).parameters
+        self.network = LanguageModel(**{name: self.hparams[name] for name in names})
         self.penalties = Penalties(activation_penalty, temporal_penalty)
-        self.optimizer = optimizer
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.clip = clip
-        self.averaging: AveragingKind = averaging
-        self.num_patient = num_patient
         self.plan = TimePlan(memory)
-        self.seed = seed
         self.cache: NeuralCache | None = None  # for the test part only
         # Names end in an underscore, since modules have a method `train`.
         self.perplexities = torch.nn.ModuleDict(
@@ -147,7 +128,7 @@ class LanguageModelTraining(LightningModule):
         )
         # One for training, one for validation, which may run in the middle of an epoch.
         self._states: dict[str, State] = {}
-        _check_not_negative(
+        check_not_negative(
             weight_noise_start=weight_noise_start,
             activation_penalty=activation_penalty,
             temporal_penalty=temporal_penalty,
@@ -163,23 +144,31 @@ class LanguageModelTraining(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Take a step on a window ``(T + 1, N)``, carry the state over, and return the loss."""
-        torch.manual_seed(seed_at(self.seed, self.global_rank, self.current_epoch, batch_idx))
-        network = self.network
-        num_steps, batch_size = len(batch) - 1, batch.shape[1]
-        network.set_weight_noise(self.global_step >= self.weight_noise_start)
-        store = recoup.GradStore(network.parameters())
+        torch.manual_seed(
+            seed_at(self.hparams["seed"], self.global_rank, self.current_epoch, batch_idx)
+        )
+        self.network.set_weight_noise(self.global_step >= self.hparams["weight_noise_start"])
+        window = Window(batch, self._state_before("train", batch))
+        store, trained = self._backward(window, self.plan.segment_steps(window.num_steps))
+        self._states["train"] = trained.state
+        self._count("train", trained.nll, window.num_steps * batch.shape[1])
+        self._step(store, window.num_steps / self.hparams["bptt"])
+        return trained.loss
+
+    def _backward(
+        self, window: Window, segment_steps: int | None
+    ) -> tuple[recoup.GradStore, Trained]:
+        """Return the gradients of the loss of a window, and the loss and the state after it."""
+        store = recoup.GradStore(self.network.parameters())
         trained = window_backward(
-            network,
-            Window(batch, self._state_before("train", batch)),
+            self.network,
+            window,
             store,
             penalties=self.penalties,
-            segment_steps=self.plan.segment_steps(num_steps),
-            masks=network.new_masks(num_steps, batch_size),
+            segment_steps=segment_steps,
+            masks=self.network.new_masks(window.num_steps, window.ids.shape[1]),
         )
-        self._states["train"] = trained.state
-        self._count("train", trained.nll, num_steps * batch_size)
-        self._step(store, num_steps / self.bptt)
-        return trained.loss
+        return store, trained
 
     def prepare_memory(self, batch_size: int, longest: int, device: torch.device) -> None:
         """Measure steps to find segments that keep the bound on bytes, if there is one.
@@ -201,17 +190,7 @@ class LanguageModelTraining(LightningModule):
             window = Window(ids, network.zero_state(batch_size))
 
             def step() -> recoup.GradStore:
-                store = recoup.GradStore(network.parameters())
-                masks = network.new_masks(num_steps, batch_size)
-                window_backward(
-                    network,
-                    window,
-                    store,
-                    penalties=self.penalties,
-                    segment_steps=segment_steps,
-                    masks=masks,
-                )
-                return store
+                return self._backward(window, segment_steps)[0]
 
             return recoup.measure(step, device=device, repeats=0).peak_bytes
 
@@ -223,8 +202,8 @@ class LanguageModelTraining(LightningModule):
         optimizer: Any = self.optimizers()
         if self.trainer.world_size > 1:
             store.all_reduce_()
-        if self.clip:
-            store.clip_norm_(self.clip)
+        if self.hparams["clip"]:
+            store.clip_norm_(self.hparams["clip"])
         rates = [group["lr"] for group in optimizer.param_groups]
         try:
             for group in optimizer.param_groups:
@@ -258,17 +237,23 @@ class LanguageModelTraining(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""
-        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[self.optimizer]
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[self.hparams["optimizer"]]
         return kind(
-            self.network.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay
+            self.network.parameters(),
+            lr=self.hparams["learning_rate"],
+            weight_decay=self.hparams["weight_decay"],
         )
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callback that averages the parameters."""
-        if self.averaging == "never":
+        if self.hparams["averaging"] == "never":
             return []
         return [
-            TriggeredAveraging(MONITOR, self.num_patient, from_start=self.averaging == "always")
+            TriggeredAveraging(
+                MONITOR,
+                self.hparams["num_patient"],
+                from_start=self.hparams["averaging"] == "always",
+            )
         ]
 
     def _evaluate(self, stage: str, batch: Tensor) -> None:
@@ -290,9 +275,3 @@ class LanguageModelTraining(LightningModule):
             raise TypeError(f"{stage} has a {type(metric).__name__} instead of a perplexity.")
         metric.add(nll, num_tokens)
         self.log(f"{stage}_perplexity", metric, on_step=False, on_epoch=True)
-
-
-def _check_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"`{name}` is {value}, but must be at least 0, and finite.")

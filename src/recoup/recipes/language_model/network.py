@@ -1,22 +1,92 @@
-"""The network: embedding, LSTM layers and decoder, each with the dropout of AWD-LSTM."""
+"""The network: embedding, LSTM layers and decoder, and the dropout of AWD-LSTM for each."""
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple, Self
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup.recipes.language_model.masks import DropoutKind, Masks
+from recoup.recipes.checks import check_at_least, check_probabilities
 
-__all__ = ["Encoded", "LanguageModel", "State"]
+__all__ = ["DropoutKind", "Encoded", "LanguageModel", "Masks", "State"]
+
+DropoutKind = Literal["locked", "independent"]
 
 State = tuple[tuple[Tensor, Tensor], ...]
 """Hidden and cell state of each layer, ``(1, N, H)`` both."""
 
 _RECURRENT = "weight_hh_l0"
+
+
+class Masks:
+    """The masks of the dropout of activations, drawn once for a window, whatever its segments.
+
+    Kept: a byte for each entry of a mask. A locked mask has the size of one time step, an
+    independent one that of the window.
+
+    Args:
+        probabilities: for each layer's name, the probability that an entry is dropped,
+            in ``[0, 1)``.
+        masks: for each layer's name, the entries to keep: ``(1, N, C)`` or ``(T, N, C)``.
+
+    Source: Gal and Ghahramani, https://arxiv.org/abs/1512.05287, for locked masks.
+    """
+
+    def __init__(self, probabilities: Mapping[str, float], masks: Mapping[str, Tensor]) -> None:
+        self._probabilities = probabilities
+        self._masks = masks
+
+    @classmethod
+    def drawn(
+        cls,
+        kind: DropoutKind,
+        probabilities: Mapping[str, float],
+        sizes: Mapping[str, int],
+        num_steps: int,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+    ) -> Masks:
+        """Draw masks from the default generator.
+
+        Args:
+            kind: "locked" for one mask for all time steps (variational dropout), or "independent"
+                for a mask of its own at each.
+            probabilities: as above.
+            sizes: number of channels for each name.
+            num_steps: number of time steps of the window.
+            batch_size: number of rows of the window.
+            device: device of the activations.
+        """
+        length = 1 if kind == "locked" else num_steps
+        masks = {
+            name: torch.empty(
+                (length, batch_size, sizes[name]), dtype=torch.bool, device=device
+            ).bernoulli_(1 - p)
+            for name, p in probabilities.items()
+            if p
+        }
+        return cls(probabilities, masks)
+
+    def between(self, start: int, stop: int) -> Masks:
+        """Return the masks of the time steps from `start` to `stop`."""
+        masks = {
+            name: mask if len(mask) == 1 else mask[start:stop] for name, mask in self._masks.items()
+        }
+        return Masks(self._probabilities, masks)
+
+    def drop(self, x: Tensor, name: str) -> Tensor:
+        """Drop entries of activations ``(T, N, C)``, and scale up the others."""
+        mask = self._masks.get(name)
+        if mask is None:
+            return x
+        scale = 1 / (1 - self._probabilities[name])
+        if len(mask) == 1:  # It is small: as numbers it needs one pass over `x`, not two.
+            return x * (mask.to(x.dtype) * scale)
+        return x * mask * scale
 
 
 class Encoded(NamedTuple):
@@ -81,9 +151,9 @@ class LanguageModel(nn.Module):
         dropout_kind: DropoutKind = "locked",
     ) -> None:
         super().__init__()
-        _check_positive(vocab_size=vocab_size, embed_size=embed_size)
-        _check_positive(hidden_size=hidden_size, num_layers=num_layers)
-        _check_probabilities(
+        check_at_least(1, vocab_size=vocab_size, embed_size=embed_size)
+        check_at_least(1, hidden_size=hidden_size, num_layers=num_layers)
+        check_probabilities(
             input_dropout=input_dropout,
             hidden_dropout=hidden_dropout,
             output_dropout=output_dropout,
@@ -193,15 +263,3 @@ class LanguageModel(nn.Module):
         twin._probabilities = dict.fromkeys(self._probabilities, 0.0)
         twin.weight_noise = 0.0
         return twin.eval()
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"`{name}` is {size}, but must be at least 1.")
-
-
-def _check_probabilities(**probabilities: float) -> None:
-    for name, p in probabilities.items():
-        if not 0 <= p < 1:
-            raise ValueError(f"`{name}` is {p}, but must be at least 0 and less than 1.")

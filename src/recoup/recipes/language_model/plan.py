@@ -61,7 +61,8 @@ class TimePlan:
         """
         self._costs = _Costs(peak, most_steps)
         if self._longest(most_steps) is None:
-            least = min(self._costs.predicted(most_steps, steps) for steps in _lengths(most_steps))
+            lengths = range(1, most_steps + 1)
+            least = min(self._costs.predicted(most_steps, steps) for steps in lengths)
             raise ValueError(
                 f"`memory` is {self.memory}, but a step of {most_steps} time steps takes at least "
                 f"{format_bytes(least)}. Give that, shorter windows, or a smaller batch."
@@ -82,10 +83,9 @@ class TimePlan:
         costs, budget = self._costs, self.budget_bytes
         if costs is None or budget is None:
             return None
-        fitting = (
-            steps for steps in _lengths(num_steps) if costs.predicted(num_steps, steps) <= budget
-        )
-        return max(fitting, default=None)
+        lengths = range(num_steps, 0, -1)
+        fitting = (steps for steps in lengths if costs.predicted(num_steps, steps) <= budget)
+        return next(fitting, None)
 
 
 class _Costs:
@@ -105,7 +105,3 @@ class _Costs:
             (low, low_peak), (high, high_peak) = next(around, pairs[-1])
             base = low_peak + (high_peak - low_peak) * (segment_steps - low) / (high - low)
         return math.ceil(_MARGIN * (base + self._state * max(0, num_segments - 2)))
-
-
-def _lengths(num_steps: int) -> range:
-    return range(1, num_steps + 1)

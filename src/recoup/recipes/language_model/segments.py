@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import recoup
-from recoup.recipes.language_model.masks import Masks
-from recoup.recipes.language_model.network import LanguageModel, State
+from recoup.recipes.language_model.network import LanguageModel, Masks, State
 
 __all__ = ["Penalties", "Trained", "Window", "sum_of_nll", "window_backward"]
 

@@ -1,4 +1,4 @@
-"""Train a language model: ``recoup lm fit``.
+"""The command ``recoup lm fit``: train a language model.
 
 ::
 
@@ -16,10 +16,10 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from recoup.recipes.checkpoints import read_checkpoint
+from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.language_model.data import Texts
 from recoup.recipes.language_model.model import MONITOR, LanguageModelTraining
-from recoup.recipes.language_model.trained import vocabulary_in
+from recoup.recipes.language_model.trained import load_vocabulary
 from recoup.recipes.language_model.windows import MAX_JITTER
 from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.training import TrainingCLI, fit_command
@@ -53,8 +53,8 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
     )
     with mistakes_reported():
         _check_trainer(run)
-        if run.begun_from is not None:
-            _check_same_vocabulary(run)
+        if run.checkpoint is not None:
+            _check_same_vocabulary(run, run.checkpoint)
         run.datamodule.val_dataloader()  # raises if the part is too short
         _prepare_memory(run)
     return run
@@ -112,7 +112,7 @@ def _check_trainer(run: TrainingCLI) -> None:
             "window are too small without a scale of the loss; that was not tried with this "
             "recipe. Give bf16-mixed."
         )
-    if trainer.precision == "bf16-true" and run.model.averaging != "never":
+    if trainer.precision == "bf16-true" and run.model.hparams["averaging"] != "never":
         raise ValueError(
             "`--trainer.precision` is bf16-true, in which an average over hundreds of steps stands "
             "still. Give bf16-mixed, or `--model.averaging never`."
@@ -125,11 +125,9 @@ def _check_trainer(run: TrainingCLI) -> None:
         )
 
 
-def _check_same_vocabulary(run: TrainingCLI) -> None:
-    option, path = run.begun_from or ("", "")
-    theirs, ours = vocabulary_in(read_checkpoint(path, option), path), run.datamodule.vocabulary
-    if theirs.tokens != ours.tokens:
+def _check_same_vocabulary(run: TrainingCLI, checkpoint: Checkpoint) -> None:
+    if load_vocabulary(checkpoint).tokens != run.datamodule.vocabulary.tokens:
         raise ValueError(
-            f"`{option}` is {path}, which was trained on a text with other tokens than "
-            f"{run.datamodule.name}. Give the text that it was trained on by `--data`."
+            f"`{checkpoint.option}` is {checkpoint.path}, which was trained on a text with other "
+            f"tokens than {run.datamodule.name}. Give the text that it was trained on by `--data`."
         )

@@ -57,8 +57,8 @@ class Vocabulary:
         known = known if max_size is None else known[: max_size - 1]
         # It counts the tokens that are left out, and those that are ``<unk>`` in the text itself.
         left_out = counts.total() - sum(counts[token] for token in known)
-        place = sum(counts[token] >= left_out for token in known)
-        return cls([*known[:place], UNKNOWN, *known[place:]])
+        rank = sum(counts[token] >= left_out for token in known)
+        return cls([*known[:rank], UNKNOWN, *known[rank:]])
 
     def __len__(self) -> int:
         return len(self.tokens)

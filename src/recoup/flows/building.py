@@ -1,17 +1,57 @@
-"""Alternating couplings: the steps of RealNVP and Flow++."""
+"""The shared parts of flow builders: checks of arguments, and steps of alternating couplings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 from torch import nn
 
 from recoup.flows.networks import ConvNetwork, DenseNetwork
-from recoup.invertible import ActNorm, InvertibleConv1x1, InvertibleModule
+from recoup.invertible import ActNorm, InvertibleConv1x1, InvertibleModule, Logit, Normalize
 
-__all__ = ["Steps"]
+__all__ = ["Steps", "check_counts", "check_images", "check_shape", "first_layers"]
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError unless every count is a whole number of at least 1."""
+    for name, value in counts.items():
+        given = cast("object", value)
+        is_whole = isinstance(given, SupportsIndex) and not isinstance(given, bool)
+        if not is_whole or value < 1:
+            raise ValueError(f"`{name}` is {given!r}, but must be a whole number, at least 1.")
+
+
+def check_images(shape: Sequence[int], num_levels: int) -> None:
+    """Raise ValueError unless `shape` is (C, H, W) and can be halved `num_levels` times."""
+    factor = 2**num_levels
+    if len(shape) != 3 or min(shape) < 1 or shape[1] % factor or shape[2] % factor:
+        raise ValueError(
+            f"`shape` is {tuple(shape)}, but with `num_levels` {num_levels} it must be (C, H, W) "
+            f"with H and W multiples of {factor}. Pad or crop the images, or use fewer levels."
+        )
+
+
+def check_shape(shape: Sequence[int], num_levels: int) -> None:
+    """Raise ValueError unless `shape` is (D,), a vector, or passes `check_images`."""
+    if len(shape) != 1:
+        check_images(shape, num_levels)
+    elif shape[0] < 2:
+        raise ValueError(
+            f"`shape` is {tuple(shape)}, but a coupling needs at least 2 values: one half decides "
+            f"how the other is changed."
+        )
+
+
+def first_layers(levels: int | None, alpha: float | None) -> list[InvertibleModule]:
+    """Return the layer that maps dequantised data to where a flow starts; none without `levels`.
+
+    It is a `Logit` with the margin `alpha`, or, if that is None, a shift to ``[-0.5, 0.5]``.
+    """
+    if levels is None:
+        return []
+    return [Normalize(0.5, 1.0) if alpha is None else Logit(alpha)]
 
 
 @dataclass(frozen=True)
@@ -28,7 +68,7 @@ class Steps:
         mixes: Whether an `InvertibleConv1x1` mixes the channels, if there is more than one.
 
     Example:
-        >>> from recoup.flows.steps import Steps
+        >>> from recoup.flows.building import Steps
         >>> from recoup.invertible import AffineCoupling
         >>> [type(layer).__name__ for layer in Steps(AffineCoupling, 2, 8, 2).on_vectors(5, 1)]
         ['ActNorm', 'AffineCoupling']

@@ -1,4 +1,4 @@
-"""Settings from a checkpoint: plain values of known options, and never code.
+"""The settings of a run: recorded in its folder and its checkpoints, and read back.
 
 Rule 1: a checkpoint is a file of unknown origin. Its settings go to a parser that imports classes
 by name, so only listed options pass, with plain values; all others are refused by name.
@@ -15,7 +15,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-__all__ = ["folders_noted", "is_plain", "own_settings", "plain_settings"]
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+
+__all__ = [
+    "COMMAND",
+    "CONFIG_FILE",
+    "SETTINGS",
+    "RunRecord",
+    "is_plain",
+    "plain_settings",
+    "recorded_folders",
+]
+
+CONFIG_FILE = "config.yaml"
+SETTINGS = "recoup_settings"  # key of the settings in a checkpoint
+COMMAND = "recoup_command"  # key of the command that wrote it
 
 # Options that take an object may hold none in a file: its class would be imported and called.
 _OBJECTS = {"callbacks", "logger", "model_registry", "plugins", "profiler"}
@@ -50,6 +66,57 @@ _FOLDERS = {("trainer", "default_root_dir"), ("checkpoint", "dirpath")}
 _FILE_NAME = re.compile(r"[\w{}:.=+ -]*\w[\w{}:.=+ -]*")  # matches no path with folders
 
 
+class RunRecord(SaveConfigCallback):
+    """The record of a run's settings, in its folder and in its checkpoints."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file."""
+        path = Path(trainer.default_root_dir, CONFIG_FILE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._text())
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write the settings into the checkpoint, so that a run can resume from it anywhere."""
+        checkpoint[SETTINGS] = yaml.safe_load(self._text())
+        checkpoint[COMMAND] = self.parser.prog
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Find the checkpoints of the run by their names, in the folder where they are now.
+
+        Lightning removes files by the paths in a checkpoint, so only those are kept that are files
+        in the folder to which this run saves.
+        """
+        callbacks: Any = trainer.checkpoint_callbacks
+        for callback in callbacks:
+            state, folder = checkpoint["callbacks"].get(callback.state_key), Path(callback.dirpath)
+            if state is None:
+                continue
+            if _file_in(folder, state["best_model_path"]) is None:
+                del checkpoint["callbacks"][callback.state_key]  # no best one is here yet
+                continue
+            state["dirpath"] = str(folder)
+            for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
+                state[name] = _file_in(folder, state[name]) or ""
+            state["best_k_models"] = {
+                path: value
+                for recorded, value in state["best_k_models"].items()
+                if (path := _file_in(folder, recorded)) is not None
+            }
+
+    def _text(self) -> str:
+        return self.parser.dump(self.config, skip_none=False)
+
+
+def _file_in(folder: Path, recorded: str) -> str | None:
+    """Return the path of the checkpoint in a folder that has the name of a recorded one, if any."""
+    path = folder / Path(recorded).name
+    return str(path) if path.suffix == ".ckpt" and path.is_file() else None
+
+
 def plain_settings(
     settings: object,
     *,
@@ -70,7 +137,7 @@ def plain_settings(
         ValueError: When a setting is not listed or not plain; the message names it.
     """
     sections = {
-        **{section: set(own_settings(owner)) for section, owner in owners.items()},
+        **{section: set(inspect.signature(owner).parameters) for section, owner in owners.items()},
         "trainer": _NUMBERS_OF_THE_TRAINER,
         "checkpoint": _SAVING,
         "early_stopping": _STOPPING,
@@ -91,11 +158,6 @@ def plain_settings(
                     raise _refusal(setting, source)
                 plain[section][name] = _checked(setting, value, source)
     return plain
-
-
-def own_settings(kind: type) -> list[str]:
-    """Return the names of the arguments of a class."""
-    return list(inspect.signature(kind).parameters)
 
 
 def is_plain(value: object) -> bool:
@@ -147,7 +209,7 @@ def _refusal(setting: str, source: str) -> ValueError:
     )
 
 
-def folders_noted(settings: Mapping[str, Any]) -> tuple[Path, Path] | None:
+def recorded_folders(settings: Mapping[str, Any]) -> tuple[Path, Path] | None:
     """Return the folders of a run and of its checkpoints, as stored; None if there are none.
 
     They serve for comparison only, not for writing. See Rule 2.

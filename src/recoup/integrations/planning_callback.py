@@ -1,0 +1,43 @@
+"""The part of a memory budget that callbacks for all trainers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from torch import nn
+
+from recoup.planning.plan import Plan, checked_budget
+
+__all__ = ["PlanningCallback"]
+
+
+class PlanningCallback:
+    """A callback that plans for a number of bytes with the first batch, and applies the plan.
+
+    Each trainer's `MemoryBudget` explains the arguments.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        blocks: str | Iterable[str | nn.Module] | None,
+        budget_of: Literal["step", "total"],
+        show: Callable[[Plan], object] | None,
+    ) -> None:
+        checked_budget(budget, budget_of)
+        self.budget = budget
+        self.blocks = blocks
+        self.budget_of: Literal["step", "total"] = budget_of
+        self.show = show
+        self.plan: Plan | None = None
+
+    def _apply(self, plan: Plan) -> None:
+        self.plan = plan.apply()
+        if self.show is not None:
+            self.show(plan)
+
+    def _remove(self) -> None:
+        if self.plan is not None:
+            self.plan.remove()
+            self.plan = None
