@@ -229,7 +229,7 @@ def cases(rank: int) -> dict[str, Any]:
             found[f"subset {kind} {way}"] = said(subset, rank, kind, way)
     for kind in ("unused", "views unused"):
         found[f"unlike {kind}"] = said(unlike, rank, kind)
-    for way in ("auto", "accumulate", "grad", "stream", "collecting"):
+    for way in ("auto", "grad", "collecting"):
         for end in ("all_reduce_", "backward"):
             found[f"unreduced {way} {end}"] = said(unreduced, rank, way, end)
     for end in ("all_reduce_", "backward"):
@@ -239,8 +239,7 @@ def cases(rank: int) -> dict[str, Any]:
     found["proxy"] = said(beside_a_proxy, rank)
     found["trained"] = said(trained, rank)
     # Last, since what goes wrong here may leave a reducer waiting.
-    for way in ("grad", "stream", "accumulate"):
-        found[f"refused {way}"] = said(subset, rank, "plain", way)
+    found["refused grad"] = said(subset, rank, "plain", "grad")
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from recoup.gradients.merging import is_sharded
+from recoup.gradients.accumulation import is_sharded
 
 __all__ = ["are_finite", "dot", "norm", "whole"]
 

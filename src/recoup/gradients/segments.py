@@ -15,7 +15,7 @@ from recoup._core.saved_tensors import grad_mode
 from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Mode, check_mode
 from recoup.gradients.store import GradStore
-from recoup.gradients.targets import named_in
+from recoup.gradients.targets import tensors_in
 from recoup.schedules.memory import Memory
 
 __all__ = ["segments_backward"]
@@ -130,7 +130,7 @@ def segments_backward(
     # Arguments are checked before anything runs: segments may draw, and count batches.
     check_weight(weight)
     check_mode(mode)
-    params = None if params is None else tuple(named_in("params", params))
+    params = None if params is None else tensors_in("params", params)
     with grad_mode(True):
         returned = loss_fn(_run(links, input, memory, otherwise))
         loss, aux = _loss_in(returned, has_aux=has_aux)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from recoup._core.restoring import restoring
 from recoup.errors import GradientError
+from recoup.gradients.accumulation import shared
 from recoup.gradients.algebra import check_weight
-from recoup.gradients.collecting import Backward, Mode, collect, collecting, mode_for
-from recoup.gradients.ownership import shared
+from recoup.gradients.collecting import Backward, Mode, collect, collecting, mechanism_for
 from recoup.gradients.stepping import Stepping
-from recoup.gradients.targets import named_in, said
+from recoup.gradients.targets import described, tensors_in
 from recoup.gradients.transfer import Transfer
 
 __all__ = ["GradStore"]
@@ -113,15 +113,16 @@ class GradStore(Stepping, Transfer):
     ) -> tuple[Tensor | None, ...]:
         """Add the gradients of `outputs` to the store, in place.
 
-        ==============  ===========================================  ==============================
-        `mode`          how                                          peak for shared parameters
-        ==============  ===========================================  ==============================
-        "accumulate"    autograd sums into the store                 the store and one parameter
-        "grad"          ``torch.autograd.grad``, summed by us        twice the store
-        "harvest"       a plain backward: DDP, FSDP2, reentrant      the store and one parameter
-        "stream"        each gradient leaves as it is made           the store and one parameter
-        "auto"          the first of these that is right here
-        ==============  ===========================================  ==============================
+        =========  ================================================  ==========================
+        `mode`     how                                               peak for shared parameters
+        =========  ================================================  ==========================
+        "auto"     autograd sums into the store; as below where      the store and one parameter
+                   that would not be right
+        "grad"     ``torch.autograd.grad``, summed by us; `.grad`    twice the store
+                   is not touched meanwhile
+        "harvest"  a plain backward, which DDP, FSDP2 and reentrant  the store and one parameter
+                   checkpoints need
+        =========  ================================================  ==========================
 
         Args:
             outputs: the tensors where backward begins, usually a loss.
@@ -148,19 +149,15 @@ class GradStore(Stepping, Transfer):
             ValueError: an argument is not valid.
         """
         self._check_is_whole()
-        targets = self.params if params is None else tuple(named_in("params", params))
-        targets = tuple(each for each in targets if each.requires_grad)
-        given = (inputs,) if isinstance(inputs, Tensor) else inputs
-        wanted = tuple(named_in("inputs", given))
+        wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
         begin, seeds = _begun(outputs, grad_outputs, weight, scaler)
-        has_params = bool(self.params) or params is not None
-        _check_targets(targets, wanted, has_params=has_params, allow_empty=allow_empty)
+        targets = self._targets(params, wanted, allow_empty=allow_empty)
         backward = Backward(begin, seeds, targets, wanted, retain_graph, create_graph)
-        mode = mode_for(mode, backward, self._entries)
+        mechanism = mechanism_for(mode, backward)
         scale = None if scaler is None else float(scaler.get_scale())
         self._check_scale(scale, "A backward")
         with self._guarded():
-            found, num_received = collect(mode, backward, self._entries)
+            found, num_received = collect(mechanism, backward, self._entries)
             if not allow_empty:
                 self._check_received(num_received, len(targets))
             self._scale = scale
@@ -194,10 +191,7 @@ class GradStore(Stepping, Transfer):
         """
         self._check_is_whole()
         self._check_scale(None, "A backward")
-        targets = self.params if params is None else tuple(named_in("params", params))
-        targets = tuple(each for each in targets if each.requires_grad)
-        has_params = bool(self.params) or params is not None
-        _check_targets(targets, (), has_params=has_params, allow_empty=allow_empty)
+        targets = self._targets(params, (), allow_empty=allow_empty)
         with self._guarded():
             with collecting(targets, self._entries) as num_received:
                 yield
@@ -205,6 +199,36 @@ class GradStore(Stepping, Transfer):
                 self._check_received(num_received[0], len(targets))
             self._scale = None  # a store emptied by `pop` may have had another scale
             self.weight += 1.0
+
+    def _targets(
+        self, params: Iterable[Tensor] | None, inputs: Sequence[Tensor], *, allow_empty: bool
+    ) -> tuple[Tensor, ...]:
+        """Return the targets of a call, which are checked as the `inputs` are."""
+        given = self.params if params is None else tensors_in("params", params)
+        targets = tuple([each for each in given if each.requires_grad])
+        if not targets and not inputs:
+            if not given and params is None:
+                raise ValueError(
+                    "`params` is missing: the store was made without, so it must be said here "
+                    "whose gradients to collect."
+                )
+            if not allow_empty:
+                raise GradientError(
+                    "None of the `params` requires grad, so there is nothing to collect. Call "
+                    "`requires_grad_()` on what is to be trained."
+                )
+        ids = set(map(id, targets)) if inputs else set[int]()
+        for each in inputs:
+            if not each.requires_grad:
+                raise ValueError(
+                    f"`inputs` has {described(each)}, which does not require grad. Call "
+                    "`requires_grad_()` on it before forward."
+                )
+            if id(each) in ids:
+                raise ValueError(
+                    f"{described(each).capitalize()} is in `params` and in `inputs`: name it once."
+                )
+        return targets
 
     @restoring
     def _unchanged_by_errors(self) -> Generator[Self]:
@@ -224,37 +248,6 @@ class GradStore(Stepping, Transfer):
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
-def _check_targets(
-    targets: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    *,
-    has_params: bool,
-    allow_empty: bool,
-) -> None:
-    if not targets and not inputs:
-        if has_params and allow_empty:
-            return
-        if has_params:
-            raise GradientError(
-                "None of the `params` requires grad, so there is nothing to collect. Call "
-                "`requires_grad_()` on what is to be trained."
-            )
-        raise ValueError(
-            "`params` is missing: the store was made without, so it must be said here whose "
-            "gradients to collect."
-        )
-    for each in inputs:
-        if not each.requires_grad:
-            raise ValueError(
-                f"`inputs` has {said(each)}, which does not require grad. Call `requires_grad_()` "
-                "on it before forward."
-            )
-        if each in set(targets):
-            raise ValueError(
-                f"{said(each).capitalize()} is in `params` and in `inputs`: name it once."
-            )
 
 
 def _begun(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import GradientError
+from recoup.gradients.accumulation import Entries
+from recoup.gradients.all_reduce import Counted, Op, all_reduce
 from recoup.gradients.container import UNSCALED, Container, device_of
-from recoup.gradients.entries import Entries
-from recoup.gradients.naming import by_name, by_target
-from recoup.gradients.reducing import Counted, Op, all_reduce
+from recoup.gradients.targets import described
 from recoup.memory.size import parse_bytes
 
 __all__ = ["Transfer"]
@@ -65,7 +65,18 @@ class Transfer(Container):
             GradientError: a gradient belongs to no parameter of `module`.
         """
         self._check_is_whole()
-        return by_name(self._entries.gradients, module)
+        names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
+        strangers = [described(each) for each in self if each not in names]
+        if strangers:
+            raise GradientError(
+                f"{type(module).__name__} has no parameter that is {strangers[0]}, of which the "
+                f"store holds the gradient ({len(strangers)} of this kind). Give the module that "
+                "holds all of them, or pick those of this one with `filter`. Parameters that were "
+                "replaced, by `load_state_dict(assign=True)` for instance, have no names any more: "
+                "ask before."
+            )
+        gradients = self._entries.gradients
+        return {name: gradients[each] for each, name in names.items() if each in gradients}
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the gradients by name, the weight and the scale, for `load_state_dict`."""
@@ -91,7 +102,7 @@ class Transfer(Container):
                 f"`state_dict` has no {lacking[0]!r}. Give what `store.state_dict(module)` "
                 "returned; gradients by name alone are added with `add_`."
             )
-        found = by_target(state_dict["gradients"], module, strict=strict)
+        found = _by_target(state_dict["gradients"], module, strict=strict)
         entries = Entries(self._entries.dtype, self._entries.device)
         for each, gradient in found.items():
             entries.add(each, gradient, is_ours=False)
@@ -162,7 +173,39 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor
 
 
-# -- scales as numbers ---
+def _by_target(
+    gradients: Mapping[str, Tensor], module: nn.Module, *, strict: bool
+) -> dict[Tensor, Tensor]:
+    """Return the gradients by the parameters of `module` that have these names."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[Tensor, Tensor] = {}
+    taken: dict[Tensor, str] = {}
+    unexpected: list[str] = []
+    for name, gradient in gradients.items():
+        target = parameters.get(name)
+        if target is None:
+            unexpected.append(name)
+            continue
+        if target in found:
+            raise GradientError(
+                f"`{taken[target]}` and `{name}` are one parameter of {type(module).__name__}, and "
+                "the state has a gradient of each. Add them, and leave one."
+            )
+        if target.shape != gradient.shape:
+            raise GradientError(
+                f"The gradient of `{name}` has shape {tuple(gradient.shape)}, and the parameter "
+                f"{tuple(target.shape)}. Load the state of a model of the same sizes."
+            )
+        found[target], taken[target] = gradient, name
+    if unexpected and strict:
+        raise GradientError(
+            f"{type(module).__name__} has no parameter {', '.join(map(repr, unexpected))}. Say "
+            "strict=False to leave those out."
+        )
+    return found
+
+
+# -- scales as numbers -----------------------------------------------------------------------------
 
 
 def _as_number(scale: float | str | None) -> float:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import LENDING, MODES, Undisturbed, assert_holds, made, plain
+from tests.unit.gradients.cases import MODES, NAMES, Undisturbed, assert_holds, made, plain
 
 
 class Checkpointed(nn.Module):
@@ -131,7 +131,7 @@ def test_hooks_after_accumulation(mode):
     calls = []
     module.weight.register_post_accumulate_grad_hook(calls.append)
     store = GradStore(module.parameters())
-    if mode in LENDING:
+    if mode == "harvest":
         with pytest.raises(GradientError, match=r'post-accumulate hook.*Use mode="grad"'):
             store.backward(module(x).sum(), mode=mode)
         assert len(store) == 0
@@ -272,7 +272,7 @@ def test_a_tensor_that_was_resized():
     store = GradStore(module.parameters())
     store.backward(module(x).sum())
     module.weight.data, module.bias.data = torch.ones(7, 4).double(), torch.ones(7).double()
-    for mode in MODES:
+    for mode in NAMES:
         with pytest.raises(ValueError, match=r"shape \(3.* is a tensor of shape \(7.*`discard`"):
             store.backward(module(x).sum(), mode=mode)
     store.discard(module.weight)
@@ -326,7 +326,7 @@ def test_while_another_thread_collects(mode):
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
 
     def other():
-        if mode in LENDING:
+        if mode == "harvest":
             with pytest.raises(GradientError, match=r'nother thread.*Use mode="grad"'):
                 inner.backward(module(x).sum(), mode=mode)
             with pytest.raises(GradientError, match="nother thread"), inner.collecting():
@@ -338,7 +338,7 @@ def test_while_another_thread_collects(mode):
         in_threads(other)
         module(x).exp().sum().backward()
     assert_holds(outer, module, plain(module, [x], lambda y: y.exp().sum()))
-    assert_holds(inner, module, {} if mode in LENDING else plain(module, [x], torch.sum))
+    assert_holds(inner, module, {} if mode == "harvest" else plain(module, [x], torch.sum))
 
 
 def test_another_thread_comes_first_at_the_last_moment(monkeypatch):

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recoup.errors import GradientError
-from recoup.gradients.entries import Entries
-from recoup.gradients.merging import as_dense, is_sharded
+from recoup.gradients.accumulation import Entries, as_dense, is_sharded
 
 __all__ = ["Counted", "Op", "all_reduce"]
 
@@ -151,7 +150,7 @@ def _check_agree(mine: _Said, everyone: Sequence[_Said]) -> None:
 
 
 def _why_not(entries: Entries) -> GradientError | None:
-    if any(map(is_sharded, entries.gradients.values())):
+    if is_sharded(*entries.gradients.values()):
         return GradientError(
             "The store holds DTensors, which FSDP2 has reduced already. Leave `all_reduce_` out."
         )

@@ -1,0 +1,136 @@
+"""`.grad` of tensors, replaced for a while by the gradients of a store.
+
+The previous `.grad` and `grad_dtype` are restored afterwards, the same objects. All threads share
+the `.grad` of a tensor, so it is replaced by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from recoup._core.restoring import Restoring
+from recoup.errors import GradientError
+from recoup.gradients.targets import described
+
+__all__ = ["GradInUseError", "ReplacedGrad"]
+
+
+class GradInUseError(GradientError):
+    """Another thread has replaced `.grad` of a tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__(
+            f"Another thread is collecting the gradient of {described(target)}, and there is one "
+            '`.grad` for all. Use mode="grad", or take turns.'
+        )
+        self.target = target
+
+
+class ReplacedGrad(Restoring):
+    """`.grad` of some tensors, replaced for a while.
+
+    Args:
+        targets: the tensors, each once.
+        gradients: `.grad` of each tensor meanwhile.
+        dtypes: `grad_dtype` of each tensor meanwhile; None leaves it as it is.
+    """
+
+    _lock = threading.Lock()
+    _active: list[ReplacedGrad] = []  # noqa: RUF012 - of all threads, and guarded by the lock
+
+    def __init__(
+        self,
+        targets: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        dtypes: Sequence[torch.dtype | None],
+    ) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+        self._ids: set[int] = set()
+        self._before: list[tuple[Tensor, Tensor | None, torch.dtype | None]] = []
+        self.targets = targets
+        self.gradients = gradients
+        self._dtypes = dtypes
+        self._versions: list[int | None] = []
+
+    @classmethod
+    def in_use(cls, targets: Iterable[Tensor]) -> Tensor | None:
+        """Return the first of the targets whose `.grad` another thread has replaced, if any."""
+        with cls._lock:
+            return cls._taken_by_others(threading.get_ident(), targets)
+
+    @classmethod
+    def _taken_by_others(cls, thread: int, targets: Iterable[Tensor]) -> Tensor | None:
+        taken = [each._ids for each in cls._active if each._thread != thread]
+        if not taken:
+            return None
+        return next((each for each in targets if any(id(each) in ids for ids in taken)), None)
+
+    def __enter__(self) -> ReplacedGrad:
+        self._versions = [None if each is None else _version_of(each) for each in self.gradients]
+        self._record(self.targets)
+        for target, gradient, dtype in zip(self.targets, self.gradients, self._dtypes, strict=True):
+            # Once set, `grad_dtype` no longer follows the type of the tensor, and cannot be unset.
+            if dtype is not None and target.grad_dtype is not dtype:
+                target.grad = None
+                target.grad_dtype = dtype
+            if target.grad is not gradient:
+                target.grad = gradient
+        return self
+
+    def clear_others(self, others: Iterable[Tensor]) -> None:
+        """Replace `.grad` of more tensors by None, too."""
+        others = {id(each): each for each in others if id(each) not in self._ids}.values()
+        self._record(others)
+        for other in others:
+            other.grad = None
+
+    def _record(self, targets: Iterable[Tensor]) -> None:
+        """Record `.grad` of the targets, and keep other threads from replacing it."""
+        with self._lock:
+            in_use = self._taken_by_others(self._thread, targets)
+            if in_use is not None:
+                raise GradInUseError(in_use)
+            self._ids.update(map(id, targets))
+            if self not in self._active:
+                self._active.append(self)
+        self._before += [(each, each.grad, each.grad_dtype) for each in targets]
+
+    def restore(self) -> None:
+        for target, gradient, dtype in self._before:
+            if target.grad_dtype is not dtype:
+                target.grad = None
+                target.grad_dtype = dtype
+            if target.grad is not gradient:
+                target.grad = gradient
+        self._before = []
+        with self._lock:
+            if self in self._active:
+                self._active.remove(self)
+
+    def is_changed(self, index: int) -> bool:
+        """Whether the gradient that was put into `.grad` of a target has changed in place."""
+        gradient = self.gradients[index]
+        return gradient is not None and _version_of(gradient) != self._versions[index]
+
+    def take(self, index: int) -> Tensor | None:
+        """Set `.grad` of a target to None, and return the gradient that it received, if any."""
+        target = self.targets[index]
+        gradient = target.grad
+        if gradient is None or (
+            gradient is self.gradients[index] and _version_of(gradient) == self._versions[index]
+        ):
+            return None
+        target.grad = None
+        return gradient
+
+
+def _version_of(gradient: Tensor) -> int:
+    """Return how often `gradient` was changed in place; FSDP2 adds to its own part of it."""
+    if type(gradient) is not Tensor:
+        gradient = getattr(gradient, "_local_tensor", gradient)
+    return gradient._version
