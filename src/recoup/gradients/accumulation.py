@@ -163,7 +163,7 @@ def _check_placements(gradient: Tensor, target: Tensor) -> None:
 
 def is_sharded(*tensors: Tensor) -> bool:
     """Whether one of the tensors is a DTensor, one part of which is in this process."""
-    return any([hasattr(each, "placements") for each in tensors if type(each) not in _PLAIN])
+    return any(hasattr(each, "placements") for each in tensors if type(each) not in _PLAIN)
 
 
 # -- sums ------------------------------------------------------------------------------------------

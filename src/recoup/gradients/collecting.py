@@ -222,9 +222,8 @@ def _by_accumulating(backward: Backward, entries: Entries) -> tuple[list[Tensor 
             undo.later(_remove_hook, target, move)
             cast("Any", target).register_post_accumulate_grad_hook(move)
         wanted = [*targets, *backward.inputs]
-        ids = set(map(id, wanted))
-        is_all = all([id(leaf) in ids for leaf in backward.ends.leaves])
-        backward.run(None if is_all else wanted)  # torch looks at each of its `inputs`
+        are_all = set(map(id, wanted)).issuperset(map(id, backward.ends.leaves))
+        backward.run(None if are_all else wanted)  # torch looks at each of its `inputs`
         num_received = _take(replaced, len(targets), entries)
         return _taken_inputs(replaced, backward), num_received + len(moved)
 
