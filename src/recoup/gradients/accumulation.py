@@ -85,7 +85,13 @@ class Entries:
         return gradient if fits and gradient.shape == target.shape else None
 
     def add(
-        self, target: Tensor, gradient: Tensor, alpha: float = 1.0, *, is_ours: bool = True
+        self,
+        target: Tensor,
+        gradient: Tensor,
+        alpha: float = 1.0,
+        *,
+        is_ours: bool = True,
+        is_converted: bool = False,
     ) -> None:
         """Add ``alpha * gradient`` to the gradient of `target`.
 
@@ -94,8 +100,11 @@ class Entries:
             gradient: a gradient; nothing is changed if it does not fit.
             alpha: a factor.
             is_ours: whether the caller hands it over, and holds the only reference to it.
+            is_converted: whether autograd has delivered it to `target`, in the type and on the
+                device that it is summed in.
         """
-        check_fits(gradient, target)
+        if not (is_converted and type(gradient) is Tensor and gradient.layout is torch.strided):
+            check_fits(gradient, target)
         into = self.gradients.get(target)
         if into is not None and into.shape != gradient.shape:
             raise ValueError(
@@ -104,7 +113,7 @@ class Entries:
             )
         self.num_changes += 1
         if into is None or into.is_sparse:
-            converted = self._converted(target, gradient)
+            converted = gradient if is_converted else self._converted(target, gradient)
             is_ours |= converted is not gradient
             gradient = owned(converted) if is_ours else converted.clone()
             del converted

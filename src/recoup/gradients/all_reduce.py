@@ -13,7 +13,7 @@ Rule 2. The order is that of the targets, which is the same in every process.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -22,29 +22,20 @@ from torch import Tensor
 
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries, as_dense, is_sharded
+from recoup.gradients.container import UNSCALED, Container
 
-__all__ = ["Counted", "Op", "all_reduce"]
+__all__ = ["UNORDERED", "Op", "all_reduce"]
 
 Op = Literal["mean", "sum"]
+UNORDERED = (
+    "The processes can only agree on an order of gradients that all declare alike: make the store "
+    "with `params`, and collect nothing else."
+)
 # A sparse gradient is one more than the number of its sparse dimensions.
 _ABSENT, _DENSE = 0, 255
 
 
-class Counted(NamedTuple):
-    """Further values that the processes exchange.
-
-    Args:
-        weight: the weight of the collected gradients; reduced as the gradients are.
-        scale: the scale of the gradients, as a number.
-        error: the reason if this process cannot take part, else None.
-    """
-
-    weight: float
-    scale: float
-    error: Exception | None
-
-
-class _Said(NamedTuple):
+class _Description(NamedTuple):
     """The description that a process sends to the others (See Rule 1), in numbers."""
 
     has_error: float
@@ -56,35 +47,28 @@ class _Said(NamedTuple):
     scale: float
 
 
-def all_reduce(
-    entries: Entries,
-    targets: Sequence[Tensor],
-    op: Op,
-    bucket_bytes: int,
-    group: Any,
-    counted: Counted,
-) -> Counted:
-    """Sum the gradients of `targets` over the processes of `group`, or average them.
+def all_reduce(store: Container, op: Op, bucket_bytes: int, group: Any) -> None:
+    """Sum the gradients of a store over the processes of `group`, or average them.
 
-    Returns:
-        The weight and the scale, the same for all processes.
+    Its weight is reduced alike, and its scale becomes that of the processes with gradients.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise GradientError(
             "There are no processes to reduce over. Call torch.distributed.init_process_group, or "
             "leave `all_reduce_` out."
         )
-    factor = 1 / dist.get_world_size(group) if op == "mean" else 1.0
-    error = counted.error or _why_not(entries)
+    entries, targets = store._entries, store.params
+    declared = [(tuple(each.shape), _dtype_in(entries, each)) for each in targets]
     layouts = bytes(_layout(entries.gradients.get(each), group) for each in targets)
-    mine = _Said(
+    error = _why_not(store)
+    mine = _Description(
         has_error=error is not None,
         num_targets=len(targets),
-        declared=zlib.crc32(repr((op, bucket_bytes, _declared(entries, targets))).encode()),
+        declared=zlib.crc32(repr((op, bucket_bytes, declared)).encode()),
         layouts=zlib.crc32(layouts),
         has_gradients=any(layouts),
-        weight=counted.weight,
-        scale=counted.scale,
+        weight=store.weight,
+        scale=_as_number(store._scale),
     )
     device = targets[0].device
     everyone = _gathered(mine, device, group)
@@ -96,34 +80,67 @@ def all_reduce(
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         layouts = bytes(cast("list[int]", found.tolist()))
     entries.num_changes += 1  # an error from here on leaves a partial reduction
-    _reduce(entries, zip(targets, layouts, strict=True), factor, bucket_bytes, group)
+    factor = 1 / len(everyone) if op == "mean" else 1.0
+    _reduce(entries, targets, layouts, factor, bucket_bytes, group)
     entries.are_local = False
-    scales = [each.scale for each in everyone if each.has_gradients]
-    weight = sum(each.weight for each in everyone) * factor
-    return Counted(weight, scales[0] if scales else counted.scale, None)
+    store.weight = sum(each.weight for each in everyone) * factor
+    for each in everyone:
+        if each.has_gradients:
+            store._scale = {-1.0: None, -2.0: UNSCALED}.get(each.scale, each.scale)
 
 
 # -- agreeing --------------------------------------------------------------------------------------
 
 
-def _declared(entries: Entries, targets: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = []
-    for target in targets:
-        gradient = entries.gradients.get(target)
-        dtype = entries.dtype_of(target) if gradient is None else gradient.dtype
-        found.append((tuple(target.shape), dtype))
-    return found
+def _why_not(store: Container) -> Exception | None:
+    """Return the error if this process cannot take part in a reduction, else None."""
+    try:
+        store._check_is_whole()
+    except GradientError as error:
+        return error
+    gradients, known = store._entries.gradients, set(map(id, store.params))
+    if any(id(each) not in known for each in gradients):
+        return ValueError(UNORDERED)
+    if is_sharded(*gradients.values()):
+        return GradientError(
+            "The store holds DTensors, which FSDP2 has reduced already. Leave `all_reduce_` out."
+        )
+    if any(gradient.requires_grad for gradient in gradients.values()):
+        return GradientError(
+            "The store holds gradients with a graph, which a reduction would cut. Call `detach_()` "
+            "first."
+        )
+    return None
 
 
-def _gathered(mine: _Said, device: torch.device, group: Any) -> list[_Said]:
+def _dtype_in(entries: Entries, target: Tensor) -> torch.dtype:
+    gradient = entries.gradients.get(target)
+    return entries.dtype_of(target) if gradient is None else gradient.dtype
+
+
+def _layout(gradient: Tensor | None, group: Any) -> int:
+    if gradient is None:
+        return _ABSENT
+    # Of torch's backends, only gloo sums sparse tensors.
+    is_gloo = gradient.device.type == "cpu" or dist.get_backend(group) == "gloo"
+    return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
+
+
+def _as_number(scale: float | str | None) -> float:
+    if scale is None:
+        return -1.0
+    return -2.0 if isinstance(scale, str) else scale
+
+
+def _gathered(mine: _Description, device: torch.device, group: Any) -> list[_Description]:
     sent = torch.tensor(mine, dtype=torch.float64, device=device)
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, sent, group=group)
     rows = cast("list[list[float]]", torch.stack(received).tolist())
-    return [_Said(*numbers) for numbers in rows]
+    return [_Description(*numbers) for numbers in rows]
 
 
-def _check_agree(mine: _Said, everyone: Sequence[_Said]) -> None:
+def _check_agree(mine: _Description, everyone: Sequence[_Description]) -> None:
     failed = [rank for rank, each in enumerate(everyone) if each.has_error]
     if failed:
         raise GradientError(
@@ -149,39 +166,19 @@ def _check_agree(mine: _Said, everyone: Sequence[_Said]) -> None:
         )
 
 
-def _why_not(entries: Entries) -> GradientError | None:
-    if is_sharded(*entries.gradients.values()):
-        return GradientError(
-            "The store holds DTensors, which FSDP2 has reduced already. Leave `all_reduce_` out."
-        )
-    if any(gradient.requires_grad for gradient in entries.gradients.values()):
-        return GradientError(
-            "The store holds gradients with a graph, which a reduction would cut. Call `detach_()` "
-            "first."
-        )
-    return None
-
-
-def _layout(gradient: Tensor | None, group: Any) -> int:
-    if gradient is None:
-        return _ABSENT
-    # Of torch's backends, only gloo sums sparse tensors.
-    is_gloo = gradient.device.type == "cpu" or dist.get_backend(group) == "gloo"
-    return 1 + gradient.sparse_dim() if gradient.is_sparse and is_gloo else _DENSE
-
-
 # -- sending ---------------------------------------------------------------------------------------
 
 
 def _reduce(
     entries: Entries,
-    layouts: Iterable[tuple[Tensor, int]],
+    targets: Sequence[Tensor],
+    layouts: bytes,
     factor: float,
     bucket_bytes: int,
     group: Any,
 ) -> None:
     buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-    for target, layout in layouts:
+    for target, layout in zip(targets, layouts, strict=True):
         if layout == _ABSENT:
             continue
         gradient = _in_layout(entries, target, layout)

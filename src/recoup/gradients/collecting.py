@@ -224,7 +224,7 @@ def _by_accumulating(backward: Backward, entries: Entries) -> tuple[list[Tensor 
         wanted = [*targets, *backward.inputs]
         are_all = set(map(id, wanted)).issuperset(map(id, backward.ends.leaves))
         backward.run(None if are_all else wanted)  # torch looks at each of its `inputs`
-        num_received = _take(replaced, len(targets), entries)
+        num_received = _take(replaced, len(targets), entries, is_converted=True)
         return _taken_inputs(replaced, backward), num_received + len(moved)
 
 
@@ -347,9 +347,22 @@ def _accumulating(
 
 
 def _take(
-    replaced: ReplacedGrad, num_targets: int, entries: Entries, *, is_seen: bool = False
+    replaced: ReplacedGrad,
+    num_targets: int,
+    entries: Entries,
+    *,
+    is_seen: bool = False,
+    is_converted: bool = False,
 ) -> int:
-    """Take the received gradients; `is_seen`: other code may hold references to them."""
+    """Add the received gradients to `entries`, and return how many there are.
+
+    Args:
+        replaced: `.grad` of the targets, and of other tensors after those.
+        num_targets: the number of targets.
+        entries: the gradients of the store.
+        is_seen: whether other code may hold references to the received gradients.
+        is_converted: as in `Entries.add`.
+    """
     num_received = 0
     for index in range(num_targets):
         gradient = replaced.take(index)
@@ -359,7 +372,7 @@ def _take(
         accumulator = replaced.gradients[index]
         if accumulator is None:
             gradient = shared(gradient) if is_seen else gradient
-            entries.add(replaced.targets[index], gradient)
+            entries.add(replaced.targets[index], gradient, is_converted=is_converted)
         elif gradient is not accumulator:
             entries.put(replaced.targets[index], gradient)
     return num_received

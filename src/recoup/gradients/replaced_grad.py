@@ -7,16 +7,16 @@ the `.grad` of a tensor, so it is replaced by one thread at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from recoup._core.restoring import Restoring
+from recoup._core.restoring import Restoring, restoring
 from recoup.errors import GradientError
 from recoup.gradients.targets import described
 
-__all__ = ["GradInUseError", "ReplacedGrad"]
+__all__ = ["GradInUseError", "ReplacedGrad", "installed"]
 
 
 class GradInUseError(GradientError):
@@ -127,6 +127,69 @@ class ReplacedGrad(Restoring):
             return None
         target.grad = None
         return gradient
+
+
+@restoring
+def installed(
+    gradients: Mapping[Tensor, Tensor],
+    parameters: Sequence[Tensor],
+    *,
+    as_they_are: bool = False,
+    with_zeros: bool = False,
+) -> Generator[list[Tensor]]:
+    """Set `.grad` of each parameter to its gradient, or to None where there is none.
+
+    Args:
+        gradients: the gradients to install; each is moved to the device of its parameter, cast to
+            its `grad_dtype` (its own type if that is None), and laid out in its strides.
+        parameters: all parameters whose `.grad` is set.
+        as_they_are: install no copies, whatever the types, so that a change is seen outside.
+        with_zeros: whether to install zeros where there is no gradient.
+
+    Yields:
+        A list that an error fills with the parameters whose gradient in `gradients` was changed in
+        place. Kernels that do not change the version of a tensor are not seen: those that divide by
+        the scale of a ``torch.amp.GradScaler``.
+    """
+    in_grad: list[Tensor | None] = []
+    dtypes: list[torch.dtype | None] = [None] * len(parameters)
+    copied: set[int] = set()
+    for index, parameter in enumerate(parameters):
+        gradient = gradients.get(parameter)
+        if gradient is None:
+            if with_zeros and parameter.requires_grad:
+                gradient = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            in_grad.append(gradient)
+            continue
+        own = gradient.detach() if gradient.requires_grad else gradient
+        fitting = own if as_they_are else _fitting(own, parameter)
+        if fitting is own and own is not gradient:
+            fitting = own.clone()  # the graph needs it, and two parameters may share it
+        if fitting is not gradient:
+            copied.add(index)
+        in_grad.append(fitting)
+        dtypes[index] = gradient.dtype if as_they_are else None
+    changed: list[Tensor] = []
+    with ReplacedGrad(parameters, in_grad, dtypes) as replaced:
+        try:
+            yield changed
+        except BaseException:
+            changed += [
+                parameter
+                for index, parameter in enumerate(parameters)
+                if index not in copied and parameter in gradients and replaced.is_changed(index)
+            ]
+            raise
+
+
+def _fitting(gradient: Tensor, target: Tensor) -> Tensor:
+    """Return `gradient` on the device of `target`, and in its type and strides."""
+    dtype = target.grad_dtype or target.dtype  # None allows any type, but not every optimizer does
+    if gradient.dtype is not dtype or gradient.device != target.device:
+        gradient = gradient.to(device=target.device, dtype=dtype)
+    if gradient.is_sparse or gradient.stride() == target.stride():
+        return gradient
+    return torch.empty_like(target, dtype=dtype).copy_(gradient)
 
 
 def _version_of(gradient: Tensor) -> int:

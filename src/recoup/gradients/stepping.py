@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from recoup._core.restoring import restoring
@@ -14,7 +13,7 @@ from recoup.errors import GradientError
 from recoup.gradients.accumulation import scaled
 from recoup.gradients.algebra import Algebra, check_is_store, check_scales
 from recoup.gradients.container import UNSCALED, scaled_by
-from recoup.gradients.replaced_grad import ReplacedGrad
+from recoup.gradients.replaced_grad import installed
 from recoup.gradients.targets import described, names_of, parameters_of
 
 __all__ = ["Stepping", "step"]
@@ -53,7 +52,7 @@ class Stepping(Algebra):
         with self._guarded():
             self._entries.num_changes += 1
             for optimizer, parameters in zip(optimizers, members, strict=True):
-                with _installed(self._entries.gradients, parameters, as_they_are=True):
+                with installed(self._entries.gradients, parameters, as_they_are=True):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
                 if gradient.requires_grad:  # a copy without the graph was divided
@@ -150,7 +149,7 @@ class Stepping(Algebra):
         changed: list[Tensor] = []
         is_over = False
         try:
-            with _installed(gradients, parameters, missing=missing) as changed:
+            with installed(gradients, parameters, with_zeros=missing == "zero") as changed:
                 yield
                 is_over = True
             if consume and all(id(each) in ids for each in gradients):
@@ -337,69 +336,3 @@ def _is_unscaled(scaler: Any, optimizer: Any) -> bool | None:
     if states is None:
         return None
     return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
-
-
-# -- `.grad` of the parameters ---------------------------------------------------------------------
-
-
-@restoring
-def _installed(
-    gradients: Mapping[Tensor, Tensor],
-    parameters: Sequence[Tensor],
-    *,
-    as_they_are: bool = False,
-    missing: Missing = "skip",
-) -> Generator[list[Tensor]]:
-    """Set `.grad` of each parameter to its gradient, or to None where there is none.
-
-    Args:
-        gradients: the gradients to install; each is moved to the device of its parameter, cast to
-            its `grad_dtype` (its own type if that is None), and laid out in its strides.
-        parameters: all parameters whose `.grad` is set.
-        as_they_are: install no copies, whatever the types, so that a change is seen outside.
-        missing: "zero" to install zeros where there is no gradient.
-
-    Yields:
-        A list that an error fills with the parameters whose gradient in `gradients` was changed in
-        place. Kernels that do not change the version of a tensor are not seen: those that divide by
-        the scale of a ``torch.amp.GradScaler``.
-    """
-    installed: list[Tensor | None] = []
-    dtypes: list[torch.dtype | None] = [None] * len(parameters)
-    copied: set[int] = set()
-    for index, parameter in enumerate(parameters):
-        gradient = gradients.get(parameter)
-        if gradient is None:
-            wants_zero = missing == "zero" and parameter.requires_grad
-            dtype = parameter.grad_dtype
-            installed.append(torch.zeros_like(parameter, dtype=dtype) if wants_zero else None)
-            continue
-        own = gradient.detach() if gradient.requires_grad else gradient
-        fitting = own if as_they_are else _fitting(own, parameter)
-        if fitting is own and own is not gradient:
-            fitting = own.clone()  # the graph needs it, and two parameters may share it
-        if fitting is not gradient:
-            copied.add(index)
-        installed.append(fitting)
-        dtypes[index] = gradient.dtype if as_they_are else None
-    changed: list[Tensor] = []
-    with ReplacedGrad(parameters, installed, dtypes) as replaced:
-        try:
-            yield changed
-        except BaseException:
-            changed += [
-                parameter
-                for index, parameter in enumerate(parameters)
-                if index not in copied and parameter in gradients and replaced.is_changed(index)
-            ]
-            raise
-
-
-def _fitting(gradient: Tensor, target: Tensor) -> Tensor:
-    """Return `gradient` on the device of `target`, and in its type and strides."""
-    dtype = target.grad_dtype or target.dtype  # None allows any type, but not every optimizer does
-    if gradient.dtype is not dtype or gradient.device != target.device:
-        gradient = gradient.to(device=target.device, dtype=dtype)
-    if gradient.is_sparse or gradient.stride() == target.stride():
-        return gradient
-    return torch.empty_like(target, dtype=dtype).copy_(gradient)

@@ -11,17 +11,12 @@ from torch import Tensor, nn
 
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries
-from recoup.gradients.all_reduce import Counted, Op, all_reduce
-from recoup.gradients.container import UNSCALED, Container, device_of
+from recoup.gradients.all_reduce import UNORDERED, Op, all_reduce
+from recoup.gradients.container import Container, device_of
 from recoup.gradients.targets import described
 from recoup.memory.size import parse_bytes
 
 __all__ = ["Transfer"]
-
-_UNORDERED = (
-    "The processes can only agree on an order of gradients that all declare alike: make the store "
-    "with `params`, and collect nothing else."
-)
 
 
 class Transfer(Container):
@@ -146,22 +141,11 @@ class Transfer(Container):
         if op not in ("mean", "sum"):
             raise ValueError(f'`op` is {op!r}, but must be "mean" or "sum".')
         if not self.params:
-            raise ValueError(_UNORDERED)
+            raise ValueError(UNORDERED)
         num_bytes = parse_bytes(bucket_bytes)
-        counted = Counted(self.weight, _as_number(self._scale), self._why_not_reduced())
         with self._guarded():
-            counted = all_reduce(self._entries, self.params, op, num_bytes, group, counted)
-        self.weight, self._scale = counted.weight, _as_scale(counted.scale)
+            all_reduce(self, op, num_bytes, group)
         return self
-
-    def _why_not_reduced(self) -> Exception | None:
-        """Return the error if this process cannot take part in a reduction, else None."""
-        try:
-            self._check_is_whole()
-        except GradientError as error:
-            return error
-        known = set(self.params)
-        return None if all(each in known for each in self) else ValueError(_UNORDERED)
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -203,16 +187,3 @@ def _by_target(
             "strict=False to leave those out."
         )
     return found
-
-
-# -- scales as numbers -----------------------------------------------------------------------------
-
-
-def _as_number(scale: float | str | None) -> float:
-    if scale is None:
-        return -1.0
-    return -2.0 if isinstance(scale, str) else scale
-
-
-def _as_scale(number: float) -> float | str | None:
-    return {-1.0: None, -2.0: UNSCALED}.get(number, number)
