@@ -183,6 +183,18 @@ def beside_a_proxy(rank: int) -> float | str:
     return apart
 
 
+def wrapped_later(rank: int) -> None:
+    """Parameters of two models, one of which was wrapped after the other had been found."""
+    first, second = model_for("plain"), model_for("plain")
+    store = recoup.GradStore([*first.parameters(), *second.parameters()])
+    wrapped = DistributedDataParallel(first)
+    x = batch(0, rank)
+    with wrapped.no_sync():
+        store.backward(wrapped(x).square().mean(), mode="grad", params=first.parameters())
+        loss = wrapped(x).square().mean() + DistributedDataParallel(second)(x).square().mean()
+        store.backward(loss, mode="grad")
+
+
 class Words(nn.Module):
     """An embedding whose gradient is sparse, and a layer."""
 
@@ -240,6 +252,7 @@ def cases(rank: int) -> dict[str, Any]:
     found["trained"] = said(trained, rank)
     # Last, since what goes wrong here may leave a reducer waiting.
     found["refused grad"] = said(subset, rank, "plain", "grad")
+    found["refused later"] = said(wrapped_later, rank)
     return found
 
 

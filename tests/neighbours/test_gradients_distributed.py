@@ -99,6 +99,10 @@ def test_training(found):
     assert furthest(found, "trained") < 1e-12
 
 
+def test_a_reducer_that_was_made_later_is_found(found):
+    refused(found, "refused later", "`no_sync()`")
+
+
 # -- all_reduce_ -----------------------------------------------------------------------------------
 
 

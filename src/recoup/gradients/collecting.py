@@ -51,7 +51,7 @@ class Backward:
 
     Args:
         outputs: the tensors where it begins.
-        grad_outputs: the gradients of `outputs`, or None for scalars.
+        grad_outputs: the gradients of `outputs`, with None for scalars.
         targets: the tensors whose gradients are collected; each requires grad, and occurs once.
         inputs: the tensors whose gradients are returned.
         retain_graph: as for ``torch.autograd.backward``.
@@ -59,7 +59,7 @@ class Backward:
     """
 
     outputs: Sequence[Tensor]
-    grad_outputs: Sequence[Tensor | None] | None
+    grad_outputs: Sequence[Tensor | None]
     targets: Sequence[Tensor]
     inputs: Sequence[Tensor]
     retain_graph: bool | None
@@ -94,8 +94,8 @@ def check_mode(mode: Any) -> None:
 def mechanism_for(mode: Mode, backward: Backward) -> Mechanism:
     """Return how `backward` is run in `mode`, or raise if it cannot be run so.
 
-    "harvest" is a plain backward. "accumulate" is one that accumulates in the targets alone, which
-    neither reducers nor leaves behind a reentrant checkpoint would take part in.
+    "harvest" is a plain backward. "accumulate" sums into `.grad` of the targets and inputs alone:
+    reducers take no part, and leaves behind a reentrant checkpoint would get nothing.
     """
     check_mode(mode)
     everything = [*backward.targets, *backward.inputs]
@@ -312,11 +312,11 @@ def _accumulating(
 
     For those that are summed elsewhere, it is None, too.
     """
-    aside = set(map(id, elsewhere))
+    excluded = set(map(id, elsewhere))
     gradients: list[Tensor | None] = [None] * len(targets)
     dtypes: list[torch.dtype | None] = [None] * len(targets)
     for index, target in enumerate(targets):
-        if id(target) in aside:
+        if id(target) in excluded:
             continue
         # The buffers of a reducer have the type of the parameter.
         dtype = target.grad_dtype if is_plain else entries.dtype_of(target)

@@ -128,19 +128,26 @@ class Stepping(Algebra):
         """
         parameters = parameters_of(params)
         _check_are_leaves(params, parameters)
-        with self._as_grad(parameters, consume, "skip"):
+        with self._as_grad(parameters, consume=consume):
             yield
 
     @restoring
     def _as_grad(
         self,
         parameters: Sequence[Tensor],
-        consume: bool,
-        missing: Missing,
         *,
+        consume: bool,
+        with_zeros: bool = False,
         is_divided: bool = False,
     ) -> Generator[None]:
-        """Set `.grad` as `as_grad` does; `is_divided`: a scaler changes gradients unseen."""
+        """Do what `as_grad` does.
+
+        Args:
+            parameters: the tensors whose `.grad` is set.
+            consume: as in `as_grad`.
+            with_zeros: whether `.grad` is zero, and not None, where there is no gradient.
+            is_divided: whether a scaler divides the gradients, which does not change versions.
+        """
         self._check_is_whole()
         gradients = self._entries.gradients
         ids = set(map(id, parameters))
@@ -149,7 +156,7 @@ class Stepping(Algebra):
         changed: list[Tensor] = []
         is_over = False
         try:
-            with installed(gradients, parameters, with_zeros=missing == "zero") as changed:
+            with installed(gradients, parameters, with_zeros=with_zeros) as changed:
                 yield
                 is_over = True
             if consume and all(id(each) in ids for each in gradients):
@@ -254,9 +261,9 @@ def step(
     next(filter(len, stores), stores[0])._check_goes_to(optimizer, scaler)
     total = stores[0] if consume else stores[0].clone()
     total.extend_(*stores[1:], consume=consume)
-    # The in-place division by a scaler does not change versions.
     is_divided = scaler is not None and total._scale != UNSCALED
-    with total._as_grad(parameters, True, missing, is_divided=is_divided):
+    with_zeros = missing == "zero"
+    with total._as_grad(parameters, consume=True, with_zeros=with_zeros, is_divided=is_divided):
         return optimizer.step() if scaler is None else scaler.step(optimizer)
 
 

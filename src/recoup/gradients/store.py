@@ -28,7 +28,7 @@ class GradStore(Stepping, Transfer):
     `.grad` of the targets, and of all other tensors, does not change.
 
     A target without a gradient is absent, which is not the same as zero: an optimizer leaves it
-    alone. Keys are the tensors themselves, told apart by identity.
+    alone. Keys are the tensors themselves, told separate by identity.
 
     Args:
         params: the tensors whose gradients are collected, as ``torch.optim`` takes them: tensors or
@@ -150,9 +150,9 @@ class GradStore(Stepping, Transfer):
         """
         self._check_is_whole()
         wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
-        begin, seeds = _begun(outputs, grad_outputs, weight, scaler)
+        roots, root_grads = _roots(outputs, grad_outputs, weight, scaler)
         targets = self._targets(params, wanted, allow_empty=allow_empty)
-        backward = Backward(begin, seeds, targets, wanted, retain_graph, create_graph)
+        backward = Backward(roots, root_grads, targets, wanted, retain_graph, create_graph)
         mechanism = mechanism_for(mode, backward)
         scale = None if scaler is None else float(scaler.get_scale())
         self._check_scale(scale, "A backward")
@@ -241,58 +241,55 @@ class GradStore(Stepping, Transfer):
         if not self or self._entries.are_local:
             yield self
             return
-        apart = self._derived(())
-        apart.weight, apart._scale = 0.0, None
-        yield apart
-        self.extend_(apart)
+        separate = self._derived(())
+        separate.weight, separate._scale = 0.0, None
+        yield separate
+        self.extend_(separate)
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _begun(
+def _roots(
     outputs: Tensor | Sequence[Tensor],
     grad_outputs: Tensor | Sequence[Tensor | None] | None,
     weight: float,
     scaler: Any,
-) -> tuple[list[Tensor], list[Tensor | None] | None]:
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs and their gradients, scaled and weighted, where backward begins."""
     check_weight(weight)
-    begin: list[Tensor] = []
+    roots: list[Tensor] = []
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
         if not isinstance(output, Tensor):
             raise ValueError(
                 f"`outputs` is, or holds, a {type(output).__name__}, but must be tensors: a loss "
                 "that was made from the targets."
             )
-        begin.append(output)
-    if not any(output.requires_grad for output in begin):
+        roots.append(output)
+    if not any(output.requires_grad for output in roots):
         raise GradientError(
             "`outputs` does not require grad: nothing that requires grad took part in it, or it "
             "was detached."
         )
-    seeds: list[Tensor | None] | None = None
+    root_grads: list[Tensor | None] = [None] * len(roots)
     if grad_outputs is not None:
-        given: list[Tensor | None]
-        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
-        if len(given) != len(begin):
+        root_grads = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+        if len(root_grads) != len(roots):
             raise ValueError(
-                f"`grad_outputs` has {len(given)} gradients for {len(begin)} outputs. Give one for "
-                "each; None for a scalar."
+                f"`grad_outputs` has {len(root_grads)} gradients for {len(roots)} outputs. Give "
+                "one for each; None for a scalar."
             )
-        seeds = given
     if scaler is not None:
-        begin = [scaler.scale(output) for output in begin]
+        roots = [scaler.scale(output) for output in roots]
     if weight != 1:
-        given = seeds or [None] * len(begin)
-        for output, seed in zip(begin, given, strict=True):
-            if seed is None and output.numel() != 1:
+        for output, root_grad in zip(roots, root_grads, strict=True):
+            if root_grad is None and output.numel() != 1:
                 raise ValueError(
                     f"`grad_outputs` is missing for an output of shape {tuple(output.shape)}. Only "
                     "a scalar can do without: sum it, or give its gradient."
                 )
-        seeds = [
-            torch.full_like(output, weight) if seed is None else seed * weight
-            for output, seed in zip(begin, given, strict=True)
+        root_grads = [
+            torch.full_like(output, weight) if root_grad is None else root_grad * weight
+            for output, root_grad in zip(roots, root_grads, strict=True)
         ]
-    return begin, seeds
+    return roots, root_grads

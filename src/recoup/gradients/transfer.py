@@ -43,11 +43,11 @@ class Transfer(Container):
             ValueError: memory of another device than the CPU cannot be pinned.
         """
         self._check_is_whole()
-        place = self._entries.device if device is None else device_of(device)
-        store = self._derived((), dtype=dtype or self._entries.dtype, device=place)
+        where = self._entries.device if device is None else device_of(device)
+        store = self._derived((), dtype=dtype or self._entries.dtype, device=where)
         for each, gradient in self.items():
             kind = dtype if dtype is None or not gradient.is_complex() else dtype.to_complex()
-            moved = gradient.to(device=place, dtype=kind, non_blocking=non_blocking, copy=True)
+            moved = gradient.to(device=where, dtype=kind, non_blocking=non_blocking, copy=True)
             if pin_memory:
                 moved = _pinned(moved)
             store._entries.gradients[each] = moved
