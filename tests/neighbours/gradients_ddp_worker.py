@@ -191,7 +191,8 @@ def wrapped_later(rank: int) -> None:
     x = batch(0, rank)
     with wrapped.no_sync():
         store.backward(wrapped(x).square().mean(), mode="grad", params=first.parameters())
-        loss = wrapped(x).square().mean() + DistributedDataParallel(second)(x).square().mean()
+        later = DistributedDataParallel(second)
+        loss = wrapped(x).square().mean() + later(x).square().mean()
         store.backward(loss, mode="grad")
 
 

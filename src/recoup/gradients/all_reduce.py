@@ -13,7 +13,7 @@ Rule 2. The order is that of the targets, which is the same in every process.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -177,21 +177,20 @@ def _reduce(
     bucket_bytes: int,
     group: Any,
 ) -> None:
-    buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    dense: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for target, layout in zip(targets, layouts, strict=True):
         if layout == _ABSENT:
             continue
         gradient = _in_layout(entries, target, layout)
-        if layout != _DENSE:
-            gradient = gradient.coalesce() * factor
-            dist.all_reduce(gradient, group=group)
-            entries.put(target, gradient.coalesce())
+        if layout == _DENSE:
+            dense.setdefault((gradient.dtype, gradient.device), []).append(gradient)
             continue
-        key = (gradient.dtype, gradient.device)
-        bucket = buckets.setdefault(key, _Bucket(factor, bucket_bytes, group))
-        bucket.add(gradient)
-    for bucket in buckets.values():
-        bucket.reduce()
+        gradient = gradient.coalesce() * factor
+        dist.all_reduce(gradient, group=group)
+        entries.put(target, gradient.coalesce())
+    for gradients in dense.values():
+        for bucket in _buckets(gradients, bucket_bytes):
+            _reduce_bucket(bucket, factor, group)
 
 
 def _in_layout(entries: Entries, target: Tensor, layout: int) -> Tensor:
@@ -207,42 +206,31 @@ def _in_layout(entries: Entries, target: Tensor, layout: int) -> Tensor:
     return gradient
 
 
-class _Bucket:
-    """Dense gradients of one type on one device that are reduced in one message."""
+def _buckets(gradients: Iterable[Tensor], least_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield the gradients that are reduced in one message; a large one is alone, to save a copy."""
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for gradient in gradients:
+        if gradient.nbytes >= least_bytes:
+            yield [gradient]
+            continue
+        bucket.append(gradient)
+        num_bytes += gradient.nbytes
+        if num_bytes >= least_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+    if bucket:
+        yield bucket
 
-    def __init__(self, factor: float, least_bytes: int, group: Any) -> None:
-        self._factor = factor
-        self._least_bytes = least_bytes
-        self._group = group
-        self._gradients: list[Tensor] = []
-        self._num_bytes = 0
 
-    def add(self, gradient: Tensor) -> None:
-        """Add a gradient, and reduce the bucket if it is full."""
-        if gradient.nbytes >= self._least_bytes:
-            self._reduce([gradient])  # alone: a bucket would copy it
-            return
-        self._gradients.append(gradient)
-        self._num_bytes += gradient.nbytes
-        if self._num_bytes >= self._least_bytes:
-            self.reduce()
-
-    def reduce(self) -> None:
-        """Reduce the gradients in the bucket, in place, and empty it."""
-        gradients, self._gradients, self._num_bytes = self._gradients, [], 0
-        self._reduce(gradients)
-
-    def _reduce(self, gradients: list[Tensor]) -> None:
-        if len(gradients) == 1 and gradients[0].is_contiguous():
-            self._send(gradients[0])
-        elif gradients:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            self._send(flat)
-            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, piece in zip(gradients, pieces, strict=True):
-                gradient.copy_(piece.view(gradient.shape))
-
-    def _send(self, flat: Tensor) -> None:
-        if self._factor != 1:
-            flat.mul_(self._factor)  # before the sum, which may be too large for 16 bits
-        dist.all_reduce(flat, group=self._group)
+def _reduce_bucket(gradients: list[Tensor], factor: float, group: Any) -> None:
+    """Reduce dense gradients of one type on one device, in place and in one message."""
+    is_copied = len(gradients) > 1 or not gradients[0].is_contiguous()
+    flat = torch.cat([each.reshape(-1) for each in gradients]) if is_copied else gradients[0]
+    if factor != 1:
+        flat.mul_(factor)  # before the sum, which may be too large for 16 bits
+    dist.all_reduce(flat, group=group)
+    if is_copied:
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            gradient.copy_(piece.view(gradient.shape))

@@ -15,7 +15,7 @@ Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a p
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -27,9 +27,14 @@ from recoup._core.graph_ends import Ends, ends_of, hidden_leaves
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries, is_alone, is_sharded, owned, shared
+from recoup.gradients.accumulation import Entries, is_sharded, owned, shared
 from recoup.gradients.reducers import check_is_not_reduced, is_distributed, reduced_in_time
-from recoup.gradients.replaced_grad import GradInUseError, ReplacedGrad
+from recoup.gradients.replaced_grad import (
+    GradInUseError,
+    ReplacedGrad,
+    accumulating,
+    take_received,
+)
 from recoup.gradients.targets import described
 
 __all__ = ["Backward", "Mode", "check_mode", "collect", "collecting", "mechanism_for"]
@@ -215,7 +220,7 @@ def _by_accumulating(backward: Backward, entries: Entries) -> tuple[list[Tensor 
                 entries.add(target, gradient)
 
     with (
-        _accumulating(targets, entries, backward.inputs, elsewhere=elsewhere) as replaced,
+        accumulating(targets, entries, backward.inputs, elsewhere=elsewhere) as replaced,
         Undoing() as undo,
     ):
         for target in elsewhere:
@@ -224,7 +229,7 @@ def _by_accumulating(backward: Backward, entries: Entries) -> tuple[list[Tensor 
         wanted = [*targets, *backward.inputs]
         are_all = set(map(id, wanted)).issuperset(map(id, backward.ends.leaves))
         backward.run(None if are_all else wanted)  # torch looks at each of its `inputs`
-        num_received = _take(replaced, len(targets), entries, is_converted=True)
+        num_received = take_received(replaced, len(targets), entries, is_converted=True)
         return _taken_inputs(replaced, backward), num_received + len(moved)
 
 
@@ -242,11 +247,11 @@ def _by_plain_backward(backward: Backward, entries: Entries) -> tuple[list[Tenso
         leaves = [each for each in leaves if not isinstance(each, nn.Parameter)]
     others = [*backward.inputs, *leaves]  # See Rule 3
     with (
-        _accumulating(backward.targets, entries, others, is_plain=True) as replaced,
+        accumulating(backward.targets, entries, others, is_plain=True) as replaced,
         hidden_leaves(checkpoints, replaced.clear_others),
     ):
         backward.run(None)
-        num_received = _take(replaced, len(backward.targets), entries)
+        num_received = take_received(replaced, len(backward.targets), entries)
         return _taken_inputs(replaced, backward), num_received
 
 
@@ -268,11 +273,11 @@ def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[in
     num_received: list[int] = []
     with (
         reduced_in_time(targets, entries),
-        _accumulating(targets, entries, is_plain=is_plain) as replaced,
+        accumulating(targets, entries, is_plain=is_plain) as replaced,
     ):
         yield num_received
         _check_was_left_alone(replaced, entries, is_plain=is_plain)
-        num_received.append(_take(replaced, len(targets), entries, is_seen=True))
+        num_received.append(take_received(replaced, len(targets), entries, is_seen=True))
 
 
 def _check_was_left_alone(replaced: ReplacedGrad, entries: Entries, *, is_plain: bool) -> None:
@@ -294,88 +299,6 @@ def _check_was_left_alone(replaced: ReplacedGrad, entries: Entries, *, is_plain:
                 f"Within `collecting`, the gradient of {described(target)} was taken out of the "
                 "store that collects (by `step`, for instance). Do that afterwards."
             )
-
-
-# -- what autograd accumulates in `.grad` ----------------------------------------------------------
-
-
-@restoring
-def _accumulating(
-    targets: Sequence[Tensor],
-    entries: Entries,
-    others: Iterable[Tensor] = (),
-    *,
-    is_plain: bool = False,
-    elsewhere: Sequence[Tensor] = (),
-) -> Generator[ReplacedGrad]:
-    """Put the gradients of `entries` into `.grad` of the targets, and None into that of others.
-
-    For those that are summed elsewhere, it is None, too.
-    """
-    excluded = set(map(id, elsewhere))
-    gradients: list[Tensor | None] = [None] * len(targets)
-    dtypes: list[torch.dtype | None] = [None] * len(targets)
-    for index, target in enumerate(targets):
-        if id(target) in excluded:
-            continue
-        # The buffers of a reducer have the type of the parameter.
-        dtype = target.grad_dtype if is_plain else entries.dtype_of(target)
-        dtypes[index] = None if is_plain else dtype
-        if entries.gradients:
-            gradients[index] = entries.accumulator(target, dtype)
-    known = set(map(id, targets))
-    others = list({id(each): each for each in others if id(each) not in known}.values())
-    # A reducer may write to the tensor in `.grad` now, if that is a view of its buffer.
-    values = [
-        (each.grad, each.grad.clone())
-        for each in ([*targets, *others] if is_plain else ())
-        if each.grad is not None and not is_alone(each.grad)
-    ]
-    replaced = ReplacedGrad(
-        [*targets, *others],
-        gradients + [None] * len(others),
-        dtypes + [None] * len(others),
-    )
-    with Undoing() as undo, replaced:
-        for gradient, before in values:
-            undo.later(gradient.copy_, before)
-        try:
-            yield replaced
-        except BaseException:
-            entries.num_changes += sum(map(replaced.is_changed, range(len(targets))))
-            raise
-
-
-def _take(
-    replaced: ReplacedGrad,
-    num_targets: int,
-    entries: Entries,
-    *,
-    is_seen: bool = False,
-    is_converted: bool = False,
-) -> int:
-    """Add the received gradients to `entries`, and return how many there are.
-
-    Args:
-        replaced: `.grad` of the targets, and of other tensors after those.
-        num_targets: the number of targets.
-        entries: the gradients of the store.
-        is_seen: whether other code may hold references to the received gradients.
-        is_converted: as in `Entries.add`.
-    """
-    num_received = 0
-    for index in range(num_targets):
-        gradient = replaced.take(index)
-        if gradient is None:
-            continue
-        num_received += 1
-        accumulator = replaced.gradients[index]
-        if accumulator is None:
-            gradient = shared(gradient) if is_seen else gradient
-            entries.add(replaced.targets[index], gradient, is_converted=is_converted)
-        elif gradient is not accumulator:
-            entries.put(replaced.targets[index], gradient)
-    return num_received
 
 
 def _taken_inputs(replaced: ReplacedGrad, backward: Backward) -> list[Tensor | None]:

@@ -12,11 +12,12 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from recoup._core.restoring import Restoring, restoring
+from recoup._core.restoring import Restoring, Undoing, restoring
 from recoup.errors import GradientError
+from recoup.gradients.accumulation import Entries, is_alone, shared
 from recoup.gradients.targets import described
 
-__all__ = ["GradInUseError", "ReplacedGrad", "installed"]
+__all__ = ["GradInUseError", "ReplacedGrad", "accumulating", "installed", "take_received"]
 
 
 class GradInUseError(GradientError):
@@ -129,6 +130,98 @@ class ReplacedGrad(Restoring):
         return gradient
 
 
+def _version_of(gradient: Tensor) -> int:
+    """Return how often `gradient` was changed in place; FSDP2 adds to its own part of it."""
+    if type(gradient) is not Tensor:
+        gradient = getattr(gradient, "_local_tensor", gradient)
+    return gradient._version
+
+
+# -- for a backward --------------------------------------------------------------------------------
+
+
+@restoring
+def accumulating(
+    targets: Sequence[Tensor],
+    entries: Entries,
+    others: Iterable[Tensor] = (),
+    *,
+    is_plain: bool = False,
+    elsewhere: Sequence[Tensor] = (),
+) -> Generator[ReplacedGrad]:
+    """Put the gradients of `entries` into `.grad` of the targets, and None into that of others.
+
+    For those that are summed elsewhere, it is None, too.
+    """
+    excluded = set(map(id, elsewhere))
+    gradients: list[Tensor | None] = [None] * len(targets)
+    dtypes: list[torch.dtype | None] = [None] * len(targets)
+    for index, target in enumerate(targets):
+        if id(target) in excluded:
+            continue
+        # The buffers of a reducer have the type of the parameter.
+        dtype = target.grad_dtype if is_plain else entries.dtype_of(target)
+        dtypes[index] = None if is_plain else dtype
+        if entries.gradients:
+            gradients[index] = entries.accumulator(target, dtype)
+    known = set(map(id, targets))
+    others = list({id(each): each for each in others if id(each) not in known}.values())
+    # A reducer may write to the tensor in `.grad` now, if that is a view of its buffer.
+    values = [
+        (each.grad, each.grad.clone())
+        for each in ([*targets, *others] if is_plain else ())
+        if each.grad is not None and not is_alone(each.grad)
+    ]
+    replaced = ReplacedGrad(
+        [*targets, *others],
+        gradients + [None] * len(others),
+        dtypes + [None] * len(others),
+    )
+    with Undoing() as undo, replaced:
+        for gradient, before in values:
+            undo.later(gradient.copy_, before)
+        try:
+            yield replaced
+        except BaseException:
+            entries.num_changes += sum(map(replaced.is_changed, range(len(targets))))
+            raise
+
+
+def take_received(
+    replaced: ReplacedGrad,
+    num_targets: int,
+    entries: Entries,
+    *,
+    is_seen: bool = False,
+    is_converted: bool = False,
+) -> int:
+    """Add the received gradients to `entries`, and return how many there are.
+
+    Args:
+        replaced: `.grad` of the targets, and of other tensors after those.
+        num_targets: the number of targets.
+        entries: the gradients of the store.
+        is_seen: whether other code may hold references to the received gradients.
+        is_converted: as in `Entries.add`.
+    """
+    num_received = 0
+    for index in range(num_targets):
+        gradient = replaced.take(index)
+        if gradient is None:
+            continue
+        num_received += 1
+        accumulator = replaced.gradients[index]
+        if accumulator is None:
+            gradient = shared(gradient) if is_seen else gradient
+            entries.add(replaced.targets[index], gradient, is_converted=is_converted)
+        elif gradient is not accumulator:
+            entries.put(replaced.targets[index], gradient)
+    return num_received
+
+
+# -- for a step ------------------------------------------------------------------------------------
+
+
 @restoring
 def installed(
     gradients: Mapping[Tensor, Tensor],
@@ -190,10 +283,3 @@ def _fitting(gradient: Tensor, target: Tensor) -> Tensor:
     if gradient.is_sparse or gradient.stride() == target.stride():
         return gradient
     return torch.empty_like(target, dtype=dtype).copy_(gradient)
-
-
-def _version_of(gradient: Tensor) -> int:
-    """Return how often `gradient` was changed in place; FSDP2 adds to its own part of it."""
-    if type(gradient) is not Tensor:
-        gradient = getattr(gradient, "_local_tensor", gradient)
-    return gradient._version
