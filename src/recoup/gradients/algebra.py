@@ -256,7 +256,7 @@ class Algebra(Container):
         return self.coalesce_()._map(clipped)
 
 
-# -- arguments ---
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def check_is_store(argument: str, given: object) -> None:

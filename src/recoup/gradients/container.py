@@ -55,7 +55,7 @@ class Container(Mapping[Tensor, Tensor]):
     def _check_is_whole(self) -> None:
         if self._damage is not None:
             raise GradientError(
-                "The store holds a part of a gradient, since a call failed half way "
+                "The store has a part of a gradient, because a call failed half way "
                 f"({self._damage}). Call `clear()`, and collect anew."
             )
 
@@ -66,10 +66,10 @@ class Container(Mapping[Tensor, Tensor]):
                 "made from, and not copies? If it is right, say allow_empty=True."
             )
 
-    def _check_scale(self, scale: float | str | None, who: str) -> None:
+    def _check_scale(self, scale: float | str | None, source: str) -> None:
         if self._entries.gradients and scale != self._scale:
             raise GradientError(
-                f"{who} brings gradients that are {scaled_by(scale)}, and the store holds such "
+                f"{source} brings gradients that are {scaled_by(scale)}, and the store holds such "
                 f"that are {scaled_by(self._scale)}. Collect all with one scale, and call "
                 "`unscale_` once, at the end."
             )

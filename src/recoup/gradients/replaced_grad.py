@@ -122,9 +122,7 @@ class ReplacedGrad(Restoring):
         """Set `.grad` of a target to None, and return the gradient that it received, if any."""
         target = self.targets[index]
         gradient = target.grad
-        if gradient is None or (
-            gradient is self.gradients[index] and _version_of(gradient) == self._versions[index]
-        ):
+        if gradient is None or (gradient is self.gradients[index] and not self.is_changed(index)):
             return None
         target.grad = None
         return gradient

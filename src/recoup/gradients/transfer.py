@@ -98,12 +98,12 @@ class Transfer(Container):
                 "returned; gradients by name alone are added with `add_`."
             )
         found = _by_target(state_dict["gradients"], module, strict=strict)
-        entries = Entries(self._entries.dtype, self._entries.device)
+        loaded = Entries(self._entries.dtype, self._entries.device)
         for each, gradient in found.items():
-            entries.add(each, gradient, is_ours=False)
+            loaded.add(each, gradient, is_ours=False)
         self.clear()
         self._entries.num_changes += 1
-        self._entries.gradients.update(entries.gradients)
+        self._entries.gradients.update(loaded.gradients)
         self.weight, self._scale = state_dict["weight"], state_dict["scale"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
