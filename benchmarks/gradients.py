@@ -94,7 +94,6 @@ MECHANISMS = {
     "popped by hooks": popped_by_hooks,
     "recoup": store("auto"),
     'recoup, mode="grad"': store("grad"),
-    'recoup, mode="stream"': store("stream"),
 }
 
 

@@ -31,9 +31,7 @@ def size_of(model):
 
 # The sum, one gradient on its way, and the activations of two samples.
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("mode", "most"), [("accumulate", 1.3), ("harvest", 1.3), ("stream", 1.3), ("grad", 2.3)]
-)
+@pytest.mark.parametrize(("mode", "most"), [("auto", 1.3), ("harvest", 1.3), ("grad", 2.3)])
 def test_a_sum_takes_one_buffer(measured, model, mode, most):
     def run():
         store = recoup.GradStore(model.parameters())

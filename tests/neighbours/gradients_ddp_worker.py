@@ -183,6 +183,19 @@ def beside_a_proxy(rank: int) -> float | str:
     return apart
 
 
+def wrapped_later(rank: int) -> None:
+    """Parameters of two models, one of which was wrapped after the other had been found."""
+    first, second = model_for("plain"), model_for("plain")
+    store = recoup.GradStore([*first.parameters(), *second.parameters()])
+    wrapped = DistributedDataParallel(first)
+    x = batch(0, rank)
+    with wrapped.no_sync():
+        store.backward(wrapped(x).square().mean(), mode="grad", params=first.parameters())
+        later = DistributedDataParallel(second)
+        loss = wrapped(x).square().mean() + later(x).square().mean()
+        store.backward(loss, mode="grad")
+
+
 class Words(nn.Module):
     """An embedding whose gradient is sparse, and a layer."""
 
@@ -229,7 +242,7 @@ def cases(rank: int) -> dict[str, Any]:
             found[f"subset {kind} {way}"] = said(subset, rank, kind, way)
     for kind in ("unused", "views unused"):
         found[f"unlike {kind}"] = said(unlike, rank, kind)
-    for way in ("auto", "accumulate", "grad", "stream", "collecting"):
+    for way in ("auto", "grad", "collecting"):
         for end in ("all_reduce_", "backward"):
             found[f"unreduced {way} {end}"] = said(unreduced, rank, way, end)
     for end in ("all_reduce_", "backward"):
@@ -239,8 +252,8 @@ def cases(rank: int) -> dict[str, Any]:
     found["proxy"] = said(beside_a_proxy, rank)
     found["trained"] = said(trained, rank)
     # Last, since what goes wrong here may leave a reducer waiting.
-    for way in ("grad", "stream", "accumulate"):
-        found[f"refused {way}"] = said(subset, rank, "plain", way)
+    found["refused grad"] = said(subset, rank, "plain", "grad")
+    found["refused later"] = said(wrapped_later, rank)
     return found
 
 

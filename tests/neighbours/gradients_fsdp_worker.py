@@ -229,8 +229,7 @@ def cases_of(how: str, rank: int, mesh: Any) -> dict[str, Any]:
         for way in ("auto", "collecting"):
             case(f"unreduced {way}", unreduced, way, kind=kind)
     case("several in float64", several, "auto", torch.float64)
-    for way in ("accumulate", "grad", "stream"):
-        case(f"refused {way}", several, way)
+    case("refused grad", several, "grad")
     for name in OPTIMIZERS:
         case(f"trained {name}", trained, name)
     for name, run in SINGLE.items():

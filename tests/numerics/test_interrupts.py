@@ -185,12 +185,14 @@ def planning():
     return Task(model, x, step)
 
 
-def stores(mode):
+def stores(mode, *, elsewhere=False):
     def make():
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
 
         def step(task):
             store = recoup.GradStore(model.parameters())
+            if elsewhere:  # as if it summed on another device
+                store._entries.elsewhere = list
             for part in task.x.split(2):
                 store.backward(model(part).square().mean(), mode=mode)
             with store.collecting():
@@ -237,7 +239,7 @@ MODES = {
     "planning": planning,
     "store, auto": stores("auto"),
     "store, grad": stores("grad"),
-    "store, stream": stores("stream"),
+    "store, summed elsewhere": stores("auto", elsewhere=True),
     "segments": segments,
 }
 

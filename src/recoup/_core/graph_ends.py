@@ -25,11 +25,6 @@ class Ends(NamedTuple):
     leaves: list[Tensor]
     checkpoints: list[Any]
 
-    @property
-    def hides_leaves(self) -> bool:
-        """Whether there are leaves that cannot be seen."""
-        return bool(self.checkpoints)
-
 
 def ends_of(outputs: Iterable[Tensor]) -> Ends:
     """Return the ends of the graph of `outputs`; a node takes about a microsecond."""
@@ -47,6 +42,7 @@ def ends_of(outputs: Iterable[Tensor]) -> Ends:
         kind: str = type(node).__name__
         if kind == "AccumulateGrad":
             leaves.append(node.variable)
+            continue
         if "CheckpointFunction" in kind:
             checkpoints.append(node)
         for following, _ in node.next_functions:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from recoup.errors import GradientError
 from recoup.gradients import arithmetic
+from recoup.gradients.accumulation import check_fits, scaled
 from recoup.gradients.container import Container
-from recoup.gradients.merging import check_fits, scaled
-from recoup.gradients.targets import said
+from recoup.gradients.targets import described
 
 __all__ = ["Algebra", "check_is_store", "check_scales", "check_weight"]
 
@@ -76,7 +76,7 @@ class Algebra(Container):
     def _extend_by(self, other: Container, factor: float, counted: float, *, consume: bool) -> None:
         gradients = other._entries.gradients
         for each, gradient in gradients.items():
-            check_fits(gradient, each, said(each))
+            check_fits(gradient, each)
         if gradients:
             self._scale = other._scale
         num_before = len(gradients)
@@ -241,8 +241,8 @@ class Algebra(Container):
         for each, gradient in self.items():
             if gradient.is_complex():
                 raise GradientError(
-                    f"The gradient of {said(each)} is complex, and complex numbers have no order. "
-                    "Clip by norm (`clip_norm_`), or take it out (`filter`, `split`)."
+                    f"The gradient of {described(each)} is complex, and complex numbers have no "
+                    "order. Clip by norm (`clip_norm_`), or take it out (`filter`, `split`)."
                 )
 
         def clipped(gradient: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class Algebra(Container):
         return self.coalesce_()._map(clipped)
 
 
-# -- arguments ---
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def check_is_store(argument: str, given: object) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from recoup.gradients.merging import is_sharded
+from recoup.gradients.accumulation import is_sharded
 
 __all__ = ["are_finite", "dot", "norm", "whole"]
 
@@ -54,7 +54,7 @@ def _largest(sharded: Iterable[Tensor]) -> list[Tensor]:
         DTensor.from_local(
             torch.stack(parts).max(),
             mesh,
-            [Partial("max") if place.is_shard() else Replicate() for place in placements],
+            [Partial("max") if each.is_shard() else Replicate() for each in placements],
         ).full_tensor()
         for (mesh, placements), parts in found.items()
     ]

@@ -11,9 +11,8 @@ from torch import Tensor
 from recoup._core.restoring import restoring
 from recoup._core.storage_tracking import bytes_of
 from recoup.errors import GradientError
-from recoup.gradients.entries import Entries
-from recoup.gradients.merging import as_dense, coalesced
-from recoup.gradients.targets import named_in, parameters_of, said
+from recoup.gradients.accumulation import Entries, as_dense, coalesced
+from recoup.gradients.targets import described, parameters_of, tensors_in
 
 __all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
 
@@ -32,9 +31,7 @@ class Container(Mapping[Tensor, Tensor]):
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"`dtype` is {dtype}, but must be a floating-point type.")
-        self.params: tuple[Tensor, ...] = tuple(
-            named_in("params", () if params is None else params)
-        )
+        self.params: tuple[Tensor, ...] = tensors_in("params", () if params is None else params)
         self.weight = 0.0
         self._entries = Entries(dtype, None if device is None else device_of(device))
         self._scale: float | str | None = None
@@ -58,7 +55,7 @@ class Container(Mapping[Tensor, Tensor]):
     def _check_is_whole(self) -> None:
         if self._damage is not None:
             raise GradientError(
-                "The store holds a part of a gradient, since a call failed half way "
+                "The store has a part of a gradient, because a call failed half way "
                 f"({self._damage}). Call `clear()`, and collect anew."
             )
 
@@ -69,10 +66,10 @@ class Container(Mapping[Tensor, Tensor]):
                 "made from, and not copies? If it is right, say allow_empty=True."
             )
 
-    def _check_scale(self, scale: float | str | None, who: str) -> None:
+    def _check_scale(self, scale: float | str | None, source: str) -> None:
         if self._entries.gradients and scale != self._scale:
             raise GradientError(
-                f"{who} brings gradients that are {scaled_by(scale)}, and the store holds such "
+                f"{source} brings gradients that are {scaled_by(scale)}, and the store holds such "
                 f"that are {scaled_by(self._scale)}. Collect all with one scale, and call "
                 "`unscale_` once, at the end."
             )
@@ -123,8 +120,8 @@ class Container(Mapping[Tensor, Tensor]):
             ValueError: `grad` cannot be a gradient of `param`.
         """
         self._check_is_whole()
-        named_in("param", [param])
-        named_in("grad", [grad])
+        tensors_in("param", [param])
+        tensors_in("grad", [grad])
         with self._guarded():
             grad = grad.detach() if grad.requires_grad else grad
             self._entries.add(param, grad, alpha, is_ours=own)
@@ -164,9 +161,8 @@ class Container(Mapping[Tensor, Tensor]):
 
     def filter(self, params: Iterable[Tensor]) -> Self:
         """Return a copy with only the gradients of `params`."""
-        wanted = named_in("params", params)
-        pairs = ((each, value.clone()) for each, value in self.items() if each in wanted)
-        return self._derived(pairs)
+        wanted = set(map(id, tensors_in("params", params)))
+        return self._derived((t, g.clone()) for t, g in self.items() if id(t) in wanted)
 
     def split(self, *groups: Any) -> tuple[Self, ...]:
         """Move the gradients into one store for each group, and empty this one.
@@ -178,16 +174,16 @@ class Container(Mapping[Tensor, Tensor]):
             GradientError: a gradient belongs to no group, or to two.
         """
         self._check_is_whole()
-        members = [set(parameters_of(group)) for group in groups]
+        members = [set(map(id, parameters_of(group))) for group in groups]
         for each in self:
-            num_members = sum(each in group for group in members)
+            num_members = sum(id(each) in group for group in members)
             if num_members != 1:
                 raise GradientError(
-                    f"{said(each).capitalize()} belongs to {num_members} of the {len(groups)} "
+                    f"{described(each).capitalize()} belongs to {num_members} of the {len(groups)} "
                     "groups, and must belong to one. Name it in one of them, or `discard` it."
                 )
         stores = tuple(
-            self._derived((each, value) for each, value in self.items() if each in group)
+            self._derived((each, value) for each, value in self.items() if id(each) in group)
             for group in members
         )
         self.clear()
@@ -246,4 +242,4 @@ def scaled_by(scale: float | str | None) -> str:
 
 
 def _shown(target: object) -> str:
-    return said(target) if isinstance(target, Tensor) else f"a {type(target).__name__}"
+    return described(target) if isinstance(target, Tensor) else f"a {type(target).__name__}"

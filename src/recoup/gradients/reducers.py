@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recoup._core.restoring import restoring
 from recoup.errors import GradientError
-from recoup.gradients.entries import Entries
+from recoup.gradients.accumulation import Entries
 
 __all__ = ["check_is_not_reduced", "is_distributed", "reduced_in_time"]
 
@@ -27,11 +27,11 @@ def is_distributed() -> bool:
     )
 
 
-def check_is_not_reduced(mode: str, everything: Iterable[Tensor]) -> None:
-    """Raise if a DistributedDataParallel would not reduce the gradients of this mode."""
-    if any(each.require_backward_grad_sync for each in _reducers_of(everything)):
+def check_is_not_reduced(targets: Iterable[Tensor]) -> None:
+    """Raise if a DistributedDataParallel would not reduce what `torch.autograd.grad` returns."""
+    if any(each.require_backward_grad_sync for each in _reducers_of(targets)):
         raise GradientError(
-            f'Mode "{mode}" gives the gradients of this process alone, but the parameters belong '
+            'Mode "grad" gives the gradients of this process alone, but the parameters belong '
             'to a DistributedDataParallel. Use mode="harvest"; or run forward and backward in its '
             "`no_sync()`, and call `all_reduce_` on the store."
         )
@@ -41,21 +41,34 @@ _known_reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the DistributedDataParallel objects that reduce gradients of these tensors."""
+    """Return the DistributedDataParallel objects that reduce gradients of these tensors.
+
+    Parameters do not refer to them, but each refers to its class, so the garbage collector finds
+    them all. It looks through all objects for that, unless those found before have all the tensors.
+    """
     if not is_distributed():
         return []
-    from torch.nn.parallel import DistributedDataParallel
+    missing = {id(each) for each in tensors if each.is_leaf}
+    found = _among_known(missing)
+    if missing:
+        from torch.nn.parallel import DistributedDataParallel
 
-    wanted = set(tensors)
-    found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
-    if not found:
-        # Its parameters do not refer to it, so all objects are searched, only if distributed.
-        # `isinstance` would ask the objects, and a proxy of a dead object raises.
-        every = (
-            each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
-        )
-        _known_reducers.update(every)
-        found = [each for each in _known_reducers if not wanted.isdisjoint(each.parameters())]
+        kinds = [DistributedDataParallel]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        _known_reducers.update(each for each in gc.get_referrers(*kinds) if type(each) in kinds)
+        found += _among_known(missing)
+    return found
+
+
+def _among_known(missing: set[int]) -> list[Any]:
+    """Return the known ones that have some of the tensors with these ids, which are removed."""
+    found: list[Any] = []
+    for each in list(_known_reducers):
+        num_missing = len(missing)
+        missing.difference_update(map(id, each.parameters()))
+        if len(missing) < num_missing:
+            found.append(each)
     return found
 
 
@@ -65,6 +78,9 @@ def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[No
 
     Gradients collected within `no_sync` reach a reducer through `.grad`, if they fit there.
     """
+    if not is_distributed():
+        yield
+        return
     if not any(target in entries.gradients for target in targets):
         entries.are_local = False
     may_be_lost = entries.are_local and not _fit(targets, entries)
@@ -84,7 +100,8 @@ def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[No
 def _fit(targets: Iterable[Tensor], entries: Entries) -> bool:
     """Whether a reducer would take the store's gradients of `targets` from `.grad`."""
     return all(
-        target not in entries.gradients or entries.lendable(target, target.grad_dtype) is not None
+        target not in entries.gradients
+        or entries.accumulator(target, target.grad_dtype) is not None
         for target in targets
         if target.is_leaf
     )

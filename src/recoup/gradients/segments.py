@@ -15,7 +15,7 @@ from recoup._core.saved_tensors import grad_mode
 from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Mode, check_mode
 from recoup.gradients.store import GradStore
-from recoup.gradients.targets import named_in
+from recoup.gradients.targets import tensors_in
 from recoup.schedules.memory import Memory
 
 __all__ = ["segments_backward"]
@@ -116,7 +116,7 @@ def segments_backward(
 
     Source: https://github.com/huggingface/candle/pull/1483.
     """
-    links = _named(segments)
+    named = _named(segments)
     if not isinstance(cast("object", store), GradStore):
         raise ValueError(
             f"`store` is a {type(store).__name__}, but must be a GradStore: make one with "
@@ -130,9 +130,9 @@ def segments_backward(
     # Arguments are checked before anything runs: segments may draw, and count batches.
     check_weight(weight)
     check_mode(mode)
-    params = None if params is None else tuple(named_in("params", params))
+    params = None if params is None else tensors_in("params", params)
     with grad_mode(True):
-        returned = loss_fn(_run(links, input, memory, otherwise))
+        returned = loss_fn(_run(named, input, memory, otherwise))
         loss, aux = _loss_in(returned, has_aux=has_aux)
         with store._unchanged_by_errors() as collected:
             collected.backward(loss, params=params, weight=weight, scaler=scaler, mode=mode)
@@ -147,12 +147,12 @@ def _loss_in(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
         if not (type(returned) in (tuple, list) and len(returned) == 2):
             raise ValueError(
                 f"`has_aux` is True, but `loss_fn` returned {_shown(returned)}. Return the loss "
-                "and one value beside it: (loss, aux)."
+                "and one other value: (loss, aux)."
             )
         loss, aux = returned
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         way_out = (
-            "Say has_aux=True if there is more beside the loss."
+            "Pass has_aux=True if it returns more than the loss."
             if type(loss) in (tuple, list)
             else "Sum it, or take its mean."
         )
@@ -177,23 +177,23 @@ def _named(segments: object) -> dict[str, Any]:
             f"`segments` is a {type(segments).__name__}, but must be a sequence: give [segment]."
         )
     named: dict[str, Any] = {}
-    for place, segment in enumerate(cast("Iterable[object]", segments)):
+    for index, segment in enumerate(cast("Iterable[object]", segments)):
         if not callable(segment):
             raise ValueError(
-                f"`segments` has a {type(segment).__name__} at place {place}, but must be modules "
+                f"`segments` has a {type(segment).__name__} at place {index}, but must be modules "
                 "or functions."
             )
         called = getattr(segment, "__qualname__", None) or type(segment).__name__
-        named[f"segment {place} ({called})"] = segment
+        named[f"segment {index} ({called})"] = segment
     if not named:
         raise ValueError("`segments` is empty, but there must be at least one.")
     return named
 
 
-def _run(links: dict[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
-    ways = ways_of(links, otherwise) if memory == "constant" else None
+def _run(segments: dict[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
+    ways = ways_of(segments, otherwise) if memory == "constant" else None
     if memory != "linear":
-        return run_through(executor_for(memory, links, ways, DriftGuard()), links, value)
-    for link in links.values():
-        value = value_of(link, link(value), value)
+        return run_through(executor_for(memory, segments, ways, DriftGuard()), segments, value)
+    for segment in segments.values():
+        value = value_of(segment, segment(value), value)
     return value

@@ -1,26 +1,25 @@
-"""One optimizer step with the gradients of one store or several."""
+"""Handing the gradients of stores to an optimizer, by its own `step`."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import Tensor
 
 from recoup._core.restoring import restoring
 from recoup.errors import GradientError
+from recoup.gradients.accumulation import scaled
 from recoup.gradients.algebra import Algebra, check_is_store, check_scales
-from recoup.gradients.applying import (
-    Missing,
-    Unknown,
-    check_can_step,
-    installed,
-)
 from recoup.gradients.container import UNSCALED, scaled_by
-from recoup.gradients.merging import scaled
-from recoup.gradients.targets import parameters_of, said
+from recoup.gradients.replaced_grad import installed
+from recoup.gradients.targets import described, names_of, parameters_of
 
 __all__ = ["Stepping", "step"]
+
+Missing = Literal["skip", "zero", "error"]
+Unknown = Literal["error", "ignore"]
 
 
 class Stepping(Algebra):
@@ -42,7 +41,8 @@ class Stepping(Algebra):
         self._check_is_whole()
         self._check_is_scaled_by(scaler)
         optimizers = tuple(dict.fromkeys(optimizers))
-        members = self._members(optimizers)
+        members = [_parameters_to_step(each) for each in optimizers]
+        self._check_each_has_one(members)
         for optimizer in optimizers:
             if _is_unscaled(scaler, optimizer):
                 raise GradientError(
@@ -51,8 +51,8 @@ class Stepping(Algebra):
                 )
         with self._guarded():
             self._entries.num_changes += 1
-            for optimizer, mine in members:
-                with installed(self._entries.gradients, mine, as_they_are=True):
+            for optimizer, parameters in zip(optimizers, members, strict=True):
+                with installed(self._entries.gradients, parameters, as_they_are=True):
                     scaler.unscale_(optimizer)
             for each, gradient in self.items():
                 if gradient.requires_grad:  # a copy without the graph was divided
@@ -60,14 +60,11 @@ class Stepping(Algebra):
         self._scale = UNSCALED
         return ~self.isfinite()
 
-    def _members(self, optimizers: tuple[Any, ...]) -> list[tuple[Any, dict[Tensor, str]]]:
-        """Return each optimizer with its parameters; raise unless each gradient belongs to one."""
-        members: list[tuple[Any, dict[Tensor, str]]] = []
-        for optimizer in optimizers:
-            check_can_step(optimizer, (), "skip", "ignore")
-            members.append((optimizer, parameters_of(optimizer)))
+    def _check_each_has_one(self, members: Sequence[Sequence[Tensor]]) -> None:
+        """Raise unless each gradient belongs to one of several optimizers, on its device."""
+        ids = [set(map(id, parameters)) for parameters in members]
         for each, gradient in self.items():
-            num_members = sum(each in mine for _, mine in members)
+            num_members = sum(id(each) in mine for mine in ids)
             if num_members == 0:
                 raise GradientError(
                     "`unscale_` was not given the optimizers of all gradients in the store. Give "
@@ -75,15 +72,14 @@ class Stepping(Algebra):
                 )
             if num_members > 1:
                 raise GradientError(
-                    f"{said(each).capitalize()} belongs to {num_members} of the optimizers, and "
-                    "each would divide its gradient. Give `unscale_` one of them."
+                    f"{described(each).capitalize()} belongs to {num_members} of the optimizers, "
+                    "and each would divide its gradient. Give `unscale_` one of them."
                 )
             if gradient.device != each.device:
                 raise GradientError(
-                    f"The gradient of {said(each)} is on {gradient.device}, and a scaler needs it "
-                    f"on {each.device}. Move the store there first (`to`)."
+                    f"The gradient of {described(each)} is on {gradient.device}, and a scaler "
+                    f"needs it on {each.device}. Move the store there first (`to`)."
                 )
-        return members
 
     def _check_is_scaled_by(self, scaler: Any) -> None:
         if self._scale == UNSCALED:
@@ -130,31 +126,44 @@ class Stepping(Algebra):
             >>> w.grad, len(store)
             (None, 0)
         """
-        with self._installed(params, consume, "skip"):
+        parameters = parameters_of(params)
+        _check_are_leaves(params, parameters)
+        with self._as_grad(parameters, consume=consume):
             yield
 
     @restoring
-    def _installed(
-        self, params: Any, consume: bool, missing: Missing, *, is_divided: bool = False
+    def _as_grad(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        consume: bool,
+        with_zeros: bool = False,
+        is_divided: bool = False,
     ) -> Generator[None]:
+        """Do what `as_grad` does.
+
+        Args:
+            parameters: the tensors whose `.grad` is set.
+            consume: as in `as_grad`.
+            with_zeros: whether `.grad` is zero, and not None, where there is no gradient.
+            is_divided: whether a scaler divides the gradients, which does not change versions.
+        """
         self._check_is_whole()
-        parameters = parameters_of(params)
         gradients = self._entries.gradients
+        ids = set(map(id, parameters))
         if not consume:
-            gradients = {
-                each: gradients[each].detach().clone() for each in gradients if each in parameters
-            }
+            gradients = {t: g.detach().clone() for t, g in gradients.items() if id(t) in ids}
         changed: list[Tensor] = []
         is_over = False
         try:
-            with installed(gradients, parameters, missing=missing) as changed:
+            with installed(gradients, parameters, with_zeros=with_zeros) as changed:
                 yield
                 is_over = True
-            if consume:
-                for each in parameters:
-                    gradients.pop(each, None)
-                if not gradients:
-                    self.clear()
+            if consume and all(id(each) in ids for each in gradients):
+                self.clear()
+            elif consume:
+                for each in [each for each in gradients if id(each) in ids]:
+                    del gradients[each]
         except BaseException as error:
             if consume and (changed or is_divided or is_over):
                 self._damage = f"{type(error).__name__}: {error}"
@@ -243,18 +252,89 @@ def step(
     for store in stores:
         check_is_store("stores", store)
         store._check_is_whole()
-    targets = dict.fromkeys(each for store in stores for each in store)
-    check_can_step(optimizer, targets, missing, unknown)
-    if missing == "skip" and targets.keys().isdisjoint(parameters_of(optimizer)):
+    parameters = _parameters_to_step(optimizer)
+    targets = {id(each): each for store in stores for each in store._entries.gradients}
+    _check_match(optimizer, parameters, targets, missing, unknown)
+    if missing == "skip" and targets.keys().isdisjoint(map(id, parameters)):
         return None
     check_scales(*stores)
     next(filter(len, stores), stores[0])._check_goes_to(optimizer, scaler)
     total = stores[0] if consume else stores[0].clone()
     total.extend_(*stores[1:], consume=consume)
-    # The in-place division by a scaler does not change versions.
     is_divided = scaler is not None and total._scale != UNSCALED
-    with total._installed(optimizer, True, missing, is_divided=is_divided):
+    with_zeros = missing == "zero"
+    with total._as_grad(parameters, consume=True, with_zeros=with_zeros, is_divided=is_divided):
         return optimizer.step() if scaler is None else scaler.step(optimizer)
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def _parameters_to_step(optimizer: Any) -> tuple[Tensor, ...]:
+    """Return the parameters of `optimizer`, or raise if its step needs more than gradients."""
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"`optimizer` is a {type(optimizer).__name__}, but must have `param_groups` and `step`."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"`optimizer` is a {type(optimizer).__name__}, which evaluates the loss as often as it "
+            "likes within a step (`closure`), so one gradient does not suffice. Call its `step` "
+            "with a closure, or use another optimizer."
+        )
+    parameters = parameters_of(optimizer)
+    _check_are_leaves(optimizer, parameters)
+    return parameters
+
+
+def _check_match(
+    optimizer: Any,
+    parameters: Sequence[Tensor],
+    targets: Mapping[int, Tensor],
+    missing: Missing,
+    unknown: Unknown,
+) -> None:
+    """Raise unless gradients of `targets`, given by id, are what the arguments ask for."""
+    for argument, value, choices in (
+        ("missing", missing, ("skip", "zero", "error")),
+        ("unknown", unknown, ("error", "ignore")),
+    ):
+        if value not in choices:
+            raise ValueError(f"`{argument}` is {value!r}, but must be one of {', '.join(choices)}.")
+    ids = set(map(id, parameters))
+    strangers = [each for each in targets.values() if id(each) not in ids]
+    if strangers and unknown == "error":
+        raise GradientError(
+            f"`optimizer` does not have {names_of(optimizer, strangers)}, of which the store holds"
+            " the gradient. Give those to their own optimizer (`split`), "
+            'drop them (`discard`), or say unknown="ignore". After `load_state_dict(assign=True)` '
+            "or wrapping, the parameters are other objects: carry a store over by `state_dict` and "
+            "`load_state_dict`."
+        )
+    if missing == "error":
+        absent = [each for each in parameters if id(each) not in targets and each.requires_grad]
+        if absent:
+            raise GradientError(
+                f"The store has no gradient of {names_of(optimizer, absent)}. They took no part in "
+                'the loss: leave them out of the optimizer, or say missing="skip" or "zero".'
+            )
+    frozen = [each for each in parameters if not each.requires_grad and id(each) in targets]
+    if frozen:
+        raise GradientError(
+            f"{names_of(optimizer, frozen)} was frozen after its gradient had been collected, and a"
+            " step would move it. Drop the gradient (`discard`), or set `requires_grad` again."
+        )
+
+
+def _check_are_leaves(params: Any, parameters: Sequence[Tensor]) -> None:
+    within_graph = [each for each in parameters if not each.is_leaf]
+    if within_graph:
+        raise GradientError(
+            f"{names_of(params, within_graph)} is no leaf, and `.grad` of such a tensor cannot "
+            "be replaced. For an optimizer with `differentiable`, set `.grad` yourself, from "
+            "`store[param]`."
+        )
 
 
 def _is_unscaled(scaler: Any, optimizer: Any) -> bool | None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from recoup._core.restoring import restoring
 from recoup.errors import GradientError
+from recoup.gradients.accumulation import shared
 from recoup.gradients.algebra import check_weight
-from recoup.gradients.collecting import Backward, Mode, collect, collecting, mode_for
-from recoup.gradients.ownership import shared
+from recoup.gradients.collecting import Backward, Mode, collect, collecting, mechanism_for
 from recoup.gradients.stepping import Stepping
-from recoup.gradients.targets import named_in, said
+from recoup.gradients.targets import described, tensors_in
 from recoup.gradients.transfer import Transfer
 
 __all__ = ["GradStore"]
@@ -28,7 +28,7 @@ class GradStore(Stepping, Transfer):
     `.grad` of the targets, and of all other tensors, does not change.
 
     A target without a gradient is absent, which is not the same as zero: an optimizer leaves it
-    alone. Keys are the tensors themselves, told apart by identity.
+    alone. Keys are the tensors themselves, told separate by identity.
 
     Args:
         params: the tensors whose gradients are collected, as ``torch.optim`` takes them: tensors or
@@ -113,15 +113,16 @@ class GradStore(Stepping, Transfer):
     ) -> tuple[Tensor | None, ...]:
         """Add the gradients of `outputs` to the store, in place.
 
-        ==============  ===========================================  ==============================
-        `mode`          how                                          peak for shared parameters
-        ==============  ===========================================  ==============================
-        "accumulate"    autograd sums into the store                 the store and one parameter
-        "grad"          ``torch.autograd.grad``, summed by us        twice the store
-        "harvest"       a plain backward: DDP, FSDP2, reentrant      the store and one parameter
-        "stream"        each gradient leaves as it is made           the store and one parameter
-        "auto"          the first of these that is right here
-        ==============  ===========================================  ==============================
+        =========  ================================================  ==========================
+        `mode`     how                                               peak for shared parameters
+        =========  ================================================  ==========================
+        "auto"     autograd sums into the store; as below where      the store and one parameter
+                   that would not be right
+        "grad"     ``torch.autograd.grad``, summed by us; `.grad`    twice the store
+                   is not touched meanwhile
+        "harvest"  a plain backward, which DDP, FSDP2 and reentrant  the store and one parameter
+                   checkpoints need
+        =========  ================================================  ==========================
 
         Args:
             outputs: the tensors where backward begins, usually a loss.
@@ -148,19 +149,15 @@ class GradStore(Stepping, Transfer):
             ValueError: an argument is not valid.
         """
         self._check_is_whole()
-        targets = self.params if params is None else tuple(named_in("params", params))
-        targets = tuple(each for each in targets if each.requires_grad)
-        given = (inputs,) if isinstance(inputs, Tensor) else inputs
-        wanted = tuple(named_in("inputs", given))
-        begin, seeds = _begun(outputs, grad_outputs, weight, scaler)
-        has_params = bool(self.params) or params is not None
-        _check_targets(targets, wanted, has_params=has_params, allow_empty=allow_empty)
-        backward = Backward(begin, seeds, targets, wanted, retain_graph, create_graph)
-        mode = mode_for(mode, backward, self._entries)
+        wanted = tensors_in("inputs", (inputs,) if isinstance(inputs, Tensor) else inputs)
+        roots, root_grads = _roots(outputs, grad_outputs, weight, scaler)
+        targets = self._targets(params, wanted, allow_empty=allow_empty)
+        backward = Backward(roots, root_grads, targets, wanted, retain_graph, create_graph)
+        mechanism = mechanism_for(mode, backward)
         scale = None if scaler is None else float(scaler.get_scale())
         self._check_scale(scale, "A backward")
         with self._guarded():
-            found, num_received = collect(mode, backward, self._entries)
+            found, num_received = collect(mechanism, backward, self._entries)
             if not allow_empty:
                 self._check_received(num_received, len(targets))
             self._scale = scale
@@ -194,10 +191,7 @@ class GradStore(Stepping, Transfer):
         """
         self._check_is_whole()
         self._check_scale(None, "A backward")
-        targets = self.params if params is None else tuple(named_in("params", params))
-        targets = tuple(each for each in targets if each.requires_grad)
-        has_params = bool(self.params) or params is not None
-        _check_targets(targets, (), has_params=has_params, allow_empty=allow_empty)
+        targets = self._targets(params, (), allow_empty=allow_empty)
         with self._guarded():
             with collecting(targets, self._entries) as num_received:
                 yield
@@ -205,6 +199,36 @@ class GradStore(Stepping, Transfer):
                 self._check_received(num_received[0], len(targets))
             self._scale = None  # a store emptied by `pop` may have had another scale
             self.weight += 1.0
+
+    def _targets(
+        self, params: Iterable[Tensor] | None, inputs: Sequence[Tensor], *, allow_empty: bool
+    ) -> tuple[Tensor, ...]:
+        """Return the targets of a call, which are checked as the `inputs` are."""
+        given = self.params if params is None else tensors_in("params", params)
+        targets = tuple([each for each in given if each.requires_grad])
+        if not targets and not inputs:
+            if not given and params is None:
+                raise ValueError(
+                    "`params` is missing: the store was made without, so it must be said here "
+                    "whose gradients to collect."
+                )
+            if not allow_empty:
+                raise GradientError(
+                    "None of the `params` requires grad, so there is nothing to collect. Call "
+                    "`requires_grad_()` on what is to be trained."
+                )
+        ids = set(map(id, targets)) if inputs else set[int]()
+        for each in inputs:
+            if not each.requires_grad:
+                raise ValueError(
+                    f"`inputs` has {described(each)}, which does not require grad. Call "
+                    "`requires_grad_()` on it before forward."
+                )
+            if id(each) in ids:
+                raise ValueError(
+                    f"{described(each).capitalize()} is in `params` and in `inputs`: name it once."
+                )
+        return targets
 
     @restoring
     def _unchanged_by_errors(self) -> Generator[Self]:
@@ -217,89 +241,55 @@ class GradStore(Stepping, Transfer):
         if not self or self._entries.are_local:
             yield self
             return
-        apart = self._derived(())
-        apart.weight, apart._scale = 0.0, None
-        yield apart
-        self.extend_(apart)
+        separate = self._derived(())
+        separate.weight, separate._scale = 0.0, None
+        yield separate
+        self.extend_(separate)
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _check_targets(
-    targets: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    *,
-    has_params: bool,
-    allow_empty: bool,
-) -> None:
-    if not targets and not inputs:
-        if has_params and allow_empty:
-            return
-        if has_params:
-            raise GradientError(
-                "None of the `params` requires grad, so there is nothing to collect. Call "
-                "`requires_grad_()` on what is to be trained."
-            )
-        raise ValueError(
-            "`params` is missing: the store was made without, so it must be said here whose "
-            "gradients to collect."
-        )
-    for each in inputs:
-        if not each.requires_grad:
-            raise ValueError(
-                f"`inputs` has {said(each)}, which does not require grad. Call `requires_grad_()` "
-                "on it before forward."
-            )
-        if each in set(targets):
-            raise ValueError(
-                f"{said(each).capitalize()} is in `params` and in `inputs`: name it once."
-            )
-
-
-def _begun(
+def _roots(
     outputs: Tensor | Sequence[Tensor],
     grad_outputs: Tensor | Sequence[Tensor | None] | None,
     weight: float,
     scaler: Any,
-) -> tuple[list[Tensor], list[Tensor | None] | None]:
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs and their gradients, scaled and weighted, where backward begins."""
     check_weight(weight)
-    begin: list[Tensor] = []
+    roots: list[Tensor] = []
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
         if not isinstance(output, Tensor):
             raise ValueError(
                 f"`outputs` is, or holds, a {type(output).__name__}, but must be tensors: a loss "
                 "that was made from the targets."
             )
-        begin.append(output)
-    if not any(output.requires_grad for output in begin):
+        roots.append(output)
+    if not any(output.requires_grad for output in roots):
         raise GradientError(
             "`outputs` does not require grad: nothing that requires grad took part in it, or it "
             "was detached."
         )
-    seeds: list[Tensor | None] | None = None
+    root_grads: list[Tensor | None] = [None] * len(roots)
     if grad_outputs is not None:
-        given: list[Tensor | None]
-        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
-        if len(given) != len(begin):
+        root_grads = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs)
+        if len(root_grads) != len(roots):
             raise ValueError(
-                f"`grad_outputs` has {len(given)} gradients for {len(begin)} outputs. Give one for "
-                "each; None for a scalar."
+                f"`grad_outputs` has {len(root_grads)} gradients for {len(roots)} outputs. Give "
+                "one for each; None for a scalar."
             )
-        seeds = given
     if scaler is not None:
-        begin = [scaler.scale(output) for output in begin]
+        roots = [scaler.scale(output) for output in roots]
     if weight != 1:
-        given = seeds or [None] * len(begin)
-        for output, seed in zip(begin, given, strict=True):
-            if seed is None and output.numel() != 1:
+        for output, root_grad in zip(roots, root_grads, strict=True):
+            if root_grad is None and output.numel() != 1:
                 raise ValueError(
                     f"`grad_outputs` is missing for an output of shape {tuple(output.shape)}. Only "
                     "a scalar can do without: sum it, or give its gradient."
                 )
-        seeds = [
-            torch.full_like(output, weight) if seed is None else seed * weight
-            for output, seed in zip(begin, given, strict=True)
+        root_grads = [
+            torch.full_like(output, weight) if root_grad is None else root_grad * weight
+            for output, root_grad in zip(roots, root_grads, strict=True)
         ]
-    return begin, seeds
+    return roots, root_grads

@@ -7,45 +7,51 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-__all__ = ["named_in", "parameters_of", "said"]
+__all__ = ["described", "names_of", "parameters_of", "tensors_in"]
 
 
-def said(tensor: Tensor) -> str:
+def described(tensor: Tensor) -> str:
     """Return the description of a tensor without a name in errors."""
     return f"a tensor of shape {tuple(tensor.shape)}"
 
 
-def named_in(argument: str, given: object) -> dict[Tensor, str]:
-    """Return each tensor once, in order, from tensors or pairs of name and tensor.
-
-    Returns:
-        The tensors, each with its name in errors.
-    """
+def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
+    """Return each tensor once, in order, from tensors or pairs of name and tensor."""
     if isinstance(given, Tensor | nn.Module):
-        way = "[tensor]" if isinstance(given, Tensor) else "module.parameters()"
+        way_out = "[tensor]" if isinstance(given, Tensor) else "module.parameters()"
         raise ValueError(
-            f"`{argument}` is a {type(given).__name__}, but must be tensors: give {way}."
+            f"`{argument}` is a {type(given).__name__}, but must be tensors: give {way_out}."
         )
-    found: dict[Tensor, str] = {}
+    found: dict[int, Tensor] = {}
     for each in cast("Iterable[Any]", given):
-        is_named = isinstance(each, tuple) and len(cast("tuple[Any, ...]", each)) == 2
-        tensor = cast("object", each[1] if is_named else each)
+        tensor = each[1] if _is_named(each) else each
         if not isinstance(tensor, Tensor):
             raise ValueError(
                 f"`{argument}` has a {type(tensor).__name__} in it, but must be tensors, or pairs "
                 "of name and tensor. Give model.parameters()."
             )
-        found[tensor] = f"`{each[0]}`" if is_named else said(tensor)
-    return found
+        found[id(tensor)] = tensor
+    return tuple(found.values())
 
 
-def parameters_of(params: Any) -> dict[Tensor, str]:
-    """Return the parameters of an optimizer, or the tensors given, each with its name in errors."""
+def parameters_of(params: Any) -> tuple[Tensor, ...]:
+    """Return the parameters of an optimizer, or the tensors given, each once."""
     if not hasattr(params, "param_groups"):
-        return named_in("params", params)
-    names: dict[Tensor, str] = {}
-    for group in cast("list[dict[str, Any]]", params.param_groups):
-        known: list[str] = group.get("param_names", [])
-        for place, parameter in enumerate(cast("list[Tensor]", group["params"])):
-            names[parameter] = f"`{known[place]}`" if known else said(parameter)
-    return names
+        return tensors_in("params", params)
+    groups: list[dict[str, Any]] = params.param_groups
+    return tuple({id(each): each for group in groups for each in group["params"]}.values())
+
+
+def names_of(optimizer: Any, tensors: Iterable[Tensor]) -> str:
+    """Return the names that `optimizer` has for tensors, for an error; of many, the first five."""
+    names: dict[int, str] = {}
+    for group in getattr(optimizer, "param_groups", ()):
+        for name, each in zip(group.get("param_names", ()), group["params"], strict=False):
+            names[id(each)] = f"`{name}`"
+    listed = [names.get(id(each), described(each)) for each in tensors]
+    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    return ", ".join(listed[:5]) + more
+
+
+def _is_named(given: Any) -> bool:
+    return isinstance(given, tuple) and len(cast("tuple[Any, ...]", given)) == 2

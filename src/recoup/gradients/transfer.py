@@ -10,18 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from recoup.errors import GradientError
-from recoup.gradients.container import UNSCALED, Container, device_of
-from recoup.gradients.entries import Entries
-from recoup.gradients.naming import by_name, by_target
-from recoup.gradients.reducing import Counted, Op, all_reduce
+from recoup.gradients.accumulation import Entries
+from recoup.gradients.all_reduce import UNORDERED, Op, all_reduce
+from recoup.gradients.container import Container, device_of
+from recoup.gradients.targets import described
 from recoup.memory.size import parse_bytes
 
 __all__ = ["Transfer"]
-
-_UNORDERED = (
-    "The processes can only agree on an order of gradients that all declare alike: make the store "
-    "with `params`, and collect nothing else."
-)
 
 
 class Transfer(Container):
@@ -48,11 +43,11 @@ class Transfer(Container):
             ValueError: memory of another device than the CPU cannot be pinned.
         """
         self._check_is_whole()
-        place = self._entries.device if device is None else device_of(device)
-        store = self._derived((), dtype=dtype or self._entries.dtype, device=place)
+        where = self._entries.device if device is None else device_of(device)
+        store = self._derived((), dtype=dtype or self._entries.dtype, device=where)
         for each, gradient in self.items():
             kind = dtype if dtype is None or not gradient.is_complex() else dtype.to_complex()
-            moved = gradient.to(device=place, dtype=kind, non_blocking=non_blocking, copy=True)
+            moved = gradient.to(device=where, dtype=kind, non_blocking=non_blocking, copy=True)
             if pin_memory:
                 moved = _pinned(moved)
             store._entries.gradients[each] = moved
@@ -65,7 +60,18 @@ class Transfer(Container):
             GradientError: a gradient belongs to no parameter of `module`.
         """
         self._check_is_whole()
-        return by_name(self._entries.gradients, module)
+        names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
+        strangers = [described(each) for each in self if each not in names]
+        if strangers:
+            raise GradientError(
+                f"{type(module).__name__} has no parameter that is {strangers[0]}, of which the "
+                f"store holds the gradient ({len(strangers)} of this kind). Give the module that "
+                "holds all of them, or pick those of this one with `filter`. Parameters that were "
+                "replaced, by `load_state_dict(assign=True)` for instance, have no names any more: "
+                "ask before."
+            )
+        gradients = self._entries.gradients
+        return {name: gradients[each] for each, name in names.items() if each in gradients}
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the gradients by name, the weight and the scale, for `load_state_dict`."""
@@ -91,13 +97,13 @@ class Transfer(Container):
                 f"`state_dict` has no {lacking[0]!r}. Give what `store.state_dict(module)` "
                 "returned; gradients by name alone are added with `add_`."
             )
-        found = by_target(state_dict["gradients"], module, strict=strict)
-        entries = Entries(self._entries.dtype, self._entries.device)
+        found = _by_target(state_dict["gradients"], module, strict=strict)
+        loaded = Entries(self._entries.dtype, self._entries.device)
         for each, gradient in found.items():
-            entries.add(each, gradient, is_ours=False)
+            loaded.add(each, gradient, is_ours=False)
         self.clear()
         self._entries.num_changes += 1
-        self._entries.gradients.update(entries.gradients)
+        self._entries.gradients.update(loaded.gradients)
         self.weight, self._scale = state_dict["weight"], state_dict["scale"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -135,22 +141,11 @@ class Transfer(Container):
         if op not in ("mean", "sum"):
             raise ValueError(f'`op` is {op!r}, but must be "mean" or "sum".')
         if not self.params:
-            raise ValueError(_UNORDERED)
+            raise ValueError(UNORDERED)
         num_bytes = parse_bytes(bucket_bytes)
-        counted = Counted(self.weight, _as_number(self._scale), self._why_not_reduced())
         with self._guarded():
-            counted = all_reduce(self._entries, self.params, op, num_bytes, group, counted)
-        self.weight, self._scale = counted.weight, _as_scale(counted.scale)
+            all_reduce(self, op, num_bytes, group)
         return self
-
-    def _why_not_reduced(self) -> Exception | None:
-        """Return the error if this process cannot take part in a reduction, else None."""
-        try:
-            self._check_is_whole()
-        except GradientError as error:
-            return error
-        known = set(self.params)
-        return None if all(each in known for each in self) else ValueError(_UNORDERED)
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -162,14 +157,33 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor
 
 
-# -- scales as numbers ---
-
-
-def _as_number(scale: float | str | None) -> float:
-    if scale is None:
-        return -1.0
-    return -2.0 if isinstance(scale, str) else scale
-
-
-def _as_scale(number: float) -> float | str | None:
-    return {-1.0: None, -2.0: UNSCALED}.get(number, number)
+def _by_target(
+    gradients: Mapping[str, Tensor], module: nn.Module, *, strict: bool
+) -> dict[Tensor, Tensor]:
+    """Return the gradients by the parameters of `module` that have these names."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[Tensor, Tensor] = {}
+    taken: dict[Tensor, str] = {}
+    unexpected: list[str] = []
+    for name, gradient in gradients.items():
+        target = parameters.get(name)
+        if target is None:
+            unexpected.append(name)
+            continue
+        if target in found:
+            raise GradientError(
+                f"`{taken[target]}` and `{name}` are one parameter of {type(module).__name__}, and "
+                "the state has a gradient of each. Add them, and leave one."
+            )
+        if target.shape != gradient.shape:
+            raise GradientError(
+                f"The gradient of `{name}` has shape {tuple(gradient.shape)}, and the parameter "
+                f"{tuple(target.shape)}. Load the state of a model of the same sizes."
+            )
+        found[target], taken[target] = gradient, name
+    if unexpected and strict:
+        raise GradientError(
+            f"{type(module).__name__} has no parameter {', '.join(map(repr, unexpected))}. Say "
+            "strict=False to leave those out."
+        )
+    return found

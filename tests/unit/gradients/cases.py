@@ -6,13 +6,20 @@ import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.oracle import assert_same_tensor
 
-MODES = ("auto", "accumulate", "grad", "harvest", "stream")
-LENDING = ("accumulate", "harvest", "stream")
+
+class Elsewhere(str):
+    """The mode "auto" of a store that sums on another device (see `conftest.py`)."""
+
+
+ELSEWHERE = Elsewhere("auto")
+NAMES = ("auto", "grad", "harvest")
+MODES = (*NAMES, pytest.param(ELSEWHERE, id="elsewhere"))
 
 
 class Attends(nn.MultiheadAttention):

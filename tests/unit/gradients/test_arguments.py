@@ -28,6 +28,14 @@ WRONG = {
     "weight, a vector": (lambda s: s.backward(MODEL(X), weight=2), "`grad_outputs` is missing"),
     "grad_outputs": (lambda s: s.backward([MODEL(X)], []), "`grad_outputs` has 0"),
     "mode": (lambda s: s.backward(MODEL(X).sum(), mode="x"), "`mode` is 'x'"),
+    "mode, of old": (
+        lambda s: s.backward(MODEL(X).sum(), mode="accumulate"),
+        r"`mode` is 'accumulate', .*Leave it out: \"auto\" sums",
+    ),
+    "mode, of old, elsewhere": (
+        lambda s: s.backward(MODEL(X).sum(), mode="stream"),
+        r"`mode` is 'stream', .*GradStore\(params, device=\"cpu\"\)",
+    ),
     "inputs": (lambda s: s.backward(MODEL(X).sum(), inputs=X), "`inputs` has a tensor of shape"),
     "inputs, again": (
         lambda s: s.backward(MODEL(X).sum(), inputs=MODEL.weight),

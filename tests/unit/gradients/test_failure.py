@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recoup import GradStore
 from recoup.errors import GradientError
-from tests.unit.gradients.cases import LENDING, MODES, Undisturbed, assert_holds, made, plain
+from tests.unit.gradients.cases import MODES, NAMES, Undisturbed, assert_holds, made, plain
 
 
 class Checkpointed(nn.Module):
@@ -99,6 +99,32 @@ def test_create_graph_through_a_reentrant_checkpoint(x):
         GradStore.from_backward(module(x).sum(), module.parameters(), create_graph=True)
 
 
+class RunsWithin(torch.autograd.Function):
+    """A checkpoint of the reentrant kind under a name that says nothing of it."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return None, x.grad
+
+
+def test_a_plain_backward_reaches_leaves_that_nothing_shows(x):
+    first, layer = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    want = plain(nn.Sequential(first, layer), [x], torch.sum)
+    store = GradStore([*first.parameters(), *layer.parameters()])
+    store.backward(RunsWithin.apply(layer, first(x)).sum(), mode="harvest")
+    assert_holds(store, nn.Sequential(first, layer), want)
+
+
 # -- hooks -----------------------------------------------------------------------------------------
 
 
@@ -131,7 +157,7 @@ def test_hooks_after_accumulation(mode):
     calls = []
     module.weight.register_post_accumulate_grad_hook(calls.append)
     store = GradStore(module.parameters())
-    if mode in LENDING:
+    if mode == "harvest":
         with pytest.raises(GradientError, match=r'post-accumulate hook.*Use mode="grad"'):
             store.backward(module(x).sum(), mode=mode)
         assert len(store) == 0
@@ -272,7 +298,7 @@ def test_a_tensor_that_was_resized():
     store = GradStore(module.parameters())
     store.backward(module(x).sum())
     module.weight.data, module.bias.data = torch.ones(7, 4).double(), torch.ones(7).double()
-    for mode in MODES:
+    for mode in NAMES:
         with pytest.raises(ValueError, match=r"shape \(3.* is a tensor of shape \(7.*`discard`"):
             store.backward(module(x).sum(), mode=mode)
     store.discard(module.weight)
@@ -326,7 +352,7 @@ def test_while_another_thread_collects(mode):
     outer, inner = GradStore(module.parameters()), GradStore(module.parameters())
 
     def other():
-        if mode in LENDING:
+        if mode == "harvest":
             with pytest.raises(GradientError, match=r'nother thread.*Use mode="grad"'):
                 inner.backward(module(x).sum(), mode=mode)
             with pytest.raises(GradientError, match="nother thread"), inner.collecting():
@@ -338,7 +364,7 @@ def test_while_another_thread_collects(mode):
         in_threads(other)
         module(x).exp().sum().backward()
     assert_holds(outer, module, plain(module, [x], lambda y: y.exp().sum()))
-    assert_holds(inner, module, {} if mode in LENDING else plain(module, [x], torch.sum))
+    assert_holds(inner, module, {} if mode == "harvest" else plain(module, [x], torch.sum))
 
 
 def test_another_thread_comes_first_at_the_last_moment(monkeypatch):

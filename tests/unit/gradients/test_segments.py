@@ -17,6 +17,7 @@ import recoup
 from recoup.errors import ChangedError, GradientError, NotInvertibleError, ReplayError
 from recoup.invertible import AdditiveCoupling
 from tests.oracle import assert_same_tensor
+from tests.unit.gradients.cases import MODES
 
 MEMORIES = ["inputs", "linear", "sqrt", "log", 1, 3, recoup.schedules.revolve(6, 2)]
 
@@ -380,7 +381,7 @@ class BreaksInBackward(nn.Module):
             raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("mode", ["auto", "grad", "stream", "harvest"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("was_empty", [True, False])
 def test_an_error_in_backward_leaves_the_store_as_it_was(mode, was_empty):
     """R7: gradients of the segments that were reversed before it stay out of the store."""
