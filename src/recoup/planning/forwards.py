@@ -31,7 +31,7 @@ from torch import nn
 from recoup._core.compile import is_loaded, is_traced, uncompiled
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import num_repeated
-from recoup._core.saved_tensors import frame_in_force
+from recoup._core.saved_tensors import checkpoint_in_force
 
 __all__ = ["Follower", "Following", "around", "followed", "followings_within", "suspended"]
 
@@ -44,8 +44,8 @@ Run = Callable[..., Any]
 
 
 def around() -> tuple[int, object | None]:
-    """Return the number of regions around this code, and the frame of a torch checkpoint."""
-    return num_repeated(), frame_in_force()
+    """Return the number of regions around this code, and the torch checkpoint."""
+    return num_repeated(), checkpoint_in_force()
 
 
 class Follower(Protocol):
