@@ -59,8 +59,8 @@ _Reads = dict[tuple[Drawn, ...], dict[int, _Read]]  # by what was drawn, and by 
 class CheckpointedDraws:
     """The draws that one weight had in code that torch may run again (See Rule 1)."""
 
+    has_latest_read: ClassVar[bool] = False  # whether no forward has ended since the latest read
     _latest_position: ClassVar[int] = 0
-    _latest_is_read: ClassVar[bool] = False
     _restored: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # second runs (See Rule 3)
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class CheckpointedDraws:
         self._has_drawn = self._has_drawn or is_random
         if hooks is not None:
             CheckpointedDraws._latest_position = position
-            CheckpointedDraws._latest_is_read = True
+            CheckpointedDraws.has_latest_read = True
         if hooks is not None or is_random:
             reads = self._without_hooks
             if hooks is not None:
@@ -111,9 +111,8 @@ class CheckpointedDraws:
     @classmethod
     def forward_ended(cls) -> None:
         """Note the position of the stream after an outermost forward (See Rule 3)."""
-        if cls._latest_is_read:
-            cls._latest_position = fingerprint()
-            cls._latest_is_read = False
+        cls._latest_position = fingerprint()
+        cls.has_latest_read = False
 
     def _again(
         self,

@@ -35,6 +35,7 @@ __all__ = [
     "SameDraw",
     "frames",
     "is_due",
+    "is_in_progress",
     "is_overridden",
     "override_for",
     "resolve",
@@ -52,6 +53,11 @@ _stack = _Stack()
 def frames() -> list[Frame]:
     """Return the frames in force in this thread, the innermost last."""
     return _stack.frames
+
+
+def is_in_progress() -> bool:
+    """Whether any forward is in progress in this thread."""
+    return any(isinstance(frame, Forward) for frame in _stack.frames)
 
 
 class Frame:

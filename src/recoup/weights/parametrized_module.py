@@ -30,7 +30,7 @@ from recoup._core.compile import not_compiled_itself, uncompiled
 from recoup._core.saved_tensors import is_transformed
 from recoup.weights.checkpointed_draws import CheckpointedDraws
 from recoup.weights.compiled import forward_in_graph, read_in_graph
-from recoup.weights.forwards import Forward, frames
+from recoup.weights.forwards import Forward, frames, is_in_progress
 from recoup.weights.outside_forward import look_at_part
 from recoup.weights.parametrized_weight import ParametrizedWeight
 from recoup.weights.reparametrization import Application
@@ -143,7 +143,7 @@ def _property(name: str) -> property:
         if name not in parameters and name not in own:
             raise AttributeError(name)  # Python then calls `__getattr__`
         raw = parameters[name] if name in parameters else own[name]
-        attached = attached_to(module)
+        attached: Attached | None = own.get(_KEY)
         weight = None if attached is None else attached.weights.get(name)
         if weight is None or raw is None:
             return raw
@@ -163,8 +163,7 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
         forward = Forward(self, attached.applications)
         with forward:
             result = run(self, *args, **kwargs)
-        around = frames()
-        if not around or not isinstance(around[-1], Forward):
+        if CheckpointedDraws.has_latest_read and not is_in_progress():
             CheckpointedDraws.forward_ended()
         if forward.drawn:
             look_at_part(self, attached.roots, forward.drawn, result)
@@ -172,7 +171,7 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
 
     @functools.wraps(forward)
     def forward_in_progress(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        attached = attached_to(self)
+        attached: Attached | None = self.__dict__.get(_KEY)
         if attached is None:
             return run(self, *args, **kwargs)
         attached.check(self)

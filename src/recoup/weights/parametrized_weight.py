@@ -120,11 +120,16 @@ class ParametrizedWeight:
 
     def _computed(self, module: nn.Module, raw: Tensor, drawn: tuple[Drawn, ...]) -> Tensor:
         """Return the weight: the one that the forward has, if that is alive, or a new one."""
-        around = [frame for frame in frames() if isinstance(frame, Forward)]
-        if not around:
-            return self._compute(module, raw, drawn, None)[0]
+        outermost: Forward | None = None
+        innermost: Forward | None = None
+        for frame in frames():
+            if isinstance(frame, Forward):
+                innermost = frame
+                outermost = outermost or frame
+        if outermost is None or innermost is None:
+            return self._compute(module, raw, drawn, None)
         with_graph, version = torch.is_grad_enabled(), version_of(raw)
-        before: _Computed | None = around[0].computed.get(self)
+        before: _Computed | None = outermost.computed.get(self)
         is_same = (
             before is not None
             and before.raw is raw
@@ -138,14 +143,14 @@ class ParametrizedWeight:
         stub = before.stub if before is not None and is_same else None
         weight = self._compute(module, raw, drawn, stub)
         is_run_again = is_same or isinstance(module, nn.RNNCellBase)
-        if stub is None and not is_run_again and around[0].owner is not module:
+        if stub is None and not is_run_again and outermost.owner is not module:
             stub = _stub_of(weight)
         kept = weight if is_run_again else None
-        around[0].computed[self] = _Computed(
+        outermost.computed[self] = _Computed(
             weakref.ref(weight), kept, stub, raw, version, drawn, with_graph
         )
-        if around[-1].owner is module:
-            around[-1].alive.append(weight)
+        if innermost.owner is module:
+            innermost.alive.append(weight)
         return weight
 
     def _compute(
@@ -157,17 +162,19 @@ class ParametrizedWeight:
                 f"{self.name} is a {type(raw).__name__}, and {drawn[0].step.kind} draws for plain "
                 "tensors: let FSDP2 gather it (read it within the forward of its module)."
             )
-        operands = [each.step.operands(module, self.key) for each in drawn]
+        operands: Operands = ()
+        for each in drawn:
+            operands += each.step.operands(module, self.key)
         if not torch.is_grad_enabled():
             return _without_graph(raw, operands, drawn)
         weight = raw
         if is_transformed():
-            for each, taken in zip(drawn, operands, strict=True):
-                weight = each.step.apply_by_operators(weight, taken, each)
+            for each in drawn:
+                weight = each.step.apply_by_operators(weight, operands, each)
             return weight
         if stub is None:
-            for each, taken in zip(drawn, operands, strict=True):
-                weight = each.step.apply(weight, taken, each)
+            for each in drawn:
+                weight = each.step.apply(weight, operands, each)
                 reverse_at_once(weight)
         else:
             with grad_mode(False):
@@ -177,10 +184,10 @@ class ParametrizedWeight:
         return as_value(weight, _Recomputed(self.name, raw, operands, drawn))
 
 
-def _without_graph(weight: Tensor, operands: list[Operands], drawn: tuple[Drawn, ...]) -> Tensor:
+def _without_graph(weight: Tensor, operands: Operands, drawn: tuple[Drawn, ...]) -> Tensor:
     is_new = False
-    for each, taken in zip(drawn, operands, strict=True):
-        weight = each.step.compute(weight, taken, each, in_place=is_new)
+    for each in drawn:
+        weight = each.step.compute(weight, operands, each, in_place=is_new)
         is_new = True
     return weight
 
@@ -193,18 +200,15 @@ class _Recomputed(Source):
     way = "regenerate"
 
     def __init__(
-        self, name: str, raw: Tensor, operands: list[Operands], drawn: tuple[Drawn, ...]
+        self, name: str, raw: Tensor, operands: Operands, drawn: tuple[Drawn, ...]
     ) -> None:
         super().__init__(name)
         self._raw = Kept(raw, name, None)
-        self._operands = [
-            tuple(Kept(value, f"An operand of {name}", None) for value in taken)
-            for taken in operands
-        ]
+        self._operands = [Kept(value, f"An operand of {name}", None) for value in operands]
         self._drawn = drawn
 
     def make(self) -> None:
-        operands = [tuple(kept.get() for kept in taken) for taken in self._operands]
+        operands = tuple(kept.get() for kept in self._operands)
         with torch.no_grad():
             self.give(_without_graph(self._raw.get(), operands, self._drawn))
 

@@ -108,7 +108,7 @@ class Reparametrization:
         return state_dict
 
     def operands(self, module: nn.Module, name: str) -> Operands:
-        """Return the parameters that it takes in addition to the weight."""
+        """Return the parameters that it takes in addition to the weight; one kind takes any."""
         del module, name
         return ()
 
