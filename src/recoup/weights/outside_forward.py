@@ -52,7 +52,7 @@ _PASSING = (nn.ParameterList.__module__, "recoup.weights.parametrized_module")
 
 _waiting: weakref.WeakKeyDictionary[Application, list[weakref.ref[_Waiting]]]
 _waiting = weakref.WeakKeyDictionary()
-_told: weakref.WeakSet[Application] = weakref.WeakSet()
+_warned: weakref.WeakSet[Application] = weakref.WeakSet()
 
 
 class _Waiting:
@@ -84,7 +84,7 @@ def look_at_part(
     """
     by_application: dict[Application, set[Reparametrization]] = {}
     for step in drawn:
-        if step.is_random and step.application not in roots and step.application not in _told:
+        if step.is_random and step.application not in roots and step.application not in _warned:
             by_application.setdefault(step.application, set()).add(step)
     for application, steps in by_application.items():
         before = [each for ref in _waiting.get(application, ()) if (each := ref()) is not None]
@@ -101,7 +101,7 @@ def look_at_part(
 
 
 def _warn_of_part(module: nn.Module, application: Application, step: Reparametrization) -> None:
-    _told.add(application)
+    _warned.add(application)
     _waiting.pop(application, None)
     warnings.warn(
         f"Several modules of the tree that {step.kind} was applied to ran outside of a forward of "
@@ -139,7 +139,7 @@ def _missing(parametrized: Reparametrized, *, is_training: bool) -> list[Reparam
         step
         for step in parametrized.steps
         if step.application not in covered
-        and step.application not in _told
+        and step.application not in _warned
         and is_due(step, override, is_training=is_training)
     ]
 
@@ -157,7 +157,7 @@ def warn_of_read(
     missing = _missing(parametrized, is_training=is_training)
     if not missing:
         return
-    _told.update(step.application for step in missing)
+    _warned.update(step.application for step in missing)
     reader = "" if frame is None else f" by `{frame.f_code.co_qualname}`"
     warnings.warn(
         f"{parametrized.name} was read{reader} outside of a forward of the module that "

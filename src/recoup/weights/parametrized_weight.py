@@ -179,7 +179,7 @@ class ParametrizedWeight:
         else:
             with grad_mode(False):
                 weight = _without_graph(raw, operands, drawn)
-            weight = cast("Tensor", _ThroughStub.apply(stub, weight))
+            weight = cast("Tensor", _WithNode.apply(stub, weight))
             reverse_at_once(weight)
         return as_value(weight, _Recomputed(self.name, raw, operands, drawn))
 
@@ -217,28 +217,18 @@ def _stub_of(weight: Tensor) -> Tensor | None:
     """Return a tensor without memory through which gradients reach the node of `weight`."""
     if not weight.requires_grad:
         return None
-    stub = cast("Tensor", _Stub.apply(weight))
+    stub = cast("Tensor", _WithNode.apply(weight, weight.new_empty(()).expand(weight.shape)))
     reverse_at_once(stub)
     return stub
 
 
-class _Stub(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        del ctx
-        return weight.new_empty(()).expand(weight.shape)
+class _WithNode(torch.autograd.Function):
+    """A value whose gradient flows to the node of another tensor."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        del ctx
-        return gradients[0]
-
-
-class _ThroughStub(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, stub: Tensor, weight: Tensor) -> Tensor:
-        del ctx, stub
-        return weight.detach()
+    def forward(ctx: Any, source: Tensor, value: Tensor) -> Tensor:
+        del ctx, source
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
