@@ -17,7 +17,8 @@ Rule 4. A reentrant checkpoint first runs code without gradients, as any evaluat
         its backward, which is that of an autograd.Function, other checkpoints may have hooks
         again; so there what was drawn without gradients is among the records, too.
 Rule 5. A hook of a user reads a weight in backward for the first time. It is recognized by running
-        without saved-tensor hooks, and not in the backward of an autograd.Function.
+        without saved-tensor hooks, without gradients, and not in the backward of an
+        autograd.Function.
 Rule 6. A recorded draw is for a tensor that has not changed since.
 """
 
@@ -86,8 +87,9 @@ class CheckpointedDraws:
             return draw()
         hooks = _hooks_in_force()
         if is_in_backward():
-            is_again = hooks is not None or _is_in_function()
-            return self._again(draw, name, version, hooks, is_open) if is_again else draw()
+            if hooks is None and not torch.is_grad_enabled() and not _is_in_function():
+                return draw()  # See Rule 5
+            return self._again(draw, name, version, hooks, is_open)
         if hooks is None and not is_open:
             return draw()
         position = fingerprint()
@@ -180,7 +182,9 @@ def _is_restored(position: int, here: list[tuple[Any, _Read]], hooks: Any) -> bo
     restored = CheckpointedDraws._restored
     is_before = position != CheckpointedDraws._latest_position
     if is_before or any(read.num_seeds for _, read in here):
-        restored.add(hooks)
+        if not isinstance(hooks, type):  # which stands for the hooks of other runs, too
+            restored.add(hooks)
+        return True
     return hooks in restored
 
 
