@@ -476,6 +476,7 @@ def without_draws_of_torch(model):
 
 
 @pytest.mark.sampled(18)
+@LEAVES_GENERATORS
 @pytest.mark.parametrize("way", ["dropout", "noise", "stacked"])
 @pytest.mark.parametrize("where", ["blocks", "model"])
 @pytest.mark.parametrize("is_training", [True, False])
@@ -514,6 +515,7 @@ def test_a_reentrant_checkpoint_where_nothing_is_drawn(call, is_training):
     assert_same_step(step_of(model, x, REENTRANT_CALLS[call]), step_of(model, x), 1e-5)
 
 
+@LEAVES_GENERATORS
 def test_a_reentrant_checkpoint_beside_another_kind():
     """Each kind has a draw of its own, and both wait for one backward."""
     model, x = built("dense", "dropout", "model")
