@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from recoup.weights.graph import register_operators
+from recoup.weights.compiled import register_operators
 from recoup.weights.matching import (
     check,
     check_is_module,
@@ -15,11 +15,11 @@ from recoup.weights.matching import (
     matching,
     named,
 )
-from recoup.weights.place import Place
+from recoup.weights.parametrized_module import attach, attached_to, restore_class, swap_class
+from recoup.weights.parametrized_weight import ParametrizedWeight
 from recoup.weights.reparametrization import Reparametrization
-from recoup.weights.swapped import attach, attached_to, restore_class, swap_class
 
-__all__ = ["Applied", "applied", "apply_to", "places_of", "remove"]
+__all__ = ["Applied", "applied", "apply_to", "parametrized_weights", "remove"]
 
 
 def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrization]) -> nn.Module:
@@ -39,10 +39,11 @@ def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrizati
         steps.append(step)
     covering = _covering(module, {id(each.owner) for each in found})
     for step, (name, owner, key, _) in zip(steps, found, strict=True):
-        places = attach(owner).places
-        if key not in places:
-            places[key] = Place(key, name, f"`{name}` of {type(module).__name__}")
-        places[key].add(step)
+        weights = attach(owner).weights
+        if key not in weights:
+            name_in_errors = f"`{name}` of {type(module).__name__}"
+            weights[key] = ParametrizedWeight(key, name, name_in_errors)
+        weights[key].add(step)
         step.applied_to(owner, key)
         swap_class(owner)
     for part in covering:
@@ -112,24 +113,24 @@ def applied(module: nn.Module) -> list[Applied]:
     check_is_module(module)
     seen: set[int] = set()
     found: list[Applied] = []
-    for name, place in _places(module):
-        if id(place) not in seen:
-            seen.add(id(place))
-            found.extend(Applied(name, step) for step in place.steps)
+    for name, weight in _named_weights(module):
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            found.extend(Applied(name, step) for step in weight.steps)
     return found
 
 
-def places_of(module: nn.Module) -> Iterator[Place]:
+def parametrized_weights(module: nn.Module) -> Iterator[ParametrizedWeight]:
     """Return an iterator over the reparametrized parameters within `module`."""
     check_is_module(module)
-    return (place for _, place in _places(module))
+    return (weight for _, weight in _named_weights(module))
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, Place]]:
+def _named_weights(module: nn.Module) -> Iterator[tuple[str, ParametrizedWeight]]:
     for name, owner, key, _ in named(module):
         attached = attached_to(owner)
-        if attached is not None and key in attached.places:
-            yield name, attached.places[key]
+        if attached is not None and key in attached.weights:
+            yield name, attached.weights[key]
 
 
 def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
@@ -157,7 +158,7 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
     found = [
         (each.owner, each.key)
         for each in matching(module, pattern)
-        if (attached := attached_to(each.owner)) is not None and each.key in attached.places
+        if (attached := attached_to(each.owner)) is not None and each.key in attached.weights
     ]
     if not found:
         raise ValueError(
@@ -166,8 +167,8 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
         )
     _check_untied(module, found)
     for owner, key in found:
-        place = attach(owner).places.pop(key)
-        for step in place.steps:
+        weight = attach(owner).weights.pop(key)
+        for step in weight.steps:
             step.removed_from(owner, key)
     for owner in module.modules():
         _tidy(owner)
@@ -178,7 +179,7 @@ def _check_untied(module: nn.Module, found: list[tuple[nn.Module, str]]) -> None
     for owner, key in found:
         parameter = owner._parameters[key]
         uses = [each.name for each in named(module) if each.parameter is parameter]
-        steps = attach(owner).places[key].steps
+        steps = attach(owner).weights[key].steps
         if len(uses) > 1 and any(step.changes_weight for step in steps):
             raise ValueError(
                 f"`{uses[0]}` is `{uses[1]}` too, so the product of its weight norm cannot be left "
@@ -190,10 +191,10 @@ def _tidy(module: nn.Module) -> None:
     attached = attached_to(module)
     if attached is None:
         return
-    alive = {step.application for _, place in _places(module) for step in place.steps}
+    alive = {step.application for _, weight in _named_weights(module) for step in weight.steps}
     attached.covered = [application for application in attached.covered if application in alive]
     attached.roots = [application for application in attached.roots if application in alive]
-    if not attached.places and not attached.covered:
+    if not attached.weights and not attached.covered:
         restore_class(module)
     else:
         swap_class(module)

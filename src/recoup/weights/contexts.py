@@ -9,7 +9,7 @@ from numbers import Integral
 from torch import nn
 
 from recoup._core.rng import draw_seed
-from recoup.weights.application import places_of
+from recoup.weights.application import parametrized_weights
 from recoup.weights.forwards import Forward, Override, SameDraw
 
 __all__ = ["disabled", "enabled", "same_draw", "step"]
@@ -40,7 +40,8 @@ def step(module: nn.Module) -> Generator[None, None, None]:
         True
     """
     # Each application once, in order.
-    found = dict.fromkeys(each for place in places_of(module) for each in place.applications)
+    weights = parametrized_weights(module)
+    found = dict.fromkeys(each for weight in weights for each in weight.applications)
     with Forward(None, tuple(found)):
         yield
 
@@ -76,7 +77,7 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
     is_whole = isinstance(given, Integral) and given is not True and given is not False
     if seed is not None and (not is_whole or seed < 0):
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
-    # Drawn in any case: the place in the stream identifies code that torch runs again.
+    # Drawn in any case: the position in the stream identifies code that torch runs again.
     drawn = draw_seed()
     return SameDraw(drawn if seed is None else int(seed))
 
@@ -99,7 +100,7 @@ def disabled(module: nn.Module) -> AbstractContextManager[None]:
         ...     torch.equal(layer(x), layer(x))
         True
     """
-    return Override(frozenset(places_of(module)), is_on=False)
+    return Override(frozenset(parametrized_weights(module)), is_on=False)
 
 
 def enabled(module: nn.Module) -> AbstractContextManager[None]:
@@ -122,4 +123,4 @@ def enabled(module: nn.Module) -> AbstractContextManager[None]:
         ...     torch.equal(layer(x), layer(x))
         False
     """
-    return Override(frozenset(places_of(module)), is_on=True)
+    return Override(frozenset(parametrized_weights(module)), is_on=True)

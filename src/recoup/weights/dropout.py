@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.saved_tensors import untransformed
 from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.reparametrization import (
@@ -16,9 +15,6 @@ from recoup.weights.reparametrization import (
     Magnitude,
     Operands,
     Reparametrization,
-    is_schedule,
-    shown,
-    value_of,
 )
 
 __all__ = ["WeightDropout", "weight_dropout"]
@@ -75,6 +71,8 @@ class WeightDropout(Reparametrization):
 
     kind = "weight_dropout"
     order = 1
+    argument = "p"
+    most = 1.0
 
     def __init__(
         self, application: Application, p: Magnitude, axes: tuple[int, ...], mode: str
@@ -87,10 +85,8 @@ class WeightDropout(Reparametrization):
         self.axes = tuple(axes)
         self.magnitude(application.step)
 
-    def __repr__(self) -> str:
-        axes = f", axes={self.axes}" if self.axes else ""
-        mode = "" if self.mode == "training" else f', mode="{self.mode}"'
-        return f"weight_dropout(p={shown(self.p)}{axes}{mode})"
+    def extra_repr(self) -> str:
+        return f", axes={self.axes}" if self.axes else ""
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
         """Normalize `axes` for `draws`, or raise if the weight does not have them."""
@@ -104,90 +100,47 @@ class WeightDropout(Reparametrization):
         self.axes = tuple(sorted({axis % weight.dim() for axis in self.axes}))
         self.drops_rows = self.axes == (1,) and weight.dim() == 2
 
-    @property
-    def has_schedule(self) -> bool:
-        return is_schedule(self.p)
-
-    def magnitude(self, step: int) -> float:
-        return value_of(self.p, step, "p", least=0.0, most=1.0, needed="from 0 to 1")
-
-    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return _dropped(weight, drawn.seed, drawn.magnitude, self.axes)
-
-    def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(weight.shape))
-        with untransformed():
-            scales = draws.scales(
-                shape, drawn.seed, drawn.magnitude, dtype=weight.dtype, device=weight.device
-            )
-        return weight * scales
-
-    def apply_to_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
-        return _dropped_rows(rows, ids, num_rows, drawn.seed, drawn.magnitude)
-
-    def transpose_(self, gradient: Tensor, drawn: Drawn) -> Tensor:
-        return draws.dropped_(gradient, drawn.seed, drawn.magnitude, self.axes)
-
-    def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
-        # In forward the result is contiguous, whatever the weight before it was.
-        drop = draws.dropped_ if is_own and weight.is_contiguous() else draws.dropped
+    def compute(
+        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+    ) -> Tensor:
+        if weight.layout is torch.sparse_coo:
+            return self._compute_sparse(weight, drawn)
+        drop = draws.dropped_ if in_place and weight.is_contiguous() else draws.dropped
         return drop(weight, drawn.seed, drawn.magnitude, self.axes)
 
+    def _compute_sparse(self, gradient: Tensor, drawn: Drawn) -> Tensor:
+        """Scale the entries of a sparse gradient, which an embedding may have."""
+        gradient = gradient.coalesce()
+        shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(gradient.shape))
+        mask = draws.scales(
+            shape, drawn.seed, drawn.magnitude, dtype=gradient.dtype, device=gradient.device
+        )
+        scales = mask.expand(gradient.shape)[tuple(gradient.indices())]
+        return torch.sparse_coo_tensor(
+            gradient.indices(),
+            gradient.values() * scales,
+            gradient.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
 
-class _Dropped(torch.autograd.Function):
-    """Multiplication with a mask that is drawn: linear, and its own transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
-        ctx.drawn = (seed, p, axes)
-        return _dropped_now(weight, seed, p, axes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        drop = _dropped if torch.is_grad_enabled() else _dropped_now
-        return drop(gradients[0], *ctx.drawn), None, None, None
-
-
-def _dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
-    return cast("Tensor", _Dropped.apply(weight, seed, p, axes))
-
-
-def _dropped_now(weight: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
-    if weight.layout is torch.sparse_coo:
-        return _dropped_entries(weight, seed, p, axes)
-    return draws.dropped(weight, seed, p, axes)
-
-
-def _dropped_entries(gradient: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
-    """Drop the entries of a sparse gradient (of an embedding) that the mask drops."""
-    gradient = gradient.coalesce()
-    shape = tuple(1 if axis in axes else n for axis, n in enumerate(gradient.shape))
-    scales = draws.scales(shape, seed, p, dtype=gradient.dtype, device=gradient.device)
-    rows = scales.expand(gradient.shape)[tuple(gradient.indices())]
-    return torch.sparse_coo_tensor(
-        gradient.indices(),
-        gradient.values() * rows,
-        gradient.shape,
-        is_coalesced=True,
-        check_invariants=False,
-    )
+    def apply_to_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
+        return cast("Tensor", _DroppedRows.apply(rows, ids, num_rows, drawn))
 
 
 class _DroppedRows(torch.autograd.Function):
-    """Multiplication of looked-up rows with the entries of a mask of all rows, which is drawn."""
+    """Looked-up rows times their entries of a mask of all rows: linear, and its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ids: Tensor, num_rows: int, seed: int, p: float) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.drawn = (num_rows, seed, p)
-        scales = draws.scales((num_rows,), seed, p, dtype=rows.dtype, device=rows.device)
-        return rows * scales[ids].unsqueeze(-1)
+        ctx.drawn = (num_rows, drawn)
+        mask = draws.scales(
+            (num_rows,), drawn.seed, drawn.magnitude, dtype=rows.dtype, device=rows.device
+        )
+        return rows * mask[ids].unsqueeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (ids,) = ctx.saved_tensors
-        return _dropped_rows(gradients[0], ids, *ctx.drawn), None, None, None, None
-
-
-def _dropped_rows(rows: Tensor, ids: Tensor, num_rows: int, seed: int, p: float) -> Tensor:
-    return cast("Tensor", _DroppedRows.apply(rows, ids, num_rows, seed, p))
+        return cast("Tensor", _DroppedRows.apply(gradients[0], ids, *ctx.drawn)), None, None, None

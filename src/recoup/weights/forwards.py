@@ -7,8 +7,8 @@ Rule 1. A draw lasts for one forward of the module that the reparametrization wa
         modules within it are running, the draw lasts for the forward of the outermost of them.
 Rule 2. `same_draw` around forwards keeps their draws; the innermost one takes precedence.
 Rule 3. The innermost `disabled` or `enabled` takes precedence, and over training mode, too.
-Rule 4. Frames are in force in one thread, and not in backward; decisions in code that runs again
-        there are recorded (see `decisions`).
+Rule 4. Frames are in force in one thread, and not in backward; draws of code that runs again
+        there are recorded (see `checkpointed_draws`).
 Rule 5. A noisy weight lives as long as the forward of its module. Where a tree runs that module
         again, the weight is made again, and then lives as long as the tree's forward; its gradients
         flow to the node of the first one, so that they are summed before they are scaled, as those
@@ -19,27 +19,26 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.restoring import Restoring, Reusable
 from recoup._core.rng import draw_seed
-from recoup.weights.reparametrization import Application, Drawn, Reparametrization
+from recoup.weights.reparametrization import Application, Drawn, Reparametrization, Reparametrized
 
 __all__ = [
     "Forward",
     "Frame",
-    "Made",
     "Override",
     "SameDraw",
-    "drawn_for",
     "frames",
     "is_due",
+    "is_in_progress",
     "is_overridden",
-    "is_turned_on",
+    "override_for",
+    "resolve",
 ]
 
 
@@ -54,6 +53,11 @@ _stack = _Stack()
 def frames() -> list[Frame]:
     """Return the frames in force in this thread, the innermost last."""
     return _stack.frames
+
+
+def is_in_progress() -> bool:
+    """Whether any forward is in progress in this thread."""
+    return any(isinstance(frame, Forward) for frame in _stack.frames)
 
 
 class Frame:
@@ -82,27 +86,15 @@ class _InForce(Restoring):
 
 def _remove(frames: list[Any], frame: object, num_left: int) -> None:
     # From the end: contexts of generators may end in another order.
-    places = [place for place, each in enumerate(frames) if each is frame]
-    for place in reversed(places[num_left:]):
-        del frames[place]
-
-
-class Made(NamedTuple):
-    """A noisy weight of a forward, and the values that it was made from."""
-
-    weight: weakref.ref[Tensor]
-    held: Tensor | None
-    stub: Tensor | None
-    raw: Tensor
-    version: int
-    drawn: tuple[Drawn, ...]
-    with_graph: bool
+    found = [index for index, each in enumerate(frames) if each is frame]
+    for index in reversed(found[num_left:]):
+        del frames[index]
 
 
 class Forward(Frame, Restoring):
     """A forward of a module that has, or covers, reparametrized weights (See Rule 1)."""
 
-    __slots__ = ("applications", "drawn", "held", "made", "owner", "reads_raw", "steps")
+    __slots__ = ("alive", "applications", "computed", "drawn", "owner", "reads_raw", "steps")
 
     def __init__(self, owner: nn.Module | None, applications: tuple[Application, ...]) -> None:
         super().__init__()
@@ -110,8 +102,8 @@ class Forward(Frame, Restoring):
         self.applications = applications
         self.drawn: dict[Reparametrization, Drawn] = {}
         self.steps: dict[Application, int] = {}
-        self.made: dict[object, Made] = {}
-        self.held: list[Tensor] = []
+        self.computed: dict[object, Any] = {}  # by weight, what `ParametrizedWeight` computed
+        self.alive: list[Tensor] = []  # weights that live as long as this forward (See Rule 5)
         self.reads_raw = False
 
     @never_compiled
@@ -153,11 +145,11 @@ class SameDraw(Frame, Reusable):
 class Override(Frame, Reusable):
     """Noise turned on or off for some weights (See Rule 3)."""
 
-    __slots__ = ("is_on", "places")
+    __slots__ = ("is_on", "weights")
 
-    def __init__(self, places: frozenset[object], is_on: bool) -> None:
+    def __init__(self, weights: frozenset[object], is_on: bool) -> None:
         super().__init__()
-        self.places = places
+        self.weights = weights
         self.is_on = is_on
 
     def once(self) -> Restoring:
@@ -187,53 +179,68 @@ class _Overriding(_InForce):
 _overriding: list[_Overriding] = []  # of all threads
 
 
-def is_turned_on() -> bool:
-    """Whether any weight may be noisy that would not be otherwise."""
-    return any(each.override.is_on for each in _overriding)
-
-
 def is_overridden() -> bool:
     """Whether any weight may be noisy or raw that would not be otherwise."""
     return len(_overriding) > 0
 
 
-def is_due(step: Reparametrization, place: object, *, is_training: bool) -> bool:
-    """Whether a forward would reparametrize the weight now (See Rule 3)."""
+def override_for(weight: object) -> bool | None:
+    """Return whether the innermost override turns noise of `weight` on or off; None without one."""
     for frame in reversed(_stack.frames):
-        if isinstance(frame, Override) and place in frame.places:
-            return frame.is_on or not step.is_random
+        if isinstance(frame, Override) and weight in frame.weights:
+            return frame.is_on
+    return None
+
+
+def is_due(step: Reparametrization, override: bool | None, *, is_training: bool) -> bool:
+    """Whether a forward would reparametrize a weight under an override (See Rule 3)."""
+    if override is not None:
+        return override or not step.is_random
     return is_training or step.mode == "always"
 
 
-def drawn_for(
-    step: Reparametrization, place: object, path: str, *, is_training: bool
-) -> Drawn | None:
-    """Return the seed and magnitude of `step` in the forward in progress, or None."""
-    around: Forward | None = None
-    kept: SameDraw | None = None
+def resolve(weight: Reparametrized, *, is_training: bool) -> tuple[Drawn, ...]:
+    """Return the draws that the forward in progress gives to `weight`."""
+    forwards: list[Forward] = []
+    same_draw: SameDraw | None = None
     for frame in reversed(_stack.frames):
         if isinstance(frame, Forward):
-            if step.application in frame.applications:
-                around = frame
-        elif isinstance(frame, SameDraw):
-            kept = frame if kept is None else kept
-    if around is None or not is_due(step, place, is_training=is_training):
-        return None
-    lasting = around if kept is None else kept
-    drawn = lasting.drawn.get(step)
-    if drawn is None:
-        magnitude = step.magnitude(_step_of(step.application, lasting.steps, is_training))
-        seed = 0
-        if magnitude and step.is_random:
-            seed = draw_seed() if kept is None else kept.seed_for(f"{path} {step.kind}")
-        drawn = lasting.drawn[step] = Drawn(step, seed, magnitude)
-    return drawn if drawn.magnitude else None
+            forwards.append(frame)
+        elif same_draw is None and isinstance(frame, SameDraw):
+            same_draw = frame
+    override = override_for(weight) if _overriding else None
+    found: list[Drawn] = []
+    for step in weight.steps:
+        outermost: Forward | None = None
+        for forward in forwards:
+            if step.application in forward.applications:
+                outermost = forward
+        if outermost is None or not is_due(step, override, is_training=is_training):
+            continue
+        drawn = (same_draw or outermost).drawn.get(step)
+        if drawn is None:
+            drawn = _draw(step, weight.path, outermost, same_draw, is_training)
+        if drawn.magnitude:
+            found.append(drawn)
+    return tuple(found)
 
 
-def _step_of(application: Application, steps: dict[Application, int], is_training: bool) -> int:
-    """Return the step number of a forward, which is the same for all its weights."""
-    step = steps.get(application)
-    if step is None:
-        step = steps[application] = application.step
+def _draw(
+    step: Reparametrization,
+    path: str,
+    forward: Forward,
+    same_draw: SameDraw | None,
+    is_training: bool,
+) -> Drawn:
+    lasting = same_draw or forward
+    application = step.application
+    count = lasting.steps.get(application)
+    if count is None:  # the first weight of this forward: its step number is that of all others
+        count = lasting.steps[application] = application.step
         application.step += is_training
-    return step
+    magnitude = step.magnitude(count)
+    seed = 0
+    if magnitude and step.is_random:
+        seed = draw_seed() if same_draw is None else same_draw.seed_for(f"{path} {step.kind}")
+    drawn = lasting.drawn[step] = Drawn(step, seed, magnitude)
+    return drawn

@@ -12,8 +12,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
+from recoup.weights.parametrized_module import attached_to
 from recoup.weights.reparametrization import Reparametrization
-from recoup.weights.swapped import attached_to
 
 __all__ = [
     "Named",
@@ -108,8 +108,8 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
                 "torch.nn.utils.weight_norm."
             )
     attached = attached_to(each.owner)
-    place = None if attached is None else attached.places.get(each.key)
-    for other in () if place is None else place.steps:
+    weight = None if attached is None else attached.weights.get(each.key)
+    for other in () if weight is None else weight.steps:
         if other.kind == step.kind:
             raise ValueError(
                 f"`{each.name}` has {other!r} already. Change what that was given (a 0-dim tensor, "

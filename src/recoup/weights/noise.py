@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import torch
 from torch import Tensor, nn
 
-from recoup._core.saved_tensors import untransformed
 from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.reparametrization import (
@@ -16,9 +12,6 @@ from recoup.weights.reparametrization import (
     Magnitude,
     Operands,
     Reparametrization,
-    is_schedule,
-    shown,
-    value_of,
 )
 
 __all__ = ["WeightNoise", "weight_noise"]
@@ -67,50 +60,16 @@ class WeightNoise(Reparametrization):
 
     kind = "weight_noise"
     order = 2
+    argument = "std"
+    is_additive = True
 
     def __init__(self, application: Application, std: Magnitude, mode: str) -> None:
         super().__init__(application, mode)
         self.std = std
         self.magnitude(application.step)
 
-    def __repr__(self) -> str:
-        mode = "" if self.mode == "training" else f', mode="{self.mode}"'
-        return f"weight_noise(std={shown(self.std)}{mode})"
-
-    @property
-    def has_schedule(self) -> bool:
-        return is_schedule(self.std)
-
-    def magnitude(self, step: int) -> float:
-        return value_of(self.std, step, "std", least=0.0, most=float("inf"), needed="0 or more")
-
-    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return cast("Tensor", _Noised.apply(weight, drawn.seed, drawn.magnitude))
-
-    def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        with untransformed():
-            noise = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-            draws.noised_(noise, drawn.seed, drawn.magnitude)
-        return weight + noise
-
-    def transpose_(self, gradient: Tensor, drawn: Drawn) -> Tensor:
-        return gradient
-
-    def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
-        # In forward the result is contiguous, whatever the weight before it was.
-        add = draws.noised_ if is_own and weight.is_contiguous() else draws.noised
-        return add(weight, drawn.seed, drawn.magnitude)
-
-
-class _Noised(torch.autograd.Function):
-    """Addition of a constant that is drawn, in one pass over memory."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seed: int, std: float) -> Tensor:
-        del ctx
-        return draws.noised(weight, seed, std)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        del ctx
-        return gradients[0], None, None
+    def compute(
+        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+    ) -> Tensor:
+        add_noise = draws.noised_ if in_place and weight.is_contiguous() else draws.noised
+        return add_noise(weight, drawn.seed, drawn.magnitude)

@@ -98,7 +98,8 @@ class WeightNorm(Reparametrization):
         weight = module._parameters[key]
         if weight is not None:
             with torch.no_grad():
-                weight.copy_(self._product(weight, self.operands(module, key)[0]))
+                product = self.compute(weight, self.operands(module, key), Drawn(self, 0, 1.0))
+                weight.copy_(product)
         del module._parameters[f"{key}_g"]
 
     def complete(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
@@ -106,24 +107,26 @@ class WeightNorm(Reparametrization):
             return state_dict
         return {**state_dict, f"{name}_g": self._norms(state_dict[name])}
 
-    def _norms(self, weight: Tensor) -> Tensor:
-        return _lengths(weight.detach(), -1 if self.dim is None else self.dim)
+    @property
+    def _axis(self) -> int:
+        return -1 if self.dim is None else self.dim  # as torch's operators have it
 
-    def _product(self, weight: Tensor, norms: Tensor) -> Tensor:
-        dim = -1 if self.dim is None else self.dim
-        return cast("Tensor", _Product.apply(weight, norms, dim, self.name))
+    def _norms(self, weight: Tensor) -> Tensor:
+        return _lengths(weight.detach(), self._axis)
 
     def operands(self, module: nn.Module, name: str) -> Operands:
         return (getattr(module, f"{name}_g"),)
 
+    def compute(
+        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+    ) -> Tensor:
+        return cast("Tensor", _Product.apply(weight, operands[0], self._axis, self.name))
+
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return self._product(weight, operands[0])
+        return self.compute(weight, operands, drawn)
 
-    def apply_plainly(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return _product(weight, operands[0], -1 if self.dim is None else self.dim)
-
-    def remake(self, weight: Tensor, operands: Operands, drawn: Drawn, *, is_own: bool) -> Tensor:
-        return self._product(weight, operands[0])
+    def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        return _product(weight, operands[0], self._axis)
 
 
 class _Product(torch.autograd.Function):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled, uncompiled
 from recoup.weights.forwards import Forward, is_overridden
-from recoup.weights.outside import warn_of_read
+from recoup.weights.outside_forward import warn_of_read
 from recoup.weights.reparametrization import Application, Drawn, Reparametrized
 
 __all__ = ["forward_in_graph", "new_handle", "read_in_graph", "register_operators"]
@@ -46,14 +46,14 @@ class Traced(NamedTuple):
 
 
 _numbers = itertools.count()
-_places: weakref.WeakValueDictionary[int, Reparametrized] = weakref.WeakValueDictionary()
+_by_handle: weakref.WeakValueDictionary[int, Reparametrized] = weakref.WeakValueDictionary()
 _traced: list[Traced] = []
 
 
-def new_handle(place: Reparametrized) -> Tensor:
-    """Return a number by which a graph may refer to `place`: an input of it, not a constant."""
+def new_handle(parametrized: Reparametrized) -> Tensor:
+    """Return a number that stands for a weight in a graph: an input of it, not a constant."""
     number = next(_numbers)
-    _places[number] = place
+    _by_handle[number] = parametrized
     return torch.tensor(number, device="cpu")
 
 
@@ -72,55 +72,55 @@ def forward_in_graph(
         _traced.pop()
 
 
-def read_in_graph(place: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
+def read_in_graph(parametrized: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
     """Trace a read of a weight (See Rule 3)."""
     covered, innermost = 0, -1
-    for number, step in enumerate(place.steps):
+    for number, step in enumerate(parametrized.steps):
         around = _around(step.application)
         if around >= 0:
             covered |= 1 << number
             innermost = max(innermost, around)
         elif not step.is_random:
-            return uncompiled(_read_uncompiled)(place, module, raw)  # See Rule 5
+            return uncompiled(_read_uncompiled)(parametrized, module, raw)  # See Rule 5
     if innermost < 0:
-        return _made(place, module, raw, covered)
+        return _made(parametrized, module, raw, covered)
     made = _traced[innermost].made
-    key = (place, torch.is_grad_enabled(), covered)
+    key = (parametrized, torch.is_grad_enabled(), covered)
     if key not in made:
-        made[key] = _made(place, module, raw, covered)
+        made[key] = _made(parametrized, module, raw, covered)
     return made[key]
 
 
-def _made(place: Reparametrized, module: nn.Module, raw: Tensor, covered: int) -> Tensor:
+def _made(parametrized: Reparametrized, module: nn.Module, raw: Tensor, covered: int) -> Tensor:
     weight = raw
     is_on = is_overridden()
-    for step in place.steps:
+    for step in parametrized.steps:
         if step.is_random:
             is_on = is_on or module.training or step.mode == "always"
         else:
-            operands = step.operands(module, place.key)
-            weight = step.apply_plainly(weight, operands, Drawn(step, 0, 1.0))
+            operands = step.operands(module, parametrized.key)
+            weight = step.apply_by_operators(weight, operands, Drawn(step, 0, 1.0))
     if not is_on:
         return weight
     begun: list[Tensor] = []
     joins: list[int] = []
     beginning: list[int] = []
-    for number, step in enumerate(place.steps):
+    for number, step in enumerate(parametrized.steps):
         around = _around(step.application)
         before = None if around < 0 else _traced[around].begun.get(step.application)
         if before is not None:
             # Take the seeds again if they are of the same weight, else only the step number.
             begun.append(before[2])
-            joins += [number, before[1], int(before[0] is place)]
+            joins += [number, before[1], int(before[0] is parametrized)]
         elif around >= 0:
             beginning.append(number)
     seeds = torch.ops.recoup.seeds(
-        raw, place.handle, len(place.steps), module.training, covered, begun, joins
+        raw, parametrized.handle, len(parametrized.steps), module.training, covered, begun, joins
     )
     for number in beginning:
-        application = place.steps[number].application
-        _traced[_around(application)].begun[application] = (place, number, seeds)
-    return torch.ops.recoup.redraw(weight, seeds, place.handle)
+        application = parametrized.steps[number].application
+        _traced[_around(application)].begun[application] = (parametrized, number, seeds)
+    return torch.ops.recoup.redraw(weight, seeds, parametrized.handle)
 
 
 def _around(application: Application) -> int:
@@ -131,9 +131,9 @@ def _around(application: Application) -> int:
     return -1
 
 
-def _read_uncompiled(place: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
-    warn_of_read(place, is_training=module.training)
-    return place.read(module, raw)
+def _read_uncompiled(parametrized: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
+    warn_of_read(parametrized, is_training=module.training)
+    return parametrized.read(module, raw)
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def _seeds(
 
     Args:
         anchor: the raw weight.
-        handle: the handle of the place.
+        handle: the handle of the parametrized weight.
         num_steps: the number of reparametrizations of the weight.
         is_training: whether its module is in training mode.
         covered: as bits, those of them that a forward in the graph covers.
@@ -171,24 +171,26 @@ def _seeds(
         joins: three numbers for each of those results: the index here of the step that joins, its
             index there, and whether it is of the same weight.
     """
-    place = _places[int(handle)]
-    applications = [each.application for n, each in enumerate(place.steps) if covered >> n & 1]
+    parametrized = _by_handle[int(handle)]
+    steps = parametrized.steps
+    applications = [each.application for n, each in enumerate(steps) if covered >> n & 1]
     # A forward that is traced is not in force when the graph runs: this stands for it.
     around = Forward(None, tuple(applications))
     for before, (number, there, is_same) in zip(begun, _in_threes(joins), strict=True):
         seed, bits, count = before[:, there]
-        step = place.steps[number]
+        step = steps[number]
         if count >= 0:
             around.steps[step.application] = int(count)
             if is_same:
                 around.drawn[step] = Drawn(step, int(seed), bits.view(torch.float64).item())
     with around:
-        drawn = {each.step: each for each in place.resolution(anchor, is_training=is_training)}
-        warn_of_read(place, is_training=is_training)
-    found = [drawn.get(step) for step in place.steps]
+        resolution = parametrized.resolution(anchor, is_training=is_training)
+        warn_of_read(parametrized, is_training=is_training)
+    drawn = {each.step: each for each in resolution}
+    found = [drawn.get(step) for step in steps]
     seeds = torch.tensor([0 if each is None else each.seed for each in found])
     magnitudes = [0.0 if each is None else each.magnitude for each in found]
-    counts = torch.tensor([around.steps.get(step.application, -1) for step in place.steps])
+    counts = torch.tensor([around.steps.get(step.application, -1) for step in steps])
     bits = torch.tensor(magnitudes, dtype=torch.float64).view(torch.int64)
     return torch.stack([seeds, bits, counts])
 
@@ -198,41 +200,33 @@ def _in_threes(joins: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     return zip(numbers, numbers, numbers, strict=True)
 
 
-def _fake_seeds(
-    anchor: Tensor,
-    handle: Tensor,
-    num_steps: int,
-    is_training: bool,
-    covered: int,
-    begun: Sequence[Tensor],
-    joins: Sequence[int],
-) -> Tensor:
+def _fake_seeds(anchor: Tensor, handle: Tensor, num_steps: int, *_: Any) -> Tensor:
     return torch.empty((3, num_steps), dtype=torch.int64, device="cpu")
 
 
 def _drawn(seeds: Tensor, handle: Tensor) -> list[Drawn]:
-    steps = _places[int(handle)].steps
+    steps = _by_handle[int(handle)].steps
     numbers = seeds[1].view(torch.float64)
     drawn = [
-        Drawn(step, int(seeds[0, place]), float(numbers[place])) for place, step in enumerate(steps)
+        Drawn(step, int(seeds[0, index]), float(numbers[index])) for index, step in enumerate(steps)
     ]
     return [each for each in drawn if each.step.is_random and each.magnitude]
 
 
 @never_compiled
 def _redraw(weight: Tensor, seeds: Tensor, handle: Tensor) -> Tensor:
-    made = weight.clone(memory_format=torch.contiguous_format)
+    weight = weight.clone(memory_format=torch.contiguous_format)
     for each in _drawn(seeds, handle):
-        made = each.step.remake(made, (), each, is_own=True)
-    return made
+        weight = each.step.compute(weight, (), each, in_place=True)
+    return weight
 
 
 @never_compiled
 def _redraw_gradient(gradient: Tensor, seeds: Tensor, handle: Tensor) -> Tensor:
-    made = gradient.clone(memory_format=torch.contiguous_format)
+    gradient = gradient.clone(memory_format=torch.contiguous_format)
     for each in _drawn(seeds, handle):
-        made = each.step.transpose_(made, each)
-    return made
+        gradient = each.step.transpose(gradient, each, in_place=True)
+    return gradient
 
 
 def _fake_redraw(weight: Tensor, seeds: Tensor, handle: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch import nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.pytree import flatten
-from recoup.weights.forwards import Forward, frames, is_due
+from recoup.weights.forwards import Forward, frames, is_due, override_for
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization, Reparametrized
 
 __all__ = ["look_at_part", "look_at_read", "warn_of_read"]
@@ -48,11 +48,11 @@ _SETTING_UP = re.compile(r"init|reset|tie|share|optim|param|state|load|save|copy
 
 _MACHINERY = ("torch.", "recoup.weights.", "recoup._core.")
 _NUM_HOLDERS = 3  # of a copy of variables: the frame, the name here and getrefcount's argument
-_PASSING = (nn.ParameterList.__module__, "recoup.weights.swapped")
+_PASSING = (nn.ParameterList.__module__, "recoup.weights.parametrized_module")
 
 _waiting: weakref.WeakKeyDictionary[Application, list[weakref.ref[_Waiting]]]
 _waiting = weakref.WeakKeyDictionary()
-_told: weakref.WeakSet[Application] = weakref.WeakSet()
+_warned: weakref.WeakSet[Application] = weakref.WeakSet()
 
 
 class _Waiting:
@@ -84,7 +84,7 @@ def look_at_part(
     """
     by_application: dict[Application, set[Reparametrization]] = {}
     for step in drawn:
-        if step.is_random and step.application not in roots and step.application not in _told:
+        if step.is_random and step.application not in roots and step.application not in _warned:
             by_application.setdefault(step.application, set()).add(step)
     for application, steps in by_application.items():
         before = [each for ref in _waiting.get(application, ()) if (each := ref()) is not None]
@@ -101,7 +101,7 @@ def look_at_part(
 
 
 def _warn_of_part(module: nn.Module, application: Application, step: Reparametrization) -> None:
-    _told.add(application)
+    _warned.add(application)
     _waiting.pop(application, None)
     warnings.warn(
         f"Several modules of the tree that {step.kind} was applied to ran outside of a forward of "
@@ -113,57 +113,58 @@ def _warn_of_part(module: nn.Module, application: Application, step: Reparametri
     )
 
 
-def look_at_read(place: Reparametrized, module: nn.Module) -> None:
+def look_at_read(parametrized: Reparametrized, module: nn.Module) -> None:
     """Warn if the read was of the raw parameter where that is probably a mistake (See Rule 2)."""
     if module.training and not torch.is_grad_enabled():
         return  # initialising, averaging, copying
     around = frames()
     if around and isinstance(around[-1], Forward) and around[-1].reads_raw:
         return
-    if not _missing(place, is_training=module.training):
+    if not _missing(parametrized, is_training=module.training):
         return
-    reader = _reader(sys._getframe(3))  # beyond `Place.read` and the property
+    reader = _reader(sys._getframe(3))  # beyond `ParametrizedWeight.read` and the property
     if reader is not None:
-        warn_of_read(place, reader, is_training=module.training)
+        warn_of_read(parametrized, reader, is_training=module.training)
 
 
-def _missing(place: Reparametrized, *, is_training: bool) -> list[Reparametrization]:
+def _missing(parametrized: Reparametrized, *, is_training: bool) -> list[Reparametrization]:
     """Return the reparametrizations that a forward would apply and none in progress covers."""
     if torch._C._current_graph_task_id() != -1:
         return []  # a hook: no forward is in force in backward
     covered = [
         each for frame in frames() if isinstance(frame, Forward) for each in frame.applications
     ]
+    override = override_for(parametrized)
     return [
         step
-        for step in place.steps
+        for step in parametrized.steps
         if step.application not in covered
-        and step.application not in _told
-        and is_due(step, place, is_training=is_training)
+        and step.application not in _warned
+        and is_due(step, override, is_training=is_training)
     ]
 
 
 def warn_of_read(
-    place: Reparametrized, frame: FrameType | None = None, *, is_training: bool
+    parametrized: Reparametrized, frame: FrameType | None = None, *, is_training: bool
 ) -> None:
     """Warn if code computes with a weight outside of a forward that reparametrizes it.
 
     Args:
-        place: the weight.
+        parametrized: the weight.
         frame: the frame of the reader, if that is known.
         is_training: whether the module that has the weight is in training mode.
     """
-    missing = _missing(place, is_training=is_training)
+    missing = _missing(parametrized, is_training=is_training)
     if not missing:
         return
-    _told.update(step.application for step in missing)
+    _warned.update(step.application for step in missing)
     reader = "" if frame is None else f" by `{frame.f_code.co_qualname}`"
     warnings.warn(
-        f"{place.name} was read{reader} outside of a forward of the module that "
+        f"{parametrized.name} was read{reader} outside of a forward of the module that "
         f"{missing[0].kind} was applied to, and is the parameter itself there. To have it as in a "
         "forward, apply to the module whose `forward` reads it (with a pattern for the qualified "
         f"name), or put `{_WAY_OUT}` around what one step computes. Where the parameter is meant, "
-        f'read it by `get_parameter("{place.key}")`, or within `recoup.weights.disabled`.',
+        f'read it by `get_parameter("{parametrized.key}")`, or within `recoup.weights.disabled`.',
         stacklevel=2 if frame is None else _level(frame),
     )
 
@@ -199,10 +200,10 @@ def _first_argument(frame: FrameType) -> object:
 
 
 @functools.lru_cache(maxsize=256)
-def _computes(code: CodeType, place: int) -> bool:
+def _computes(code: CodeType, offset: int) -> bool:
     """Whether code computes with the weight that it has just read, as far as the code shows."""
     instructions = dis.get_instructions(code)
-    read = next((each for each in instructions if each.offset == place), None)
+    read = next((each for each in instructions if each.offset == offset), None)
     then = next(instructions, None)
     if then is not None and then.opname in ("LOAD_ATTR", "LOAD_METHOD"):
         return _USES.fullmatch(str(then.argval)) is not None

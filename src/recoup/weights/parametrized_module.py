@@ -12,6 +12,9 @@ Rule 3. The state of one module is in its `__dict__`, and is copied and pickled 
 Rule 4. The forward of each class has a code object of its own. The compiler records by code
         object what it compiled, how often, and what it cannot compile; if all classes shared one,
         one recurrent layer would keep every other layer from being compiled.
+Rule 5. torch runs a recurrent layer on a list of its weights. The list that a forward runs on has
+        the reparametrized weights in the places of the raw ones, so the fused kernels are used.
+        The list that the layer keeps has the parameters.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import not_compiled_itself, uncompiled
-from recoup.weights.embedding import forward_by_rows
-from recoup.weights.forwards import Forward, frames
-from recoup.weights.graph import forward_in_graph, read_in_graph
-from recoup.weights.outside import look_at_part
-from recoup.weights.place import Place
-from recoup.weights.recurrent import members_of_recurrent
+from recoup._core.saved_tensors import is_transformed
+from recoup.weights.checkpointed_draws import CheckpointedDraws
+from recoup.weights.compiled import forward_in_graph, read_in_graph
+from recoup.weights.forwards import Forward, frames, is_in_progress
+from recoup.weights.outside_forward import look_at_part
+from recoup.weights.parametrized_weight import ParametrizedWeight
 from recoup.weights.reparametrization import Application
 
 __all__ = ["Attached", "attach", "attached_to", "is_swapped", "restore_class", "swap_class"]
@@ -43,7 +46,7 @@ class Attached:
     """The state of a reparametrized module: its parameters, and the applications to its tree."""
 
     def __init__(self) -> None:
-        self.places: dict[str, Place] = {}
+        self.weights: dict[str, ParametrizedWeight] = {}
         self.covered: list[Application] = []
         self.roots: list[Application] = []  # those that were applied to this module itself
         self.applications: tuple[Application, ...] = ()
@@ -52,7 +55,7 @@ class Attached:
     def check(self, module: nn.Module) -> None:
         """Raise if a parameter was removed, which would lose its reparametrizations."""
         parameters = module._parameters
-        for key in self.places:
+        for key in self.weights:
             if key not in parameters and key not in module.__dict__:
                 raise ValueError(
                     f"`{key}` of {type(module).__name__} is no parameter of it any more (a "
@@ -62,7 +65,7 @@ class Attached:
 
     def refresh(self) -> None:
         """Bring `applications` up to date: a forward of the module covers them."""
-        own = [a for place in self.places.values() for a in place.applications]
+        own = [a for weight in self.weights.values() for a in weight.applications]
         self.applications = tuple(dict.fromkeys((*self.covered, *own)))
 
 
@@ -87,7 +90,7 @@ def swap_class(module: nn.Module) -> None:
     attached.refresh()
     attached.breaks = any(isinstance(part, nn.RNNBase) for part in module.modules())
     base = vars(type(module))[_BASE] if is_swapped(module) else type(module)
-    module.__class__ = _class_for(base, tuple(sorted(attached.places)))
+    module.__class__ = _class_for(base, tuple(sorted(attached.weights)))
 
 
 def restore_class(module: nn.Module) -> None:
@@ -104,10 +107,10 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     members: dict[str, Any] = {name: _property(name) for name in names}
     is_recurrent = issubclass(base, nn.RNNBase)  # the compiler does not trace those either
     if is_recurrent:
-        members |= members_of_recurrent(base)
+        members |= _recurrent_members(base)
     if issubclass(base, nn.ParameterList):
         members["__getitem__"] = _slicing(base)
-    run = forward_by_rows(base.forward) if issubclass(base, nn.Embedding) else base.forward
+    run = _forward_by_rows if base.forward is nn.Embedding.forward else base.forward
     members |= {
         _NAMES: names,
         _BASE: base,
@@ -140,13 +143,13 @@ def _property(name: str) -> property:
         if name not in parameters and name not in own:
             raise AttributeError(name)  # Python then calls `__getattr__`
         raw = parameters[name] if name in parameters else own[name]
-        attached = attached_to(module)
-        place = None if attached is None else attached.places.get(name)
-        if place is None or raw is None:
+        attached: Attached | None = own.get(_KEY)
+        weight = None if attached is None else attached.weights.get(name)
+        if weight is None or raw is None:
             return raw
         if torch.compiler.is_compiling():
-            return read_in_graph(place, module, raw)
-        return place.read(module, raw)
+            return read_in_graph(weight, module, raw)
+        return weight.read(module, raw)
 
     def assign(module: nn.Module, value: Any) -> None:
         module.__dict__[name] = value  # a replica of DataParallel has tensors for parameters
@@ -160,13 +163,15 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
         forward = Forward(self, attached.applications)
         with forward:
             result = run(self, *args, **kwargs)
+        if CheckpointedDraws.has_latest_read and not is_in_progress():
+            CheckpointedDraws.forward_ended()
         if forward.drawn:
             look_at_part(self, attached.roots, forward.drawn, result)
         return result
 
     @functools.wraps(forward)
     def forward_in_progress(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        attached = attached_to(self)
+        attached: Attached | None = self.__dict__.get(_KEY)
         if attached is None:
             return run(self, *args, **kwargs)
         attached.check(self)
@@ -187,11 +192,68 @@ def _with_own_code(forward: Any, qualname: str) -> Any:
     return forward
 
 
+def _forward_by_rows(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the forward of an embedding; where only rows are dropped, drop those looked up.
+
+    A custom forward may do more with the weight; it reads a weight whose rows are dropped.
+    """
+    forward = nn.Embedding.forward
+    top = _forward_of(self)
+    attached = attached_to(self)
+    weight = None if attached is None else attached.weights.get("weight")
+    if top is None or weight is None or is_transformed():
+        return forward(self, input, *args, **kwargs)
+    drawn = weight.drawn(self, cast("Tensor", self._parameters["weight"]))
+    if len(drawn) != 1 or not drawn[0].step.drops_rows:
+        return forward(self, input, *args, **kwargs)
+    top.reads_raw = True
+    try:
+        rows = forward(self, input, *args, **kwargs)
+    finally:
+        top.reads_raw = False
+    return drawn[0].step.apply_to_rows(rows, input, self.num_embeddings, drawn[0])
+
+
+def _forward_of(module: nn.Module) -> Forward | None:
+    """Return the innermost forward in progress, if it is one of `module`."""
+    around = frames()
+    top = around[-1] if around else None
+    return top if isinstance(top, Forward) and top.owner is module else None
+
+
+def _recurrent_members(base: type[nn.RNNBase]) -> dict[str, Any]:
+    """Return members of a class for recurrent layers (See Rule 5)."""
+
+    def weights(self: nn.RNNBase) -> list[Tensor]:
+        top = _forward_of(self)
+        if top is None or top.reads_raw:
+            return self.__dict__["_flat_weights"]
+        names: list[str] = self.__dict__["_flat_weights_names"]
+        return [getattr(self, name) for name in names]
+
+    def keep(self: nn.RNNBase, kept: list[Tensor]) -> None:
+        self.__dict__["_flat_weights"] = kept
+
+    def update(self: nn.RNNBase) -> None:
+        top = _forward_of(self)
+        if top is None:
+            base._update_flat_weights(self)
+            return
+        # torch checks here that its list holds the layer's parameters: it must read the raw ones.
+        top.reads_raw = True
+        try:
+            base._update_flat_weights(self)
+        finally:
+            top.reads_raw = False
+
+    return {"_flat_weights": property(weights, keep), "_update_flat_weights": update}
+
+
 def _slicing(base: type[nn.ParameterList]) -> Any:
     def get_item(self: nn.ParameterList, index: Any) -> Any:
         if isinstance(index, slice) and frames():
             # `ParameterList` would make new parameters of reparametrized weights.
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[each] for each in range(*index.indices(len(self)))]
         get: Any = base.__getitem__
         return get(self, index)
 
@@ -225,8 +287,8 @@ def _registering(base: type[nn.Module]) -> Any:
 def _shown(base: type[nn.Module]) -> Any:
     def extra_repr(self: nn.Module) -> str:
         attached = attached_to(self)
-        places: list[Place] = [] if attached is None else list(attached.places.values())
-        parts = [f"{step!r} of {place.key}" for place in places for step in place.steps]
+        weights = () if attached is None else attached.weights.values()
+        parts = [f"{step!r} of {weight.key}" for weight in weights for step in weight.steps]
         return ", ".join(part for part in (base.extra_repr(self), *parts) if part)
 
     return extra_repr
@@ -235,9 +297,9 @@ def _shown(base: type[nn.Module]) -> Any:
 def _loading(base: type[nn.Module]) -> Any:
     def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         attached = attached_to(self)
-        for place in () if attached is None else attached.places.values():
-            for step in place.steps:
-                state_dict = step.complete(state_dict, prefix + place.key)
+        for weight in () if attached is None else attached.weights.values():
+            for step in weight.steps:
+                state_dict = step.complete(state_dict, prefix + weight.key)
         base._load_from_state_dict(self, state_dict, prefix, *rest)
 
     return load

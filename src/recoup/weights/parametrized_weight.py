@@ -1,0 +1,236 @@
+"""A parameter of a module under one of its names, with the reparametrizations applied to it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recoup._core.compile import never_compiled
+from recoup._core.lazy_values import Source, as_value, read_anew
+from recoup._core.rng import is_repeated, remembered
+from recoup._core.saved_tensors import (
+    Kept,
+    grad_mode,
+    is_in_backward,
+    is_transformed,
+    pair_in_force,
+    reverse_at_once,
+    version_of,
+)
+from recoup.errors import RecoupError
+from recoup.weights.checkpointed_draws import CheckpointedDraws, may_run_again
+from recoup.weights.compiled import new_handle
+from recoup.weights.forwards import Forward, frames, is_due, override_for, resolve
+from recoup.weights.outside_forward import look_at_read
+from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
+
+__all__ = ["ParametrizedWeight"]
+
+
+class _Computed(NamedTuple):
+    """A weight that a forward computed, and the values that it was computed from."""
+
+    weight: weakref.ref[Tensor]
+    kept: Tensor | None  # the weight, where the forward keeps it alive (Rule 5 of `forwards`)
+    stub: Tensor | None
+    raw: Tensor
+    version: int
+    drawn: tuple[Drawn, ...]
+    with_graph: bool
+
+
+class ParametrizedWeight:
+    """A parameter under one of its names: each use of a shared parameter has its own.
+
+    Args:
+        key: its name in the module that owns it.
+        path: its qualified name, on which the draws of `same_draw(seed)` depend.
+        name: its name in errors.
+    """
+
+    def __init__(self, key: str, path: str, name: str) -> None:
+        self.key = key
+        self.path = path
+        self.name = name
+        self.steps: list[Reparametrization] = []
+        self.handle = new_handle(self)
+        self._checkpointed = CheckpointedDraws()
+
+    def add(self, step: Reparametrization) -> None:
+        """Add a reparametrization; they run in their own order, not in that of the calls."""
+        self.steps = sorted([*self.steps, step], key=lambda other: other.order)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"key": self.key, "path": self.path, "name": self.name, "steps": self.steps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["key"], state["path"], state["name"])
+        self.steps = state["steps"]
+
+    @property
+    def applications(self) -> tuple[Application, ...]:
+        """The calls that applied its reparametrizations."""
+        return tuple(dict.fromkeys(step.application for step in self.steps))
+
+    @never_compiled
+    def read(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """Return the weight that the forward in progress uses; the raw one outside of any."""
+        drawn = self.drawn(module, raw)
+        if len(drawn) < len(self.steps):
+            look_at_read(self, module)
+        return self._computed(module, raw, drawn) if drawn else raw
+
+    @never_compiled
+    def drawn(self, module: nn.Module, raw: Tensor) -> tuple[Drawn, ...]:
+        """Return the draws for the weight in the forward in progress; none if it is raw."""
+        around = frames()
+        if around:
+            top = around[-1]
+            if isinstance(top, Forward) and top.reads_raw and top.owner is module:
+                return ()
+        elif not is_repeated() and not self._may_be_recorded():
+            return ()
+        return self.resolution(raw, is_training=module.training)
+
+    def _may_be_recorded(self) -> bool:
+        """Whether a read outside of a forward is recorded, or has been and runs again."""
+        return bool(self._checkpointed) if is_in_backward() else pair_in_force() is not None
+
+    def resolution(self, raw: Tensor, *, is_training: bool) -> tuple[Drawn, ...]:
+        """Return the draws of the forward in progress, or those recorded if code runs again."""
+        if not is_repeated() and not may_run_again():
+            return resolve(self, is_training=is_training)
+        override = override_for(self)
+        is_open = any(
+            step.is_random and is_due(step, override, is_training=is_training)
+            for step in self.steps
+        )
+        return remembered(
+            lambda: self._checkpointed.resolve(
+                lambda: resolve(self, is_training=is_training),
+                self.name,
+                version_of(raw),
+                is_open=is_open,
+            )
+        )
+
+    def _computed(self, module: nn.Module, raw: Tensor, drawn: tuple[Drawn, ...]) -> Tensor:
+        """Return the weight: the one that the forward has, if that is alive, or a new one."""
+        outermost: Forward | None = None
+        innermost: Forward | None = None
+        for frame in frames():
+            if isinstance(frame, Forward):
+                innermost = frame
+                outermost = outermost or frame
+        if outermost is None or innermost is None:
+            return self._compute(module, raw, drawn, None)
+        with_graph, version = torch.is_grad_enabled(), version_of(raw)
+        before: _Computed | None = outermost.computed.get(self)
+        is_same = (
+            before is not None
+            and before.raw is raw
+            and before.version == version
+            and before.with_graph is with_graph
+            and before.drawn == drawn
+        )
+        weight = before.weight() if before is not None and is_same else None
+        if weight is not None:
+            return read_anew(weight)
+        stub = before.stub if before is not None and is_same else None
+        weight = self._compute(module, raw, drawn, stub)
+        is_run_again = is_same or isinstance(module, nn.RNNCellBase)
+        if stub is None and not is_run_again and outermost.owner is not module:
+            stub = _stub_of(weight)
+        kept = weight if is_run_again else None
+        outermost.computed[self] = _Computed(
+            weakref.ref(weight), kept, stub, raw, version, drawn, with_graph
+        )
+        if innermost.owner is module:
+            innermost.alive.append(weight)
+        return weight
+
+    def _compute(
+        self, module: nn.Module, raw: Tensor, drawn: tuple[Drawn, ...], stub: Tensor | None
+    ) -> Tensor:
+        """Return a new weight; its gradients flow through `stub` if there is one."""
+        if type(raw) not in (nn.Parameter, Tensor) and is_traceable_wrapper_subclass(raw):
+            raise RecoupError(
+                f"{self.name} is a {type(raw).__name__}, and {drawn[0].step.kind} draws for plain "
+                "tensors: let FSDP2 gather it (read it within the forward of its module)."
+            )
+        operands: Operands = ()
+        for each in drawn:
+            operands += each.step.operands(module, self.key)
+        if not torch.is_grad_enabled():
+            return _without_graph(raw, operands, drawn)
+        weight = raw
+        if is_transformed():
+            for each in drawn:
+                weight = each.step.apply_by_operators(weight, operands, each)
+            return weight
+        if stub is None:
+            for each in drawn:
+                weight = each.step.apply(weight, operands, each)
+                reverse_at_once(weight)
+        else:
+            with grad_mode(False):
+                weight = _without_graph(raw, operands, drawn)
+            weight = cast("Tensor", _WithNode.apply(stub, weight))
+            reverse_at_once(weight)
+        return as_value(weight, _Recomputed(self.name, raw, operands, drawn))
+
+
+def _without_graph(weight: Tensor, operands: Operands, drawn: tuple[Drawn, ...]) -> Tensor:
+    is_new = False
+    for each in drawn:
+        weight = each.step.compute(weight, operands, each, in_place=is_new)
+        is_new = True
+    return weight
+
+
+class _Recomputed(Source):
+    """A reparametrized weight, which is computed again from the raw one and seeds."""
+
+    __slots__ = ("_drawn", "_operands", "_raw")
+
+    way = "regenerate"
+
+    def __init__(
+        self, name: str, raw: Tensor, operands: Operands, drawn: tuple[Drawn, ...]
+    ) -> None:
+        super().__init__(name)
+        self._raw = Kept(raw, name, None)
+        self._operands = [Kept(value, f"An operand of {name}", None) for value in operands]
+        self._drawn = drawn
+
+    def make(self) -> None:
+        operands = tuple(kept.get() for kept in self._operands)
+        with torch.no_grad():
+            self.give(_without_graph(self._raw.get(), operands, self._drawn))
+
+
+def _stub_of(weight: Tensor) -> Tensor | None:
+    """Return a tensor without memory through which gradients reach the node of `weight`."""
+    if not weight.requires_grad:
+        return None
+    stub = cast("Tensor", _WithNode.apply(weight, weight.new_empty(()).expand(weight.shape)))
+    reverse_at_once(stub)
+    return stub
+
+
+class _WithNode(torch.autograd.Function):
+    """A value whose gradient flows to the node of another tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, value: Tensor) -> Tensor:
+        del ctx, source
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradients[0], None
