@@ -46,7 +46,7 @@ class FirstRun:
     __slots__ = ("_is_asked", "_mode", "_parts", "filled", "has_failed", "is_running", "keeps")
 
     def __init__(self, parts: Iterable[Any], *, is_training: bool) -> None:
-        self._parts = [weakref.ref(part) for part in parts]
+        self._parts = list(map(weakref.ref, parts))
         self._mode = int(is_training)
         self._is_asked = False
         self.filled: list[weakref.ref[Any]] = []  # slots that keep their value until the end

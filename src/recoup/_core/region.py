@@ -45,7 +45,6 @@ from recoup._core.saved_tensors import (
     Kept,
     Pair,
     num_nodes,
-    pair_in_force,
     saving,
     set_grad_enabled,
     storage_of,
@@ -185,13 +184,13 @@ class _Recording(saving):
         self._region = region
 
     def __enter__(self) -> None:
+        super().__enter__()
         region = self._region
-        region._beneath = pair = pair_in_force()
+        region._beneath = pair = self._beneath
         # A region around this one passes what is not its own to the pair beneath it.
         around = getattr(pair[0], "__self__", None) if pair is not None else None
         if type(around) is Region:
             region._beneath = around._beneath
-        super().__enter__()
         region.start = num_nodes()
 
 

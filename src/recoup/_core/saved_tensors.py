@@ -15,8 +15,8 @@ Rule 4. Only the top of the stack of pairs can be read. Each pair of ours record
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from operator import methodcaller
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, methodcaller
 from traceback import walk_tb
 from types import GeneratorType
 from typing import Any, Protocol, cast
@@ -44,6 +44,7 @@ __all__ = [
     "pair_in_force",
     "pop_down_to",
     "pop_saved_tensors_hooks",
+    "requires_grad_of",
     "reverse_at_once",
     "saving",
     "set_grad_enabled",
@@ -64,6 +65,8 @@ _push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # Returns the number of graph nodes that this thread has made.
 num_nodes: Callable[[], int] = _autograd._get_sequence_nr
+_version: Callable[[Tensor], int] = attrgetter("_version")
+requires_grad_of: Callable[[Tensor], bool] = attrgetter("requires_grad")
 # Within it, neither function modes nor tensor subclasses see the operators.
 without_torch_function: Any = torch._C.DisableTorchFunction
 _LAST = 2**64 - 1
@@ -228,20 +231,26 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version of each tensor; 0 for an inference tensor."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # some have none
+        return list(map(version_of, tensors))
 
 
 def detached(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return `tensors` without their history."""
-    return tuple([tensor.detach() for tensor in tensors])
+    return tuple(map(Tensor.detach, tensors))
 
 
 def as_leaves(tensors: Iterable[Tensor], requires_grad: Iterable[bool]) -> tuple[Tensor, ...]:
     """Return `tensors` as leaves of a new graph that require a gradient as told."""
-    flags = zip(tensors, requires_grad, strict=True)
-    return tuple([tensor.detach().requires_grad_(flag) for tensor, flag in flags])
+    leaves = tuple(map(Tensor.detach, tensors))
+    for leaf, flag in zip(leaves, requires_grad, strict=True):
+        if flag:
+            leaf.requires_grad_()
+    return leaves
 
 
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:

@@ -31,7 +31,7 @@ from recoup._core.random_sources import draws_nothing
 from recoup._core.region import Filling, Region
 from recoup._core.restoring import Restoring
 from recoup._core.rng import SeededCall
-from recoup._core.saved_tensors import as_leaves, detached, versions_of
+from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of
 from recoup.errors import ReplayError
 
 __all__ = ["Evaluations", "evaluate", "is_answered"]
@@ -109,7 +109,7 @@ class _Evaluation:
     __slots__ = ("call", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
 
     def __init__(self, inputs: Inputs, region: Region) -> None:
-        self.requires_grad = [value.requires_grad for value in inputs]
+        self.requires_grad = list(map(requires_grad_of, inputs))
         self.call = SeededCall()
         self.region = weakref.ref(region)
         self.output: tuple[Tensor, ...] | None = None
@@ -180,7 +180,7 @@ class Evaluations:
         with region.recording():
             output = _run(network, inputs, evaluation.call)
         values, evaluation.tree = flatten(output)
-        evaluation.wants_grad = [value.requires_grad for value in values]
+        evaluation.wants_grad = list(map(requires_grad_of, values))
         return output
 
     def _only(self, network: nn.Module) -> _Evaluation:

@@ -28,7 +28,13 @@ from recoup._core.guards import is_in_place
 from recoup._core.inner_gradients import Advancing
 from recoup._core.region import Filled, Filling, Owner, Region
 from recoup._core.replay import Rerun
-from recoup._core.saved_tensors import as_leaves, detached, grad_mode, versions_of
+from recoup._core.saved_tensors import (
+    as_leaves,
+    detached,
+    grad_mode,
+    requires_grad_of,
+    versions_of,
+)
 from recoup._core.shared_evaluation import Evaluations
 from recoup.errors import ReplayError
 
@@ -96,7 +102,7 @@ class StageRun:
         self._rerun = Rerun(stage.name, stage.modules, stage.code, stage.held)
         self._region: weakref.ref[Region] | None = None
         self._evaluations = Evaluations(stage.name) if is_inverted else None
-        self._requires_grad = [value.requires_grad for value in state]
+        self._requires_grad = list(map(requires_grad_of, state))
         self._shapes = [value.shape for value in state] if is_inverted else []
         self.changes_input = False
 
