@@ -17,14 +17,21 @@ Rule 6. A decision that is made outside of a region and may differ later (which 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
+from recoup._core.generators import (
+    States,
+    generator_states,
+    generators_restored,
+    same_states,
+    seed_generators,
+    set_generator_states,
+    with_seed,
+)
 from recoup._core.restoring import Restoring
 from recoup.errors import RecoupError, ReplayError
 
@@ -34,24 +41,16 @@ __all__ = [
     "Recording",
     "Replaying",
     "SeededCall",
-    "States",
     "counted",
     "draw_seed",
-    "fingerprint",
-    "generator_states",
-    "generators_restored",
     "hash_seed",
     "is_repeated",
     "num_repeated",
     "remembered",
-    "same_states",
-    "set_generator_states",
     "skip",
-    "with_seed",
 ]
 
 T = TypeVar("T")
-States = tuple[Tensor, ...]
 _64_BITS = 2**64 - 1
 
 
@@ -61,77 +60,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-# --- the default generators ----------------------------------------------------------------------
-
-
-def _generators() -> tuple[torch.Generator, ...]:
-    # All devices, since a region may draw on one that is not the current device.
-    if torch.cuda.default_generators and torch.cuda.is_initialized():
-        return (torch.default_generator, *torch.cuda.default_generators)
-    return (torch.default_generator,)
-
-
-def generator_states() -> States:
-    """Return the states of the default generators."""
-    if not torch.cuda.default_generators:  # CUDA was not initialized, and most often is not there
-        return (torch.default_generator.get_state(),)
-    return tuple(generator.get_state() for generator in _generators())
-
-
-def set_generator_states(states: States) -> None:
-    """Set the states of the default generators."""
-    for generator, state in zip(_generators(), states, strict=False):
-        generator.set_state(state)
-
-
-def same_states(a: States, b: States) -> bool:
-    """Whether two states are equal, so that nothing was drawn in between."""
-    # A device that was initialized in between counts as unchanged: it has no state to replay.
-    for x, y in zip(a, b, strict=False):
-        # torch.equal takes four times as long for the 5 KB of a state, in every region.
-        kind = ctypes.c_char * x.numel()
-        if kind.from_address(x.data_ptr()).raw != kind.from_address(y.data_ptr()).raw:
-            return False
-    return True
-
-
-def fingerprint() -> int:
-    """Return a hash of the state of the default CPU generator."""
-    state = torch.default_generator.get_state()
-    return hash(ctypes.string_at(state.data_ptr(), state.numel()))
-
-
-class generators_restored(Restoring):  # noqa: N801 - it reads as what it does
-    """A context after which the default generators have the states from before it.
-
-    Attributes:
-        states: the states that they will have.
-    """
-
-    states: States | None = None
-
-    def __enter__(self) -> Self:
-        self.states = generator_states()
-        return self
-
-    def restore(self) -> None:
-        if self.states is not None:
-            set_generator_states(self.states)
-            self.states = None
-
-
-def with_seed(call: Callable[[], T], seed: int) -> T:
-    """Run `call` with the default generators seeded with `seed`, and restore them after it."""
-    with generators_restored():
-        _seed_generators(seed)
-        return call()
-
-
-def _seed_generators(seed: int) -> None:
-    for generator in _generators():
-        generator.manual_seed(seed)
 
 
 # --- seeds ---------------------------------------------------------------------------------------
@@ -417,7 +345,7 @@ class SeededCall:
             before = generators.states
             seed = _fresh_seed()
             generators.states = generator_states()
-            _seed_generators(seed)
+            seed_generators(seed)
             start = generator_states()
             with _Regions((within,)):
                 result = call()

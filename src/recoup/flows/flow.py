@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
+from recoup._core.generators import with_seed
 from recoup._core.restoring import Undoing, restoring
-from recoup._core.rng import with_seed
 from recoup.flows.labels import one_hot
 from recoup.flows.latents import (
     Base,

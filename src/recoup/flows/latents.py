@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
-from recoup._core.rng import with_seed
+from recoup._core.generators import with_seed
 
 __all__ = ["Base", "Latents", "as_latents", "as_tuple", "chosen", "temperature_of_each"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.drift_guard import Drift
+from recoup._core.generators import generators_restored
 from recoup._core.log_det_pairs import check_pair, has_inverse
-from recoup._core.rng import generators_restored
 from recoup._core.stage import State
 from recoup.errors import ConvergenceError, NotInvertibleError
 from recoup.invertible.actnorm import ActNorm

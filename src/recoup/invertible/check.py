@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recoup._core.generators import with_seed
 from recoup._core.log_det_pairs import Direction, check_pair
-from recoup._core.rng import with_seed
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain import Chain
 from recoup.invertible.contract import InvertibleModule

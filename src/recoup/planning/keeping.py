@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.call import Call
 from recoup._core.dispatch_modes import InMode
+from recoup._core.generators import States, generator_states, same_states, set_generator_states
 from recoup._core.operators import has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
-from recoup._core.rng import States, generator_states, same_states, set_generator_states
 from recoup._core.saved_tensors import Kept, Pair, num_nodes, pair_in_force
 from recoup._core.storage_tracking import storage_id
 from recoup.errors import ReplayError

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
+from recoup._core.generators import fingerprint
 from recoup._core.pytree import flatten
-from recoup._core.rng import fingerprint
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.stage import State
 from recoup._core.storage_tracking import bytes_of, storages_of

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.closures import Held
+from recoup._core.generators import generators_restored
 from recoup._core.graph_ends import ends_of
 from recoup._core.restoring import Undoing, restoring
-from recoup._core.rng import generators_restored
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ReplayError
 from recoup.planning.state_snapshot import StateSnapshot, settings_restored

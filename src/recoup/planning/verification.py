@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recoup._core.rng import States, generator_states, same_states
+from recoup._core.generators import States, generator_states, same_states
 from recoup.errors import ReplayError
 
 __all__ = ["DifferentStepError", "Outcome", "Verification", "has_room", "outcome_of"]

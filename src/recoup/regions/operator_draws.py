@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from recoup._core.generators import same_states
 from recoup._core.pytree import tensors_in
 from recoup._core.random_sources import own_generator
-from recoup._core.rng import same_states
 from recoup.errors import ReplayError
 
 __all__ = ["Draw", "DrawRecorder", "DrawReplayer"]

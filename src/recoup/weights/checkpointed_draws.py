@@ -30,7 +30,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from recoup._core.rng import counted, fingerprint, skip
+from recoup._core.generators import fingerprint
+from recoup._core.rng import counted, skip
 from recoup._core.saved_tensors import is_in_backward, pair_in_force
 from recoup.errors import ChangedError, ReplayError
 from recoup.weights.reparametrization import Drawn
