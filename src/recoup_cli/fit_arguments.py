@@ -208,7 +208,7 @@ def _check_values(given: Mapping[str, str | None], fit: Fit) -> None:
     data = given.get("--data.path")
     if data is not None and data not in (*fit.sources, "null") and not Path(data).exists():
         raise ValueError(
-            f"`--data` is {data}, which is not there.{near(data, fit.sources)} See `--help` for "
+            f"`--data` is {data}, which does not exist.{near(data, fit.sources)} See `--help` for "
             "what it takes."
         )
     for option in _BEGUN_FROM:

@@ -39,7 +39,7 @@ def check_checkpoint(path: str | Path, option: str) -> None:
     """Raise a ValueError if the checkpoint that an option names does not exist."""
     if not Path(path).is_file():
         raise ValueError(
-            f"`{option}` is {path}, which is not there. Give a .ckpt file, such as "
+            f"`{option}` is {path}, but there is no such file. Give a .ckpt file, such as "
             "checkpoints/best.ckpt in the folder of a run."
         )
 

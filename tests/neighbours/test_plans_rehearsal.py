@@ -238,7 +238,7 @@ def test_f2_a_parameter_that_is_written_to_past_its_version_is_an_error():
             self.head.weight.data.clamp_(-0.01, 0.01)
             return super().forward(x)
 
-    with pytest.raises(RecoupError, match=r"`head.weight` of Clips was changed by a forward"):
+    with pytest.raises(RecoupError, match=r"`head.weight` of Clips was changed by the forward"):
         planned(Clips())
 
 
@@ -391,8 +391,8 @@ def without_parameters() -> nn.Module:
 
 BAD: dict[str, Any] = {
     "a name of nothing": ({"blocks": "nope.*"}, "matches the name of no module"),
-    "nested": ({"blocks": ["blocks.0", "blocks.0.up"]}, "`blocks.0.up`, which is within"),
-    "everything": ({"blocks": ".*"}, "which is within"),
+    "nested": ({"blocks": ["blocks.0", "blocks.0.up"]}, "`blocks.0.up`, which is part of"),
+    "everything": ({"blocks": ".*"}, "which is part of"),
     "of another": ({"blocks": [Block()]}, "no module of Net"),
     "none": ({"blocks": []}, "`blocks` is empty"),
     "a number": ({"blocks": [3]}, "`blocks` has int"),

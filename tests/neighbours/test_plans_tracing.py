@@ -71,7 +71,7 @@ def test_what_is_exported_has_no_trace_of_a_plan():
 def test_scripting_names_the_way_out():
     """N12"""
     model, _ = planned()
-    with pytest.raises(AttributeError, match=r"remove the plan first"):
+    with pytest.raises(AttributeError, match=r"Remove the plan before"):
         torch.jit.script(model)
 
 

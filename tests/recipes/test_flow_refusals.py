@@ -29,7 +29,7 @@ def write_pictures(folder, *shapes):
         (["--model.coupling", "odd"], "is odd, but must be one of null, 'affine', 'additive'"),
         (["--model.num_steps", "0"], "`num_steps` is 0"),
         (["--threads", "0"], "`--threads` is 0"),
-        (["--data", "nowhere"], "`--data` is nowhere, which is not there"),
+        (["--data", "nowhere"], "`--data` is nowhere, which does not exist"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (
             ["--config", "realnvp-minst"],
@@ -63,7 +63,7 @@ def write_pictures(folder, *shapes):
             ["--data", "checkerboard", "--model.flow", "nice", "--model.conditional", "true"],
             "`--model.conditional` is true, but checkerboard has no label for each",
         ),
-        (["--resume", "nowhere.ckpt"], "`--resume` is nowhere.ckpt, which is not there"),
+        (["--resume", "nowhere.ckpt"], "`--resume` is nowhere.ckpt, but there is no such file"),
         (["--trainer.devices", "0"], "Change the settings of the Trainer"),
     ],
 )

@@ -269,7 +269,7 @@ def test_a_relative_path_is_known_from_another_folder(monkeypatch, capsys, refus
     Path("text.txt").unlink()
     Path("../here/text.txt").unlink()
     message = refusal("lm", "evaluate", "--checkpoint", checkpoint)
-    assert "trained on text.txt, which is not there" in message
+    assert "trained on text.txt, which does not exist" in message
     assert "by `--data`" in message
 
 
@@ -288,7 +288,7 @@ def test_a_relative_path_is_known_from_another_folder(monkeypatch, capsys, refus
         (["--cache-window", "9", "--cache-theta", "-1"], "`cache_theta` is -1.0"),
         (["--cache-theta", "1"], "`--cache-theta` is given, but there is no cache"),
         (["--accelerator", "abacus"], "invalid accelerator name"),
-        (["--data", "nowhere"], "`--data` is nowhere, which is not there"),
+        (["--data", "nowhere"], "`--data` is nowhere, which does not exist"),
         (["--data", "empty.txt"], "empty.txt is empty"),
         (["--data", "latin.txt"], "latin.txt is not UTF-8: byte 3 is 0xe9"),
         (["--data", "none"], "a folder without a file that has `train` in its name"),
@@ -322,8 +322,8 @@ def half(model, path):
     [
         (cut_short, "`--checkpoint` is bad.ckpt, which cannot be read as a checkpoint"),
         (half, "bad.ckpt is a checkpoint of another architecture"),
-        (lambda model, path: None, "`--checkpoint` is bad.ckpt, which is not there"),
-        (lambda model, path: path.mkdir(), "`--checkpoint` is bad.ckpt, which is not there"),
+        (lambda model, path: None, "`--checkpoint` is bad.ckpt, but there is no such file"),
+        (lambda model, path: path.mkdir(), "`--checkpoint` is bad.ckpt, but there is no such file"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_used(refusal, words, command, spoil, message):

@@ -37,8 +37,8 @@ SIZES = [
         (["--data.bptt", "0"], "`bptt` is 0"),
         (["--data.tokens", "syllables"], "is syllables, but must be one of"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["--resume", "nowhere.ckpt"], "`--resume` is nowhere.ckpt, which is not there"),
-        (["--finetune", "nowhere.ckpt"], "`--finetune` is nowhere.ckpt, which is not there"),
+        (["--resume", "nowhere.ckpt"], "`--resume` is nowhere.ckpt, but there is no such file"),
+        (["--finetune", "nowhere.ckpt"], "`--finetune` is nowhere.ckpt, but there is no such file"),
         (["--trainer.devices", "0"], "Change the settings of the Trainer"),
         (["--trainer.gradient_clip_val", "1"], "Give that"),
         (["--trainer.accumulate_grad_batches", "2"], "each window is a step here"),
@@ -49,7 +49,7 @@ def test_options_of_fit(refusal, text, options, message):
 
 
 def test_data_that_is_not_there(refusal):
-    assert "`--data` is nowhere, which is not there" in refusal("lm", "fit", "--data", "nowhere")
+    assert "`--data` is nowhere, which does not exist" in refusal("lm", "fit", "--data", "nowhere")
 
 
 def checkpoint_of(lm_run, text, *options):

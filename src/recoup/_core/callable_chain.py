@@ -40,8 +40,8 @@ def ways_of(callables: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ..
             ways.append("invert")
         elif otherwise is None:
             raise NotInvertibleError(
-                f'`memory` is "constant", but {name} has no inverse. Use "sqrt" or "log", or say '
-                'otherwise="recompute" or otherwise="keep" for what has none.'
+                f'`memory` is "constant", but {name} has no inverse. Use "sqrt" or "log", or '
+                'pass otherwise="recompute" or otherwise="keep" for the modules that have none.'
             )
         else:
             ways.append(otherwise)
@@ -57,8 +57,8 @@ def executor_for(
     for index, (name, fn) in enumerate(callables.items()):
         if index in executor.prepared.inverted and not has_inverse(fn):
             raise NotInvertibleError(
-                f"The schedule inverts {name}, which has no method `inverse`. Give it one, or tape "
-                "or recompute it in the schedule."
+                f"The schedule inverts {name}, which has no method `inverse`. Define one, or use "
+                "a schedule that tapes or recomputes this stage."
             )
     return executor
 
@@ -116,8 +116,8 @@ class _CallableStage:
         opaque = tree.opaque()
         if opaque is not None:
             raise ReplayError(
-                f"{self.name} returns a {type(opaque).__name__}, whose tensors cannot be seen. "
-                'Return tensors in tuples, lists or dicts, or use memory="linear".'
+                f"{self.name} returns a {type(opaque).__name__}, in which recoup cannot find the "
+                'tensors. Return tensors in tuples, lists or dicts, or use memory="linear".'
             )
         self._trees[self._index + 1] = tree
         return state, None

@@ -74,7 +74,7 @@ class Executor:
         if num_stages != len(stages):
             raise ScheduleError(
                 f"The schedule is for {num_stages} stages and the chain has {len(stages)}. "
-                f"Make it anew for {len(stages)} stages."
+                f"Make a schedule for {len(stages)} stages."
             )
         check_hooks_work()
         if is_answered():
@@ -234,8 +234,8 @@ class Run:
             forward.drift.sketch_input(index, state, result[0])
         if run.changes_input and index in forward.kept and not is_marked_in_place(stage):
             raise ReplayError(
-                f"{stage.name} changes its input in place, and the schedule keeps that input. "
-                "Make it change a clone (for an activation, inplace=False)."
+                f"{stage.name} changes its input in place, but the schedule keeps that input. "
+                "Let it change a clone (for an activation, set inplace=False)."
             )
         return result
 

@@ -138,8 +138,8 @@ class ModuleGuard:
             if None in marks:
                 raise ChangedError(
                     f"{what} was replaced between forward and backward, so running it again would "
-                    "compute something else. Run backward before replacing it (inside "
-                    "`functional_call`, for instance)."
+                    "compute something else. Run backward before it is replaced (with "
+                    "`torch.func.functional_call`: within the call)."
                 )
             raise ChangedError(
                 f"{what} was changed in place between forward and backward, so running it again "
@@ -157,7 +157,7 @@ class ModuleGuard:
             if module.training is not training:
                 raise ChangedError(
                     f"{name} was in {'training' if training else 'evaluation'} mode in "
-                    f"forward and {type(module).__name__} in it is not any more, so running it "
+                    f"forward, but {type(module).__name__} within it no longer is, so running it "
                     "again would compute something else. Call train() or eval() after backward."
                 )
 

@@ -61,9 +61,10 @@ class FirstRun:
         self._is_asked = True
         if not self.keeps:
             raise ReplayError(
-                f"{name} takes a gradient inside, which it did not when it ran first, so that its "
-                "residuals are not at hand. They will be in its next runs: repeat this step. Or "
-                "put what takes the gradient into a recoup.checkpoint of its own, or outside."
+                f"{name} computes a gradient while it runs, which it did not do in its first run, "
+                "so the residuals for it were not kept. They will be kept from the next run on: "
+                "repeat this step. Or move the code that computes the gradient into a "
+                f"recoup.checkpoint of its own, or out of {name}."
             )
 
     def end(self, *, is_whole: bool) -> None:

@@ -135,7 +135,11 @@ class Source:
                 self.make()
             made = self._made
             if made is None:
-                raise ReplayError(f"{self.name} could not be made again.")
+                raise ReplayError(
+                    f"{self.name} could not be recomputed: the run that should have made it ended "
+                    "without it. A region must do the same when it runs again: look for outside "
+                    "state that it reads."
+                )
             self._waiting.discard(id(slot))
             if not self._waiting or not is_in_backward():
                 self._forget()
@@ -144,8 +148,8 @@ class Source:
     def _check(self, when: str) -> None:
         if self._witness is not None and version_of(self._witness) != self._version:
             raise ChangedError(
-                f"{self.name} is made again in backward, and was changed in place {when}. Change "
-                "a clone."
+                f"{self.name} is recomputed in backward, but was changed in place {when}. Change "
+                "a clone instead."
             )
 
     def _forget(self) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from recoup.errors import ScheduleError
 from recoup.schedules import (
     Action,
     Advance,
-    Drop,
     Invert,
     Keep,
     Load,
@@ -90,8 +88,6 @@ class Prepared:
         before: list[Action] = []
         for position, action in enumerate(self.actions[: self.sweep_end]):
             match action:
-                case Keep() | Offload() | Drop():
-                    before.append(action)
                 case Advance(start, stop):
                     for _ in range(start, stop):
                         yield Step(tuple(before), is_taped=False, is_run_again=True)
@@ -100,7 +96,7 @@ class Prepared:
                     yield Step(tuple(before), True, is_run_again=position < self.last_keep)
                     before.clear()
                 case _:
-                    raise ScheduleError(f"{action} cannot stand in the sweep of a schedule.")
+                    before.append(action)  # a Keep, Offload or Drop: `simulate` refuses others
 
 
 def _is_taken(actions: Sequence[Action], place: int) -> bool:

@@ -97,15 +97,16 @@ class Slot:
             if self.value is None:
                 if region.first_run.has_failed:
                     raise ReplayError(
-                        f"{region.name} ended with an exception, so it cannot be run again for "
-                        "what it left. Call it again."
+                        f"{region.name} raised an exception in forward, so its residuals cannot be "
+                        "recomputed. Call it again before backward."
                     )
                 region.owner.fill_slots(region.index)
             value, self.value = self.value, None  # See Rule 3
         if value is None:
             raise ReplayError(
-                f"Running {region.name} again did not make a value of shape {tuple(self.shape)} "
-                "that the first run saved."
+                f"Running {region.name} again did not save a tensor of shape {tuple(self.shape)} "
+                "that the first run saved. A region must do the same when it runs again: look for "
+                "outside state that it reads, such as a counter or a cache."
             )
         return value
 

@@ -110,10 +110,9 @@ class Reversal:
         """Fill the slots of stage `index` from the nearest state that is kept (See Rule 5)."""
         if self._forward.schedule.inverted:
             raise ReplayError(
-                f"{self._forward.stages[-1].name} is not the last of the "
-                f"{self._forward.schedule.num_stages} stages that the schedule is for, and what "
-                "comes after it was to be inverted. Make the plan anew, with arguments for which "
-                "the same blocks are called."
+                f"Forward ended with {self._forward.stages[-1].name}, but the schedule has "
+                f"{self._forward.schedule.num_stages} stages and inverts from those after it. Make "
+                "a new plan with arguments for which forward calls the same blocks."
             )
         start = max(at for at in self._forward.kept if at <= index)
         self._load(start)
@@ -278,6 +277,7 @@ class Reversal:
         run = self._forward.runs[index]
         if run is None:
             raise ScheduleError(
-                f"The schedule runs {self._forward.stages[index].name} a second time."
+                f"The schedule runs {self._forward.stages[index].name} again, but taped it in the "
+                "sweep and keeps no state after it. Add a Keep of that state to the sweep."
             )
         return run

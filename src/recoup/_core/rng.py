@@ -288,8 +288,9 @@ def remembered(decide: Callable[[], T]) -> T:
             return made, made.value
         if not isinstance(recorded, Counted):
             raise ReplayError(
-                "A region that runs again draws in another order than its first run did: a weight "
-                "is read where a seed was drawn. Look for outside state that it reads."
+                "A region draws random numbers in another order when it runs again: its first run "
+                "drew a seed where this one reads a noisy weight. A region must do the same when "
+                "it runs again: look for outside state that it reads."
             )
         skip(recorded.num_seeds)
         return recorded, recorded.value

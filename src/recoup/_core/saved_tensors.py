@@ -204,8 +204,8 @@ def check_hooks_work() -> None:
     if is_transformed():
         raise RecoupError(
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
-            'recompute, checkpoint and every memory mode but "linear" need. There, call what they '
-            'wrap by itself, or set memory="linear".'
+            'recompute, checkpoint and every memory mode but "linear" need. Within a transform, '
+            'call the wrapped function or module directly, or set memory="linear".'
         )
 
 

@@ -112,9 +112,9 @@ class Algebra(Container):
             return self
         if not self.weight > 0:
             raise GradientError(
-                f"The weights of what the store holds sum to {self.weight:g}. Collect with "
-                "`backward(loss, weight=...)`, merge with `extend_(other)` or "
-                "`extend_(other, weight=...)` (`alpha` adds no weight), or divide with `scale_`."
+                f"The gradients in the store have a total weight of {self.weight:g}, so they have "
+                "no mean. Collect with `backward(loss, weight=...)`, merge with `extend_(other)` "
+                "or `extend_(other, weight=...)` (`alpha` adds no weight), or divide with `scale_`."
             )
         if self.weight != 1:
             self.scale_(1 / self.weight)
@@ -220,8 +220,8 @@ class Algebra(Container):
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):
             raise GradientError(
-                f"The norm is {float(total)}. Say error_if_nonfinite=False to scale all the same, "
-                "or skip this step."
+                f"The norm of the gradients is {float(total)}. Skip this step, or pass "
+                "error_if_nonfinite=False to scale them anyway."
             )
         self.scale_((max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
@@ -263,8 +263,8 @@ def check_is_store(argument: str, given: object) -> None:
     """Raise if `given` is not a store."""
     if not isinstance(given, Container):
         raise ValueError(
-            f"`{argument}` has a {type(given).__name__} in it, but must be stores: give GradStore "
-            "objects."
+            f"`{argument}` contains a {type(given).__name__}, but must contain GradStore objects "
+            "only."
         )
 
 
@@ -318,6 +318,6 @@ def _number(factor: object) -> float | Tensor:
     else:
         kind = type(factor).__name__
     raise ValueError(
-        f"The factor is a {kind}, but must be one real number, for all gradients. To scale them "
-        "one by one, change `store[param]` in place."
+        f"The factor is a {kind}, but must be a single real number that scales all gradients. To "
+        "scale them one by one, change `store[param]` in place."
     )

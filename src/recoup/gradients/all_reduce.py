@@ -144,8 +144,8 @@ def _check_agree(mine: _Description, everyone: Sequence[_Description]) -> None:
     failed = [rank for rank, each in enumerate(everyone) if each.has_error]
     if failed:
         raise GradientError(
-            f"Process {failed[0]} of the group could not take part in `all_reduce_`, and says why. "
-            "Nothing was reduced."
+            f"Process {failed[0]} of the group could not take part in `all_reduce_`; its own "
+            "error has the reason. Nothing was reduced."
         )
     numbers = [int(each.num_targets) for each in everyone]
     if len({*numbers}) > 1:

@@ -115,7 +115,7 @@ def mechanism_for(mode: Mode, backward: Backward) -> Mechanism:
         return "harvest" if is_plain else "accumulate"
     what, way_out = '`mode` is "grad"', 'Use mode="harvest"'
     if mode == "auto" and reason is not None:
-        what, way_out = f"{reason[0].upper()}{reason[1:]}", "Take one of the two away"
+        what, way_out = f"{reason[0].upper()}{reason[1:]}", "Leave one of the two out"
     if are_sharded:
         raise GradientError(
             f"{what}, but a target is a DTensor, whose gradient FSDP2 delivers in a plain backward "
@@ -125,8 +125,8 @@ def mechanism_for(mode: Mode, backward: Backward) -> Mechanism:
     # torch would silently skip leaves that it cannot see.
     if any(each.is_leaf for each in everything) and backward.ends.checkpoints:
         raise GradientError(
-            f"{what}, but the graph holds a checkpoint of the reentrant kind, which delivers "
-            f"gradients in a plain backward only. {way_out}, or use_reentrant=False."
+            f"{what}, but the graph contains a reentrant checkpoint, which delivers gradients "
+            f"in a plain backward only. {way_out}, or set use_reentrant=False in the checkpoint."
         )
     return "grad"
 
@@ -137,7 +137,9 @@ def _why_not_in_grad(backward: Backward, everything: Sequence[Tensor]) -> str | 
         return "`create_graph` asks for gradients with a graph, which cannot be summed in place"
     for target in everything:
         if not target.is_leaf:
-            return f"{described(target)} is no leaf, and autograd does not accumulate in it"
+            return (
+                f"{described(target)} is not a leaf tensor, and autograd does not accumulate in it"
+            )
         if getattr(target, "_post_accumulate_grad_hooks", None):
             return (
                 f"{described(target)} has a post-accumulate hook, which would take what is "
@@ -264,10 +266,10 @@ def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[in
     """
     for target in targets:
         if not target.is_leaf or getattr(target, "_post_accumulate_grad_hooks", None):
-            what = "has a post-accumulate hook" if target.is_leaf else "is no leaf"
+            what = "has a post-accumulate hook" if target.is_leaf else "is not a leaf tensor"
             raise GradientError(
-                f"`collecting` reads `.grad`, and {described(target)} {what}. Use `backward`, "
-                "which can do without."
+                f"`collecting` reads `.grad`, but {described(target)} {what}. Use `backward`, "
+                "which does not need `.grad`."
             )
     is_plain = is_distributed() or is_sharded(*targets)
     num_received: list[int] = []

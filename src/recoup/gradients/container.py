@@ -55,22 +55,22 @@ class Container(Mapping[Tensor, Tensor]):
     def _check_is_whole(self) -> None:
         if self._damage is not None:
             raise GradientError(
-                "The store has a part of a gradient, because a call failed half way "
-                f"({self._damage}). Call `clear()`, and collect anew."
+                "The store holds an incomplete gradient, because a call failed half way "
+                f"({self._damage}). Call `clear()`, and collect the gradients again."
             )
 
     def _check_received(self, num_received: int, num_targets: int) -> None:
         if num_received == 0 and num_targets > 0:
             raise GradientError(
                 f"None of the {num_targets} targets got a gradient. Are they what `outputs` was "
-                "made from, and not copies? If it is right, say allow_empty=True."
+                "made from, and not copies? If it is right, pass allow_empty=True."
             )
 
     def _check_scale(self, scale: float | str | None, source: str) -> None:
         if self._entries.gradients and scale != self._scale:
             raise GradientError(
-                f"{source} brings gradients that are {scaled_by(scale)}, and the store holds such "
-                f"that are {scaled_by(self._scale)}. Collect all with one scale, and call "
+                f"{source} brings gradients that are {scaled_by(scale)}, but the gradients in the "
+                f"store are {scaled_by(self._scale)}. Collect all with one scale, and call "
                 "`unscale_` once, at the end."
             )
 

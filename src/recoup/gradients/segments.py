@@ -180,8 +180,8 @@ def _named(segments: object) -> dict[str, Any]:
     for index, segment in enumerate(cast("Iterable[object]", segments)):
         if not callable(segment):
             raise ValueError(
-                f"`segments` has a {type(segment).__name__} at place {index}, but must be modules "
-                "or functions."
+                f"`segments[{index}]` is a {type(segment).__name__}, but must be a module or a "
+                "function."
             )
         called = getattr(segment, "__qualname__", None) or type(segment).__name__
         named[f"segment {index} ({called})"] = segment

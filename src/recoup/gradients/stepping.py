@@ -279,9 +279,9 @@ def _parameters_to_step(optimizer: Any) -> tuple[Tensor, ...]:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"`optimizer` is a {type(optimizer).__name__}, which evaluates the loss as often as it "
-            "likes within a step (`closure`), so one gradient does not suffice. Call its `step` "
-            "with a closure, or use another optimizer."
+            f"`optimizer` is a {type(optimizer).__name__}, which evaluates the loss several times "
+            "within a step (`closure`), so one gradient does not suffice. Call its `step` with a "
+            "closure, or use another optimizer."
         )
     parameters = parameters_of(optimizer)
     _check_are_leaves(optimizer, parameters)
@@ -308,7 +308,7 @@ def _check_match(
         raise GradientError(
             f"`optimizer` does not have {names_of(optimizer, strangers)}, of which the store holds"
             " the gradient. Give those to their own optimizer (`split`), "
-            'drop them (`discard`), or say unknown="ignore". After `load_state_dict(assign=True)` '
+            'drop them (`discard`), or pass unknown="ignore". After `load_state_dict(assign=True)` '
             "or wrapping, the parameters are other objects: carry a store over by `state_dict` and "
             "`load_state_dict`."
         )
@@ -317,7 +317,7 @@ def _check_match(
         if absent:
             raise GradientError(
                 f"The store has no gradient of {names_of(optimizer, absent)}. They took no part in "
-                'the loss: leave them out of the optimizer, or say missing="skip" or "zero".'
+                'the loss: leave them out of the optimizer, or pass missing="skip" or "zero".'
             )
     frozen = [each for each in parameters if not each.requires_grad and id(each) in targets]
     if frozen:
@@ -331,9 +331,9 @@ def _check_are_leaves(params: Any, parameters: Sequence[Tensor]) -> None:
     within_graph = [each for each in parameters if not each.is_leaf]
     if within_graph:
         raise GradientError(
-            f"{names_of(params, within_graph)} is no leaf, and `.grad` of such a tensor cannot "
-            "be replaced. For an optimizer with `differentiable`, set `.grad` yourself, from "
-            "`store[param]`."
+            f"{names_of(params, within_graph)} is not a leaf tensor, so the step cannot "
+            "replace its `.grad`. For an optimizer with `differentiable`, set `.grad` yourself, "
+            "from `store[param]`."
         )
 
 

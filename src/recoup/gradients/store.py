@@ -209,8 +209,8 @@ class GradStore(Stepping, Transfer):
         if not targets and not inputs:
             if not given and params is None:
                 raise ValueError(
-                    "`params` is missing: the store was made without, so it must be said here "
-                    "whose gradients to collect."
+                    "`params` is missing: the store was made without parameters, so pass "
+                    "those whose gradients it is to collect."
                 )
             if not allow_empty:
                 raise GradientError(
@@ -286,7 +286,7 @@ def _roots(
             if root_grad is None and output.numel() != 1:
                 raise ValueError(
                     f"`grad_outputs` is missing for an output of shape {tuple(output.shape)}. Only "
-                    "a scalar can do without: sum it, or give its gradient."
+                    "a scalar output needs none: sum the output, or pass its gradient."
                 )
         root_grads = [
             torch.full_like(output, weight) if root_grad is None else root_grad * weight

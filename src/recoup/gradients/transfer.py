@@ -151,7 +151,7 @@ class Transfer(Container):
 def _pinned(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"`pin_memory` is for memory of the CPU, and the copies are on {tensor.device}. Say "
+            f"`pin_memory` is for memory of the CPU, and the copies are on {tensor.device}. Pass "
             'device="cpu" too.'
         )
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor
@@ -183,7 +183,7 @@ def _by_target(
         found[target], taken[target] = gradient, name
     if unexpected and strict:
         raise GradientError(
-            f"{type(module).__name__} has no parameter {', '.join(map(repr, unexpected))}. Say "
-            "strict=False to leave those out."
+            f"{type(module).__name__} has no parameter {', '.join(map(repr, unexpected))}. "
+            "Pass strict=False to leave those out."
         )
     return found

@@ -58,7 +58,8 @@ class MemoryBudget(PlanningCallback, Callback):
         if not pl_module.automatic_optimization:
             raise ValueError(
                 f"{type(pl_module).__name__} has `automatic_optimization` off, so its training "
-                "step trains, and a plan may not. Call recoup.plan on its network instead."
+                "step runs backward and the optimizer, which planning must not do. Call "
+                "recoup.plan on its network instead."
             )
         with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
             plan = plan_call(

@@ -306,7 +306,9 @@ def _largest(errors: Iterable[float]) -> float:
 
 def _error(actual: Tensor, expected: Tensor) -> float:
     if actual.shape != expected.shape:
-        raise ValueError(f"Shape {tuple(actual.shape)}, but {tuple(expected.shape)} is needed.")
+        raise ValueError(
+            f"The result has shape {tuple(actual.shape)}, but must have {tuple(expected.shape)}."
+        )
     if expected.numel() == 0:
         return 0.0
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))

@@ -89,7 +89,10 @@ class Point:
         y, stated = pair
         values = flat(y)[0]
         if values.numel() != self._x.numel():
-            raise ValueError(f"{self._x.numel()} numbers a sample become {values.numel()}.")
+            raise ValueError(
+                f"`forward` maps {self._x.numel()} numbers a sample to {values.numel()}; an "
+                "invertible layer keeps their number."
+            )
         rows = [
             torch.autograd.grad(
                 value, self._x, retain_graph=True, create_graph=has_graph, materialize_grads=True

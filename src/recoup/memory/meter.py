@@ -119,7 +119,7 @@ def check_device(device: torch.device | str) -> torch.device:
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f'`device` is "{where}", but only "cpu" and CUDA devices are measured.')
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f'`device` is "{where}", but torch sees no CUDA device. Give "cpu".')
+        raise ValueError(f'`device` is "{where}", but torch finds no such CUDA device. Pass "cpu".')
     return where
 
 

@@ -41,7 +41,8 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     named = dict(cast("Iterator[Block]", model.named_modules()))
     if isinstance(blocks, nn.Module):
         raise ValueError(
-            f"`blocks` is a {type(blocks).__name__}, but must be several. Give its children."
+            f"`blocks` is a single {type(blocks).__name__}, but must be a sequence of modules or "
+            "names, or a regular expression. For its children, pass list(module.children())."
         )
     if isinstance(blocks, str):
         pattern = _compiled(blocks)
@@ -68,7 +69,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"`blocks` is {pattern!r}, no regular expression: {error}.") from None
+        raise ValueError(
+            f"`blocks` is {pattern!r}, but must be a valid regular expression ({error})."
+        ) from None
 
 
 def _one(model: nn.Module, named: dict[str, nn.Module], block: str | nn.Module) -> Block:
@@ -93,7 +96,8 @@ def _check_apart(blocks: Sequence[Block]) -> None:
         for within in module.modules():
             if within is not module and id(within) in ids:
                 raise ValueError(
-                    f"`blocks` has `{name}` and `{ids[id(within)]}`, which is within it. Name one."
+                    f"`blocks` contains `{name}` and `{ids[id(within)]}`, which is part of it. "
+                    "Name one of the two."
                 )
 
 

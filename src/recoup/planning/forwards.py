@@ -95,9 +95,9 @@ class _WrappedForward:
         if name in _OF_A_FUNCTION:
             return getattr(self.__wrapped__, name)
         raise AttributeError(
-            f"The forward of this {type(self.module).__name__} goes through a plan and has no "
-            f"attribute {name!r}. For what needs it (torch.jit.script), remove the plan first: "
-            "`for plan in recoup.applied_plans(model): plan.remove()`."
+            f"The forward of this {type(self.module).__name__} follows a plan and has no "
+            f"attribute {name!r}. Remove the plan before you use something that needs it (such as "
+            "torch.jit.script): `for plan in recoup.applied_plans(model): plan.remove()`."
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ def losses_from(loss: Callable[[Any], Any] | None) -> Losses:
                     else f"a {type(each).__name__}"
                 )
                 raise ValueError(
-                    f"`loss` returned {shown}, but must return a scalar tensor, or several."
+                    f"`loss` returned {shown}, but must return a scalar tensor or a tuple of them."
                 )
         return _differentiable(several)
 

@@ -221,7 +221,7 @@ def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> N
     if loss is not None and not callable(loss):
         raise ValueError(
             f"`loss` is {loss!r}, but must be a function from what the model returns to a scalar "
-            "tensor, or several."
+            "tensor or a tuple of them."
         )
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ValueError(
@@ -229,13 +229,19 @@ def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> N
             "torch.optim.Adam(model.parameters())."
         )
     if optimizer is not None and budget_of == "step":
-        raise ValueError('`optimizer` counts for budget_of="total" only. Leave it out.')
+        raise ValueError(
+            '`optimizer` is given, but its state counts only with budget_of="total". Leave it out, '
+            "or set that."
+        )
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError("`model` has parameters without memory (meta). Give it memory first.")
+        raise ValueError(
+            "`model` has parameters on the meta device. Allocate them first: "
+            'model.to_empty(device="cpu").'
+        )
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise ValueError(
-            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for others. "
-            "Plan for `model.module`, on every rank."
+            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
+            "ranks. Plan for `model.module`, on every rank."
         )
 
 

@@ -65,9 +65,9 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
     for name, parameter, version in versions:
         if version_of(parameter) != version or id(parameter) in changed:
             raise ReplayError(
-                f"Parameter `{name}` of {type(module).__name__} was changed by a forward (a start "
-                "that depends on data?), which a measurement may not do. Run a forward of your own "
-                "before."
+                f"Parameter `{name}` of {type(module).__name__} was changed by the forward of the "
+                "measured step (a data-dependent initialization?), which planning must not cause. "
+                "Run one forward before recoup.plan."
             )
 
 

@@ -31,8 +31,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         return bytes_of(tensors_in(_stepped_without_memory(optimizer)))
     except Exception as error:
         raise ValueError(
-            f"`optimizer` is a {type(optimizer).__name__} that has not stepped yet, and what its "
-            f"state will be cannot be told ({error}). Step it once before."
+            f"`optimizer` is a {type(optimizer).__name__} that has not stepped yet, and the size "
+            f"of its state cannot be predicted ({error}). Step it once before planning."
         ) from error
 
 

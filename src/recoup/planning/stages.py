@@ -80,8 +80,8 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
         raise ValueError(
-            f"`blocks` are {names}, but forward calls none of them, or a checkpoint of the "
-            "model runs them. Name others, or turn that off."
+            f"`blocks` are {names}, but forward calls none of them, or calls them within "
+            "a checkpoint of the model's own. Name other blocks, or turn that checkpointing off."
         )
     if measured.outcome is not None:
         step.verification.expect(measured.outcome, is_plain=False)

@@ -177,13 +177,13 @@ class Checkpoint:
             raise ValueError(
                 f"`--resume` is {self.path}, which was written in the middle of an epoch, where "
                 "a run cannot resume bit for bit. Give last.ckpt of the epoch before, or "
-                "begin with its weights by `--finetune`."
+                "start from its weights with `--finetune`."
             )
         for part in ("optimizer_states", "lr_schedulers", "loops", "callbacks"):
             if part not in self.contents:
                 raise ValueError(
-                    f"`--resume` is {self.path}, which has no `{part}` to resume from. Begin with "
-                    "its weights by `--finetune`."
+                    f"`--resume` is {self.path}, which has no `{part}` to resume from. Start from "
+                    "its weights with `--finetune`."
                 )
         num_done = int(self.contents.get("epoch", -1)) + 1
         if max_epochs is not None and 0 <= max_epochs <= num_done:
@@ -197,7 +197,7 @@ class Checkpoint:
                 raise ValueError(
                     f"`--model.{name}` is {ours[name]}, but `--resume` continues with "
                     f"{theirs[name]}, whose state is in the checkpoint. Leave it out, or "
-                    "begin with the weights by `--finetune`."
+                    "start from its weights with `--finetune`."
                 )
         return num_done
 

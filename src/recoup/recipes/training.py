@@ -113,7 +113,8 @@ class TrainingCLI(PreparedRun):
                 raise error
         raise MistakeError(
             f"`--resume` is {self.resume}, from which a run cannot resume "
-            f"({type(error).__name__}: {one_line(error)}). Begin with its weights by `--finetune`."
+            f"({type(error).__name__}: {one_line(error)}). Start from its weights with "
+            "`--finetune`."
         ) from error
 
     @property

@@ -132,7 +132,7 @@ def _check_keywords(
         )
     if debug:
         raise ValueError(
-            "`debug` is True, but recoup.checkpoint writes down no trace of operators: its errors "
+            "`debug` is True, but recoup.checkpoint records no trace of operators: its errors "
             "name what has changed. Leave it out, or compare the operators of two calls of `fn`."
         )
 

@@ -107,8 +107,8 @@ def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
         device = given[0].device if given else torch.device("cpu")
     if device.type not in ("cpu", "cuda", "meta"):
         raise ReplayError(
-            f"{func} draws on {device.type}, whose generators are not known here, so it could not "
-            "be repeated. Draw before the block, or on the CPU."
+            f"{func} draws on {device.type}, whose generators recoup does not know, so the draw "
+            "could not be repeated in backward. Draw before the block, or on the CPU."
         )
     return device
 

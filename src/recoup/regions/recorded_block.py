@@ -109,8 +109,9 @@ class RecordedBlock:
             if not self._has_ended:
                 self._first_run.asked(self.name)
             raise ReplayError(
-                f"A value made in {self.name} was asked for after an exception in it. Call "
-                "backward, or take a gradient, in the block or after it has ended."
+                f"Backward needs a value that {self.name} made before it raised an exception, and "
+                "that it can no longer recompute. Call backward within the block, or after a run "
+                "of it that ended without an exception."
             )
         alive = [source for ref in self._sources.values() if (source := ref()) is not None]
         wanted = [source for source in alive if source.is_wanted]
@@ -197,9 +198,9 @@ class _Replay:
         tensor = storage.kept[layout].get().detach()
         if layout is not None and tensor.numel() and not tensor.untyped_storage().nbytes():
             raise ReplayError(
-                f"A tensor of shape {tuple(tensor.shape)} that {self._name} takes has no memory "
-                "any more: a sharded module frees its parameters after its forward. Use "
-                "recoup.recompute(module), which runs the module again."
+                f"A tensor of shape {tuple(tensor.shape)} that {self._name} reads was freed before "
+                "backward, as FSDP2 does with the parameters of a module after its forward. Use "
+                "recoup.recompute(module), which runs the whole module again."
             )
         return tensor
 
@@ -210,8 +211,9 @@ class _Replay:
             tensor = tensors[position] if position < len(tensors) else None
             if tensor is None or layout is None or not _fits(tensor, layout):
                 raise ReplayError(
-                    f"Running {op.func} of {self._name} again did not make the tensor that "
-                    "it made first. It depends on something outside of torch."
+                    f"Running {op.func} of {self._name} again returned another tensor than in the "
+                    "first run, so it depends on something outside of torch. Move it out of the "
+                    "block."
                 )
             self._tensors.setdefault(storage, {})[layout] = _with_strides(tensor, layout)
 

@@ -164,8 +164,9 @@ class Storages:
         for tensor, version in used.reads.values():
             if version_of(tensor) != version:
                 raise ChangedError(
-                    f"A tensor of shape {tuple(tensor.shape)} that {self._name} takes was changed "
-                    "in place within it in a way that is not seen. Change a clone."
+                    f"A tensor of shape {tuple(tensor.shape)} that {self._name} reads was changed "
+                    "in place within it, past torch's version counter (through `.data` or numpy, "
+                    "for instance). Change a clone."
                 )
 
     def _of(self, tensor: Tensor) -> _UsedStorage:

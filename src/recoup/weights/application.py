@@ -182,8 +182,8 @@ def _check_untied(module: nn.Module, found: list[tuple[nn.Module, str]]) -> None
         steps = attach(owner).weights[key].steps
         if len(uses) > 1 and any(step.changes_weight for step in steps):
             raise ValueError(
-                f"`{uses[0]}` is `{uses[1]}` too, so the product of its weight norm cannot be left "
-                "in it: it would change the other use. Untie them first."
+                f"`{uses[0]}` and `{uses[1]}` are one parameter, so the normalized weight cannot "
+                "be written into it: that would change the other use. Untie them first."
             )
 
 

@@ -147,15 +147,15 @@ def _empty_like(weight: Tensor) -> Tensor:
 
 def _check(dtype: torch.dtype, seed: int) -> None:
     if not 0 <= seed < 2**63:
-        raise ValueError(f"`seed` is {seed}: give one from 0 to 2**63 - 1.")
+        raise ValueError(f"`seed` is {seed}, but must be from 0 to 2**63 - 1.")
     if not dtype.is_floating_point:
-        raise ValueError(f"`weight` is {dtype}: only floating-point weights can be drawn for.")
+        raise ValueError(f"`weight` is {dtype}, but must be of a floating-point type.")
 
 
 def _num_dropped(p: float) -> int:
     """Return of how many in 65536 entries one is dropped (See Rule 2)."""
     if not 0 <= p <= 1:
-        raise ValueError(f"`p` is {p}: give a share of entries, from 0 to 1.")
+        raise ValueError(f"`p` is {p}, but must be a share of entries from 0 to 1.")
     return round(p * 65536)
 
 

@@ -94,8 +94,8 @@ class WeightDropout(Reparametrization):
         for axis in self.axes:
             if not -weight.dim() <= axis < weight.dim():
                 raise ValueError(
-                    f"`axes` is {self.axes}, but `{name}` has shape {tuple(weight.shape)}: give "
-                    f"axes from {-weight.dim()} to {weight.dim() - 1}."
+                    f"`axes` is {self.axes}, but `{name}` has shape {tuple(weight.shape)}, so "
+                    f"axes must be from {-weight.dim()} to {weight.dim() - 1}."
                 )
         self.axes = tuple(sorted({axis % weight.dim() for axis in self.axes}))
         self.drops_rows = self.axes == (1,) and weight.dim() == 2

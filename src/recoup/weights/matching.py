@@ -76,7 +76,7 @@ def check_is_module(module: object) -> None:
     """Raise if `module` is not a module."""
     if not isinstance(module, nn.Module):
         got = module.__name__ if isinstance(module, type) else type(module).__name__
-        raise ValueError(f"`module` is {got}, but must be an nn.Module that exists already.")
+        raise ValueError(f"`module` is {got}, but must be an nn.Module (an instance, not a class).")
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -97,7 +97,7 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
     if step.changes_weight and any(isinstance(part, Ddp) for part in module.modules()):
         raise ValueError(
             f"{step.kind} adds a parameter to `{each.name}`, which DistributedDataParallel would "
-            "not reduce. Apply before wrapping."
+            "not reduce. Apply it before you wrap the model."
         )
     hooks = cast("dict[int, Any]", each.owner._forward_pre_hooks)
     for hook in hooks.values():
@@ -124,9 +124,9 @@ def check_types(kind: str, pattern: str, found: list[Named]) -> None:
         return
     names = "|".join(re.escape(each.name) for each in others)
     text = pattern if type(pattern) is str else ".*"
-    way_out = f"Let `pattern` leave it out: r'(?!({names})$)({text})'."
+    way_out = f"Leave it out with pattern=r'(?!({names})$)({text})'."
     if len(others) == len(found):
-        way_out = "Let `pattern` match others."
+        way_out = "Choose a `pattern` that matches floating-point parameters."
     raise ValueError(
         f"`{others[0].name}` is {others[0].parameter.dtype}, and {kind} needs a floating-point "
         f"type of 16 bits or more. {way_out}"
@@ -136,7 +136,7 @@ def check_types(kind: str, pattern: str, found: list[Named]) -> None:
 def _check_parameter(step: Reparametrization, each: Named) -> None:
     if is_lazy(each.parameter):
         raise ValueError(
-            f"`{each.name}` has no shape yet. Run a batch through its "
+            f"`{each.name}` is an uninitialized parameter without a shape. Run a batch through its "
             f"{type(each.owner).__name__} first."
         )
 
@@ -145,7 +145,11 @@ def _check_class(module: nn.Module) -> None:
     if "forward" in vars(module):
         raise ValueError(
             f"`module` has a {type(module).__name__} whose `forward` was replaced on the instance "
-            "(a compiled or hooked module), so it cannot be extended. Apply before that is done."
+            "(a compiled or hooked module), so recoup cannot extend it. Apply this before "
+            "`forward` is replaced."
         )
     if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError("`module` has a ScriptModule, which cannot be extended. Apply before.")
+        raise ValueError(
+            "`module` contains a ScriptModule, which recoup cannot extend. Apply this before "
+            "scripting."
+        )

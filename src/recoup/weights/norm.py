@@ -76,14 +76,14 @@ class WeightNorm(Reparametrization):
         weight = cast("Tensor", module._parameters[key])
         if is_traceable_wrapper_subclass(weight):
             raise ValueError(
-                f"`{name}` is a {type(weight).__name__} already, and a norm adds a parameter that "
-                "is to be sharded as it is. Apply before fully_shard."
+                f"`{name}` is a {type(weight).__name__} already, and weight norm adds a parameter "
+                "that must be sharded with it. Apply it before fully_shard."
             )
         if self.dim is None:
             return
         if type(self.dim) is not int or not -weight.dim() <= self.dim < weight.dim():
             raise ValueError(
-                f"`dim` is {self.dim}, but `{name}` has shape {tuple(weight.shape)}: give an axis "
+                f"`dim` is {self.dim}, but `{name}` has shape {tuple(weight.shape)}, so it must be "
                 f"from {-weight.dim()} to {weight.dim() - 1}, or None."
             )
         self.dim %= weight.dim()

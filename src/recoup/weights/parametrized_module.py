@@ -58,9 +58,9 @@ class Attached:
         for key in self.weights:
             if key not in parameters and key not in module.__dict__:
                 raise ValueError(
-                    f"`{key}` of {type(module).__name__} is no parameter of it any more (a "
-                    "parametrization of torch has taken it?), so what recoup applied to it would "
-                    "be lost. Call recoup.weights.remove before taking it away."
+                    f"`{key}` of {type(module).__name__} is no longer a parameter of it (did "
+                    "torch.nn.utils.parametrize replace it?), so the noise or norm that recoup "
+                    "applied would be lost. Call recoup.weights.remove before you replace it."
                 )
 
     def refresh(self) -> None:

@@ -159,8 +159,9 @@ class ParametrizedWeight:
         """Return a new weight; its gradients flow through `stub` if there is one."""
         if type(raw) not in (nn.Parameter, Tensor) and is_traceable_wrapper_subclass(raw):
             raise RecoupError(
-                f"{self.name} is a {type(raw).__name__}, and {drawn[0].step.kind} draws for plain "
-                "tensors: let FSDP2 gather it (read it within the forward of its module)."
+                f"{self.name} is a {type(raw).__name__}, but {drawn[0].step.kind} needs a plain, "
+                "whole tensor. If it is sharded, read it within the forward of its module, where "
+                "FSDP2 has gathered it."
             )
         operands: Operands = ()
         for each in drawn:

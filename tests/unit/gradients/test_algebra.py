@@ -226,7 +226,7 @@ def test_a_refusal_leaves_the_store_as_it_was(call, error):
     params = targets("complex")
     store = store_of("complex", params)
     before = flat(store, params)
-    with pytest.raises(error, match=r"must be|unsupported operand|no order|division"):
+    with pytest.raises(error, match=r"must (be|contain)|unsupported operand|no order|division"):
         call(store)
     assert torch.equal(flat(store, params), before)
     assert store.norm() > 0

@@ -95,7 +95,7 @@ def test_reentrant_checkpoint_of_leaves_that_are_no_targets(is_nested, x):
 def test_create_graph_through_a_reentrant_checkpoint(x):
     """The head alone would get a gradient."""
     module = Checkpointed("reentrant")
-    with pytest.raises(GradientError, match=r"`create_graph`.*reentrant.*Take one of the two away"):
+    with pytest.raises(GradientError, match=r"`create_graph`.*reentrant.*Leave one of the two out"):
         GradStore.from_backward(module(x).sum(), module.parameters(), create_graph=True)
 
 

@@ -205,7 +205,7 @@ def refusals():
         "way": (lambda p, o, s: s.step(o, missing="none"), "`missing` is 'none'"),
         "other way": (lambda p, o, s: s.step(o, unknown="skip"), "`unknown` is 'skip'"),
         "no optimizer": (lambda p, o, s: s.step(p), "`optimizer` is a list"),
-        "turned round": (lambda p, o, s: recoup.step(s, o), "`stores` has a AdamW"),
+        "turned round": (lambda p, o, s: recoup.step(s, o), "`stores` contains a AdamW"),
         "nothing": (lambda p, o, s: recoup.step(o), "`stores` is empty"),
     }
 

@@ -221,7 +221,7 @@ def test_an_error_is_reported_with_its_words():
 
 
 def test_lost_dimensions_are_reported():
-    assert "3 numbers a sample become 2" in str(check_invertible(Drops(), X))
+    assert "`forward` maps 3 numbers a sample to 2" in str(check_invertible(Drops(), X))
 
 
 def test_missing_gradients_are_reported():

@@ -238,7 +238,7 @@ def test_wrong_arguments(arguments, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_cuda_without_a_device():
-    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+    with pytest.raises(ValueError, match="torch finds no such CUDA device"):
         measure(lambda: None, device="cuda")
 
 

@@ -106,7 +106,7 @@ def test_blocks_that_are_named(blocks):
         (["7"], "`blocks` has '7', which is no module of Sequential"),
         ([nn.Linear(2, 2)], "`blocks` has Linear, which is no module"),
         ([], "`blocks` is empty"),
-        (["0", "0.up"], "`blocks` has `0` and `0.up`, which is within it"),
+        (["0", "0.up"], "`blocks` contains `0` and `0.up`, which is part of it"),
     ],
 )
 def test_blocks_that_are_none(blocks, message):
@@ -142,7 +142,7 @@ def test_budgets_of_other_things():
     model = stack()
     with pytest.raises(ValueError, match="`budget_of` is 'steps'"):
         plan(model, batch(), "1 GiB", budget_of="steps")
-    with pytest.raises(ValueError, match='counts for budget_of="total" only'):
+    with pytest.raises(ValueError, match='counts only with budget_of="total"'):
         plan(model, batch(), "1 GiB", optimizer=torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match=r"Plan for `model.module`"):
         plan(nn.DataParallel(model), batch(), "1 GiB")

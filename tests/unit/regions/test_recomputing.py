@@ -625,7 +625,7 @@ def test_an_exception_within():
     (w,) = made
     assert nothing_of_ours()
     assert type(w) is torch.Tensor
-    with pytest.raises(ReplayError, match="after an exception"):
+    with pytest.raises(ReplayError, match="made before it raised an exception"):
         F.linear(x, w).sum().backward()
 
 

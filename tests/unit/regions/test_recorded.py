@@ -191,7 +191,7 @@ def test_memory_that_was_freed_since(a):
         h = (given * 2).sin()
     loss = (a * h).sum()
     given.untyped_storage().resize_(0)
-    with pytest.raises(ReplayError, match="has no memory any more"):
+    with pytest.raises(ReplayError, match="was freed before backward"):
         loss.backward()
 
 
@@ -233,7 +233,7 @@ def test_an_operator_that_does_not_do_the_same(a):
     library.impl("fickle", fickle, "CompositeExplicitAutograd")
     with block():
         h = torch.ops.recoup_test.fickle(a.detach())
-    with pytest.raises(ReplayError, match="did not make the tensor that it made first"):
+    with pytest.raises(ReplayError, match="returned another tensor than in the first run"):
         (a * h).sum().backward()
 
 
@@ -389,7 +389,7 @@ def test_a_record_that_is_not_whole_is_not_run():
     record = RecordedBlock("the block")
     source = record.source(RecordedStorage(Origin.MADE, torch.device("cpu")), torch.ones(2))
     record.end(is_whole=False)
-    with pytest.raises(ReplayError, match="in the block was asked for after an exception in it"):
+    with pytest.raises(ReplayError, match="that the block made before it raised an exception"):
         source.make()
 
 

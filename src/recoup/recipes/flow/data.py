@@ -220,7 +220,7 @@ def _checked(labels: Parts, images: Images) -> Parts:
         if len(rows) and int(labels[part].min()) < 0:
             raise ValueError(
                 f"The labels of {images.name} hold {int(labels[part].min())}, but classes are "
-                "counted from 0. Number them anew."
+                "numbered from 0. Renumber them."
             )
     return labels
 

@@ -38,9 +38,7 @@ def evaluate(
             images.test_on_everything()
         num_images = len(images.parts["test"])
         if not num_images:
-            raise ValueError(
-                f"{images.name} has no pictures kept for the end. Give others by `--data`."
-            )
+            raise ValueError(f"{images.name} has no test pictures. Give others with `--data`.")
         trainer = quiet_trainer(accelerator)
     metrics = evaluated_metrics(trainer, model, images)
     which = "all" if whole else "the test part"

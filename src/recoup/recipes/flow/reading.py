@@ -70,9 +70,9 @@ def read_samples(source: str | None, size: int | None = None) -> Samples:
         return Samples(str(path), 256, _folder(path, size))
     if path.suffix.lower() == ".npz" and path.is_file():
         return _resized(_archive(path), size)
-    what = "neither a folder nor an .npz file" if path.exists() else "not there"
+    what = "is neither a folder nor an .npz file" if path.exists() else "does not exist"
     raise ValueError(
-        f"`--data` is {path}, which is {what}. Give a folder of pictures, an .npz file or one of "
+        f"`--data` is {path}, which {what}. Give a folder of pictures, an .npz file or one of "
         f"{', '.join(TOYS)}, or leave `--data` out for the built-in digits."
     )
 

@@ -55,8 +55,9 @@ def read_text(path: Path | None) -> Text:
         return Text(str(path), {"train": _file(path)})
     if not path.is_dir():
         raise ValueError(
-            f"`--data` is {path}, which is not there. Give a text file, or a folder with train.txt,"
-            " valid.txt and test.txt, or leave `--data` out for the documentation of Python."
+            f"`--data` is {path}, which does not exist. Give a text file, or a folder with "
+            "train.txt, valid.txt and test.txt, or leave `--data` out for the documentation "
+            "of Python."
         )
     files = {part: _part(path, part, names) for part, names in _PART_NAMES.items()}
     if files["train"] is None:

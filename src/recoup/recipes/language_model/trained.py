@@ -78,8 +78,8 @@ def load_data(checkpoint: Checkpoint, data: str | None = None, **settings: Any) 
         trained_on = checkpoint.data_path(Texts)
     if data is None and trained_on is not None and not Path(trained_on).exists():
         raise ValueError(
-            f"{checkpoint.path} is of a model that was trained on {trained_on}, which is not "
-            "there. Say where it is, or give another text, by `--data`."
+            f"{checkpoint.path} is of a model that was trained on {trained_on}, which does "
+            "not exist here. Pass its path, or another text, as `--data`."
         )
     found["path"] = trained_on if data is None else data
     with checkpoint.damage_reported("a language model"):
