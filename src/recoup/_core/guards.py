@@ -77,6 +77,7 @@ class ModuleGuard:
         # nn.Module.modules() builds names and a set of those seen; this takes a tenth of its time.
         # A module that is met twice is compared twice.
         pending = [(root, hasattr(type(root), "unshard")) for root in self._roots]
+        seen: set[int] = set()  # ids of those with children, which may contain themselves
         for module, is_sharded in pending:
             self._modes.append((module, module.training))
             self.is_training |= module.training
@@ -95,6 +96,9 @@ class ModuleGuard:
             if type(module) not in DETERMINISTIC:  # those do not change their attributes
                 self._note_attributes(module.__dict__)
             children = module._modules
+            if not children or id(module) in seen:
+                continue
+            seen.add(id(module))
             for key, child in children.items():
                 if child is not None:
                     self._children.append((children, key, child))

@@ -100,13 +100,14 @@ class Advancing(saving):
     __slots__ = ("_before", "_first_run", "_name")
 
     def __init__(self, name: str, first_run: FirstRun) -> None:
-        super().__init__(_detached if first_run.keeps else _nothing, self._get)
+        super().__init__(_detached if first_run.keeps else _nothing, _nothing)
         self._before: bool | None = None
         self._name = name
         self._first_run = first_run
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
+        self._unpack = self._get
         super().__enter__()
         set_grad_enabled(True)
 

@@ -127,6 +127,7 @@ class Region:
         "_beneath",
         "first_run",
         "index",
+        "inputs",
         "marks",
         "name",
         "owner",
@@ -145,6 +146,7 @@ class Region:
         self.way: Way = way
         self.slots: list[weakref.ref[Slot]] = []
         self.marks: list[int] = []  # of each save: NOTE [ Where a second run stops ], Rule 2
+        self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
         self.start = 0  # the number of graph nodes before the first run
         self._beneath: Pair | None = None
 
@@ -216,7 +218,7 @@ class Filling(saving):
     __slots__ = ("_before", "_has_stopped", "_inputs", "_num_saves", "_region", "_start", "last")
 
     def __init__(self, region: Region, inputs: Iterable[Tensor], *, stops: bool = False) -> None:
-        super().__init__(self._fill, _itself)
+        super().__init__(_itself, _itself)
         self._region = region
         self._inputs = inputs
         self.last = _last_worth_a_stop(region.slots) if stops else -1
@@ -227,6 +229,7 @@ class Filling(saving):
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
+        self._pack = self._fill
         super().__enter__()
         set_grad_enabled(True)
         self._start = num_nodes()

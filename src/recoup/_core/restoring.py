@@ -132,7 +132,7 @@ class Reusable:
     def __enter__(self) -> Any:
         """Enter the context of one more `with` statement."""
         once = self._waiting.pop(threading.get_ident(), None)
-        if once is None or once._statement is None:
+        if once is None or getattr(once, "_statement", None) is None:
             once = self.once()
             self._by_hand.append(once)
         return once.__enter__()

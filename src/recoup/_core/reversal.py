@@ -71,7 +71,7 @@ class Forward:
 class Reversal:
     """The states and the position of one backward through a chain."""
 
-    __slots__ = ("_current", "_forward", "_inputs", "_kept", "_offloaded", "_position")
+    __slots__ = ("_current", "_forward", "_kept", "_offloaded", "_position")
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -79,7 +79,6 @@ class Reversal:
         self._current: tuple[int, State] = (-1, ())
         self._kept: dict[int, State] = {}
         self._offloaded: dict[int, tuple[Any, ...]] = {}
-        self._inputs: dict[int, State] = {}  # of stages that are taped and not yet reversed
 
     def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index` (See Rules 1 and 2)."""
@@ -90,7 +89,7 @@ class Reversal:
             if not forward.has_ended or (schedule.inverted and not forward.is_whole):
                 self._fill_alone(index)
                 return
-            inputs = self._inputs.get(index)
+            inputs = self._run(index).inputs
             if inputs is not None and target < self._position:
                 self._fill(index, inputs)
                 return
@@ -128,7 +127,9 @@ class Reversal:
         self._current = (-1, ())
         self._kept.clear()
         self._offloaded.clear()
-        self._inputs.clear()
+        for run in self._forward.runs:
+            if run is not None:
+                run.inputs = None
 
     def _restart(self) -> None:
         """Restore the states that the sweep kept and backward has dropped (See Rule 2)."""
@@ -162,7 +163,7 @@ class Reversal:
             case Load(at):
                 self._load(at)
             case Tape(index) if index <= demanded:
-                state = self._inputs[index] = self._state_at(index)
+                state = self._run(index).inputs = self._state_at(index)
                 self._current = (index + 1, self._fill(index, state))
             case Tape(index):
                 self._advance(index)  # See Rule 3
@@ -170,7 +171,9 @@ class Reversal:
                 self._invert(index, is_taped=index <= demanded)
             case Reverse(index):
                 # Autograd reverses the stage; its slots are empty by now.
-                self._inputs.pop(index, None)
+                run = self._forward.runs[index]
+                if run is not None:
+                    run.inputs = None
 
     def _fill(self, index: int, state: State) -> State:
         is_last = index + 1 == len(self._forward.stages)
@@ -196,7 +199,7 @@ class Reversal:
             state = self._compared(index, state, self._forward.drift, is_taped=is_taped)
         self._current = (index, state)
         if is_taped:
-            self._inputs[index] = state
+            self._run(index).inputs = state
 
     def _compared(
         self, index: int, state: State, drift: DriftComparison, *, is_taped: bool

@@ -156,6 +156,18 @@ class StageRun:
             evaluations is not None and evaluations.are_wanted
         )
 
+    @property
+    def inputs(self) -> State | None:
+        """The inputs of a taped run, which the last slot of the stage frees; None without one."""
+        region = self._region() if self._region is not None else None
+        return None if region is None else region.inputs
+
+    @inputs.setter
+    def inputs(self, inputs: State | None) -> None:
+        region = self._region() if self._region is not None else None
+        if region is not None:
+            region.inputs = inputs
+
     # -- later runs ------------------------------------------------------------------------
 
     def advance(self, state: State) -> State:
