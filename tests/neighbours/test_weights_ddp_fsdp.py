@@ -16,14 +16,14 @@ def found(tmp_path_factory):
     return found_by("weights_ddp_worker", tmp_path_factory.mktemp("weights"))
 
 
-@pytest.mark.parametrize("call", ["plainly", "torch", "ours"])
+@pytest.mark.parametrize("call", ["plainly", "torch", "reentrant", "ours"])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_noise_on_every_rank(found, way, call):
     """Blocks may be checkpointed, and no parameter is called unused."""
     assert furthest(found, f"ddp {way} {call} manual_seed") < 1e-6
 
 
-@pytest.mark.parametrize("call", ["plainly", "torch", "ours"])
+@pytest.mark.parametrize("call", ["plainly", "torch", "reentrant", "ours"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seed_for_each_step(found, way, call):
     assert furthest(found, f"ddp {way} {call} same_draw") < 1e-6

@@ -85,21 +85,18 @@ CALLS = {
     "torch, nested": within(NOT_REENTRANT, NOT_REENTRANT),
     "torch, nested, no early stop": within(torchs(early_stop=False), torchs(early_stop=False)),
     "torch, nested thrice": within(NOT_REENTRANT, within(NOT_REENTRANT, NOT_REENTRANT)),
+    "reentrant": REENTRANT,
+    "reentrant, nested": within(REENTRANT, REENTRANT),
+    "torch in reentrant": within(REENTRANT, NOT_REENTRANT),
+    "reentrant in torch": within(NOT_REENTRANT, REENTRANT),
     "ours": recoup.checkpoint,
     "ours, nested": within(recoup.checkpoint, recoup.checkpoint),
     "ours, nested thrice": within(recoup.checkpoint, within(recoup.checkpoint, recoup.checkpoint)),
     "torch in ours": within(recoup.checkpoint, NOT_REENTRANT),
     "ours in torch": within(NOT_REENTRANT, recoup.checkpoint),
-}
-REENTRANT_CALLS = {
-    "reentrant": REENTRANT,
-    "reentrant, nested": within(REENTRANT, REENTRANT),
-    "torch in reentrant": within(REENTRANT, NOT_REENTRANT),
-    "reentrant in torch": within(NOT_REENTRANT, REENTRANT),
     "reentrant in ours": within(recoup.checkpoint, REENTRANT),
     "ours in reentrant": within(REENTRANT, recoup.checkpoint),
 }
-ALL_CALLS = CALLS | REENTRANT_CALLS
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -242,10 +239,16 @@ def assert_like_plain(call, model, x, num_steps=2, **settings):
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
     for _ in range(num_steps):
         want = step_of(theirs, x, **settings)
-        assert_same_step(step_of(ours, x, CALLS[call], **settings), want)
+        got = step_of(ours, x, CALLS[call], **settings)
+        if "reentrant" in call:
+            # Attention has another kernel without gradients, and what is used more than once adds
+            # its gradients in another order.
+            assert_same_tensor("output", got.outputs[0], want.outputs[0], 1e-5)
+            got.outputs = want.outputs
+        assert_same_step(got, want, 1e-4 if "reentrant" in call else 0.0)
 
 
-FEW = ["torch", "torch, nested", "ours", "torch in ours"]
+FEW = ["torch", "torch, nested", "reentrant", "reentrant in torch", "ours", "torch in ours"]
 OTHERS = [kind for kind in BLOCKS if kind != "dense"]
 
 
@@ -300,7 +303,7 @@ def test_two_forwards_before_backward(where, call, order):
     model, x = built("dense", "stacked", where)
     want, stream = two_forwards(copy.deepcopy(model), x, plain, order)
     got, stream_after = two_forwards(copy.deepcopy(model), x, CALLS[call], order)
-    assert_same_tensors(got, want, 1e-5 if order == "together" else 0.0)
+    assert_same_tensors(got, want, 1e-5 if "reentrant" in call or order == "together" else 0.0)
     assert torch.equal(stream, stream_after)
 
 
@@ -313,11 +316,30 @@ def shared(way, where, dropout, num=3):
     return model, torch.randn(5, 6, requires_grad=True)
 
 
+def ambiguous(way, where, dropout, call):
+    """Whether a draw is shared by forwards that nothing random tells apart."""
+    reentrant = "reentrant" in call
+    return where == "model" and way != "norm" and dropout == 0.0 and reentrant
+
+
+AMBIGUOUS = pytest.mark.xfail(
+    strict=True,
+    raises=ReplayError,
+    reason="the second use of a draw stands at the place of the next forward's first",
+)
+
+
+def shared_cases():
+    for way in ("dropout", "norm", "stacked"):
+        for where in ("blocks", "model"):
+            for dropout in (0.0, 0.3):
+                for call in (*FEW, "ours in torch"):
+                    marks = [AMBIGUOUS] if ambiguous(way, where, dropout, call) else []
+                    yield pytest.param(way, where, dropout, call, marks=marks)
+
+
 @pytest.mark.sampled(18)
-@pytest.mark.parametrize("call", [*FEW, "ours in torch"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("where", ["blocks", "model"])
-@pytest.mark.parametrize("way", ["dropout", "norm", "stacked"])
+@pytest.mark.parametrize(("way", "where", "dropout", "call"), list(shared_cases()))
 def test_a_block_that_is_used_again(way, where, dropout, call):
     """Over several steps whose draws follow each other."""
     model, x = shared(way, where, dropout)
@@ -329,7 +351,7 @@ def test_a_block_that_is_used_again(way, where, dropout, call):
         results.append([step_of(twin, x, called, seed=None) for _ in range(3)])
         streams.append(torch.get_rng_state())
     for got, want in zip(results[1], results[0], strict=True):
-        assert_same_step(got, want)
+        assert_same_step(got, want, 1e-5 if "reentrant" in call else 0.0)
     assert torch.equal(*streams)
 
 
@@ -351,7 +373,7 @@ def test_a_second_use_saves_what_the_first_one_did():
     assert_same_step(step_of(copy.deepcopy(model), x, NOT_REENTRANT), want)
 
 
-@pytest.mark.parametrize("call", ["torch", "ours"])
+@pytest.mark.parametrize("call", ["torch", "reentrant", "ours"])
 def test_an_evaluation_between_steps(call):
     """With nothing random in between: its forward stands where the next step's does."""
     model, x = built("dense", "stacked", "model")
@@ -366,7 +388,7 @@ def test_an_evaluation_between_steps(call):
             found.append(step_of(twin.train(), x, called, seed=None))
         results.append(found)
     for got, want in zip(results[1], results[0], strict=True):
-        assert_same_step(got, want)
+        assert_same_step(got, want, 1e-5 if "reentrant" in call else 0.0)
 
 
 # -- contexts --------------------------------------------------------------------------------------
@@ -382,7 +404,7 @@ CONTEXTS = {
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("around", ["forward", "backward", "both"])
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("call", ["torch", "ours", "torch in ours"])
+@pytest.mark.parametrize("call", ["torch", "reentrant", "ours", "torch in ours"])
 def test_contexts_count_in_forward(call, context, around, is_training):
     model, x = built("dense", "stacked", "model")
     model.train(is_training)
@@ -406,13 +428,17 @@ def test_contexts_count_in_forward(call, context, around, is_training):
         # Nothing was written down where nothing was to be drawn, and now something may be.
         assert (around, is_training, context) == ("backward", False, "enabled")
         return
-    assert_same_tensors(got, want)
+    assert_same_tensors(got, want, 1e-5 if "reentrant" in call else 0.0)
     assert torch.equal(stream, stream_after)
 
 
 @pytest.mark.parametrize(
     "call",
-    ["ours", "torch"],
+    [
+        "ours",
+        "torch",
+        "reentrant",
+    ],
 )
 def test_a_seed_for_each_step(call):
     """The way to have the same noise on every rank."""
@@ -427,7 +453,7 @@ def test_a_seed_for_each_step(call):
                 found.append(step_of(model, x, called, seed=None))
         results.append(found)
     for got, want in zip(results[1], results[0], strict=True):
-        assert_same_step(got, want)
+        assert_same_step(got, want, 1e-5 if "reentrant" in call else 0.0)
 
 
 @pytest.mark.parametrize("call", FEW)
@@ -445,7 +471,7 @@ def test_accumulated_with_one_draw(call):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     want = run(plain)
-    assert_same_tensors(run(CALLS[call]), want)
+    assert_same_tensors(run(CALLS[call]), want, 1e-4 if "reentrant" in call else 0.0)
 
 
 # -- what cannot be repeated -----------------------------------------------------------------------
@@ -453,18 +479,20 @@ def test_accumulated_with_one_draw(call):
 
 @pytest.mark.parametrize("where", ["blocks", "model"])
 @pytest.mark.parametrize("kind", ["dense", "attention"])
-def test_a_stream_that_is_not_put_back(kind, where):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_stream_that_is_not_put_back(kind, where, reentrant):
     """Torch's own draws go wrong there; without any, ours are right, or an error."""
     model, x = built(kind, "dropout", where)
     without_draws_of_torch(model)
     want = step_of(copy.deepcopy(model), x)
     want_drawn = step_of(copy.deepcopy(model), x, around=lambda: same_draw(seed=3))
-    call = torchs(preserve_rng_state=False)
-    said = "preserve_rng_state=True"
-    right_or(ReplayError, said, lambda: step_of(model, x, call), want)
+    call = torchs(use_reentrant=reentrant, preserve_rng_state=False)
+    said, rtol = "preserve_rng_state=True", 1e-4 if reentrant else 0.0
+    is_right = right_or(ReplayError, said, lambda: step_of(model, x, call), want, rtol)
+    assert not (is_right and reentrant)
     model = copy.deepcopy(model)
     drawn = functools.partial(step_of, model, x, call, around=lambda: same_draw(seed=3))
-    right_or(ReplayError, said, drawn, want_drawn)
+    right_or(ReplayError, said, drawn, want_drawn, rtol)
 
 
 def without_draws_of_torch(model):
@@ -473,115 +501,6 @@ def without_draws_of_torch(model):
             module.p = 0.0
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
-
-
-@pytest.mark.sampled(18)
-@LEAVES_GENERATORS
-@pytest.mark.parametrize("way", ["dropout", "noise", "stacked"])
-@pytest.mark.parametrize("where", ["blocks", "model"])
-@pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize("call", REENTRANT_CALLS)
-def test_a_reentrant_checkpoint_is_refused(call, is_training, where, way):
-    """Also if the second run would draw nothing."""
-    model, x = built("dense", way, where)
-    model.train(is_training)
-    said = "use_reentrant=False"
-    for _ in range(2):
-        with pytest.raises(ReplayError, match=said):
-            step_of(model, x, REENTRANT_CALLS[call], around=lambda: enabled(model))
-        assert hooks_in_force() is None
-        assert model.blocks[0][0].weight is model.blocks[0][0]._parameters["weight"]
-    want = step_of(copy.deepcopy(model), x, seed=12)
-    assert_same_step(step_of(model, x, NOT_REENTRANT, seed=12), want)
-
-
-@pytest.mark.parametrize("where", ["blocks", "model"])
-def test_a_reentrant_checkpoint_after_a_change_of_mode(where):
-    model, x = built("dense", "dropout", where)
-
-    def in_evaluation(output):
-        model.eval()
-        loss_of_all(output).backward()
-
-    with pytest.raises(ReplayError, match="use_reentrant=False"):
-        step_of(model, x, REENTRANT, backward=in_evaluation)
-
-
-@pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize("call", REENTRANT_CALLS)
-def test_a_reentrant_checkpoint_where_nothing_is_drawn(call, is_training):
-    model, x = built("dense", "norm" if is_training else "stacked", "model")
-    model.train(is_training)
-    assert_same_step(step_of(model, x, REENTRANT_CALLS[call]), step_of(model, x), 1e-5)
-
-
-@LEAVES_GENERATORS
-def test_a_reentrant_checkpoint_beside_another_kind():
-    """Each kind has a draw of its own, and both wait for one backward."""
-    model, x = built("dense", "dropout", "model")
-    model.call = NOT_REENTRANT
-    first = loss_of_all(model(x))
-    model.call = REENTRANT_CALLS["torch in reentrant"]
-    second = loss_of_all(model(x))
-    with pytest.raises(ReplayError, match="use_reentrant=False"):
-        second.backward()
-    first.backward()
-
-
-class ReadsRaw(nn.Module):
-    """A weight that is read by a function, in no forward of a module that is reparametrized."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.__dict__["linear"] = linear
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.linear.weight).tanh()
-
-
-@pytest.mark.filterwarnings("ignore:`weight` of Linear was read")
-@pytest.mark.parametrize("draws_between", [False, True])
-def test_a_raw_weight_within_a_checkpoint_is_not_mistaken(draws_between):
-    torch.manual_seed(0)
-    linear, x = recoup.weight_dropout(nn.Linear(6, 6)), torch.randn(4, 6, requires_grad=True)
-    reads_raw = ReadsRaw(linear)
-
-    def run(call):
-        torch.manual_seed(3)
-        linear.zero_grad()
-        loss = loss_of_all(call(reads_raw, x))
-        if draws_between:
-            torch.rand(())
-        loss = loss + loss_of_all(call(linear, x))
-        loss.backward()
-        return linear.weight.grad.clone()
-
-    want = run(plain)
-    try:
-        got = run(NOT_REENTRANT)
-    except ReplayError:
-        assert not draws_between
-    else:
-        assert_same_tensor("gradient", got, want)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("preserves", [True, False])
-@pytest.mark.parametrize("order", ["first", "last"])
-def test_two_forwards_of_a_block_that_is_used_again(order, preserves, dropout):
-    """The last uses of both draws: right, or an error, wherever the stream stands."""
-    model, x = shared("dropout", "model", dropout)
-    if not preserves:
-        without_draws_of_torch(model)
-    want, _ = two_forwards(copy.deepcopy(model), x, plain, order)
-    call = torchs(preserve_rng_state=preserves)
-    try:
-        got, _ = two_forwards(copy.deepcopy(model), x, call, order)
-    except ReplayError as raised:
-        assert dropout == 0.0 or not preserves
-        assert "recoup.checkpoint" in str(raised)  # noqa: PT017
-    else:
-        assert_same_tensors(got, want)
 
 
 LOST = torchs(preserve_rng_state=False)
@@ -626,7 +545,11 @@ def test_a_switch_and_a_stream_that_is_not_put_back(call, switch):
 
 @pytest.mark.parametrize(
     "call",
-    ["torch", "ours"],
+    [
+        "torch",
+        "reentrant",
+        "ours",
+    ],
 )
 def test_an_evaluation_between_forward_and_backward_in_one_draw(call):
     """Noise in evaluation mode, and then none, at the same place of the stream."""
@@ -653,7 +576,7 @@ def test_an_evaluation_between_forward_and_backward_in_one_draw(call):
     assert_same_tensors(got, want, 1e-4)
 
 
-@pytest.mark.parametrize("call", ["torch", "torch, selective", "ours"])
+@pytest.mark.parametrize("call", ["torch", "reentrant", "torch, selective", "ours"])
 def test_an_embedding_that_changes_its_weight(call):
     """With `max_norm`, a forward shortens rows in place, as a second run does too."""
     torch.manual_seed(0)
@@ -661,7 +584,8 @@ def test_an_embedding_that_changes_its_weight(call):
     recoup.weight_dropout(words, p=0.5, axes=(1,))
     model, x = Blocks(Adds(words)), torch.randn(6, 6, requires_grad=True)
     want = step_of(copy.deepcopy(model), x)
-    right_or(ChangedError, "changed", lambda: step_of(model, x, CALLS[call]), want)
+    settings = {} if "reentrant" not in call else {"rtol": 1e-4}
+    right_or(ChangedError, "changed", lambda: step_of(model, x, CALLS[call]), want, **settings)
 
 
 class Adds(nn.Module):
@@ -713,8 +637,24 @@ def test_the_mode_changed_before_backward(call):
     )
 
 
-@pytest.mark.parametrize("call", FEW)
-@pytest.mark.parametrize("way", OURS)
+REENTRANT_IS_SILENT = pytest.mark.xfail(
+    strict=True, reason="a reentrant checkpoint runs the block with the weight that is there now"
+)
+
+
+def is_silent(way, call):
+    """Whether nothing is drawn, so that nothing is written down: torch's own behaviour."""
+    return way == "norm" and call == "reentrant"
+
+
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [
+        pytest.param(way, call, marks=[REENTRANT_IS_SILENT] if is_silent(way, call) else [])
+        for way in OURS
+        for call in FEW
+    ],
+)
 def test_a_weight_changed_before_backward(way, call):
     model, x = built("dense", way, "model")
     model.call = CALLS[call]
@@ -725,18 +665,6 @@ def test_a_weight_changed_before_backward(way, call):
         loss_of_all(output).backward()
     assert hooks_in_force() is None
     assert model.blocks[1][0].weight is model.blocks[1][0]._parameters["weight"]
-
-
-@pytest.mark.xfail(strict=True, reason="torch runs the block with the weight that is there now")
-def test_a_norm_changed_before_the_backward_of_a_reentrant_checkpoint():
-    """Nothing is drawn, so that nothing is recorded."""
-    model, x = built("dense", "norm", "model")
-    model.call = REENTRANT
-    output = model(x)
-    with torch.no_grad():
-        model.blocks[1][0].weight.mul_(2.0)
-    with pytest.raises(ChangedError):
-        loss_of_all(output).backward()
 
 
 class Breaks(nn.Module):
@@ -758,13 +686,13 @@ class Breaks(nn.Module):
 @pytest.mark.sampled(44)
 @LEAVES_GENERATORS
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("call", [call for call in ALL_CALLS if "selective" not in call])
+@pytest.mark.parametrize("call", [call for call in CALLS if "selective" not in call])
 def test_an_exception_leaves_nothing_behind(call, at):
     torch.manual_seed(0)
     breaks = Breaks()
     model, x = Blocks(breaks, breaks), torch.randn(4, 6, requires_grad=True)
     recoup.weight_dropout(model, ".*weight")
-    model.call = ALL_CALLS[call]
+    model.call = CALLS[call]
     breaks.countdown[0] = at
     try:
         output = model(x)
@@ -772,8 +700,6 @@ def test_an_exception_leaves_nothing_behind(call, at):
         loss_of_all(output).backward()
     except KeyError:
         assert at < 5 or "nested" in call or " in " in call
-    except ReplayError:
-        assert call in REENTRANT_CALLS
     else:
         assert torch.equal(stream, torch.get_rng_state())
     assert hooks_in_force() is None
@@ -787,8 +713,10 @@ def test_an_exception_leaves_nothing_behind(call, at):
 
 # -- gradients of another kind ---------------------------------------------------------------------
 
+ONCE = [call for call in CALLS if "reentrant" not in call]
 
-@pytest.mark.parametrize("call", CALLS)
+
+@pytest.mark.parametrize("call", ONCE)
 def test_the_graph_used_twice_and_a_part_of_it_first(call):
     model, x = built("dense", "stacked", "model")
 
@@ -830,11 +758,17 @@ def test_autocast(call):
 
     want = step_of(model, x, plain, around=cast)
     got = step_of(model, x, CALLS[call], around=cast)
-    assert_same_step(got, want)
+    assert_same_step(got, want, 2e-2 if "reentrant" in call else 0.0)
 
 
-@pytest.mark.parametrize("call", ["torch", "ours"])
-@pytest.mark.parametrize("draw", ["each forward", "same draw"])
+@pytest.mark.parametrize("call", ["torch", "reentrant"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        "each forward",
+        "same draw",
+    ],
+)
 def test_hooks_in_backward_see_the_parameter(draw, call):
     """Of the last layer, at whose read nothing more is drawn in the same draw."""
     model, x = built("dense", "dropout", "model")
@@ -851,9 +785,10 @@ def test_hooks_in_backward_see_the_parameter(draw, call):
 # -- sequences of torch ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("segments", [1, 2, 4])
 @pytest.mark.parametrize("where", ["blocks", "model"])
-def test_checkpoint_sequential(where, segments):
+def test_checkpoint_sequential(where, segments, reentrant):
     torch.manual_seed(0)
     model, x = nn.Sequential(*(dense() for _ in range(5))), torch.randn(4, 6, requires_grad=True)
     for module in model if where == "blocks" else [model]:
@@ -874,7 +809,7 @@ def test_checkpoint_sequential(where, segments):
 
     want, stream = run(row)
     got, stream_after = run(
-        lambda x: checkpoint_sequential(model, segments, x, use_reentrant=False)
+        lambda x: checkpoint_sequential(model, segments, x, use_reentrant=reentrant)
     )
     assert_same_tensors(got, want)
     assert torch.equal(stream, stream_after)
@@ -897,13 +832,10 @@ class Recomputes(nn.Module):
 
 
 @pytest.mark.sampled(21)
-@pytest.mark.parametrize(
-    ("call", "way"),
-    [(call, None) for call in ALL_CALLS if call != "torch, selective"]
-    + [(call, "stacked") for call in CALLS if call != "torch, selective"],
-)
+@pytest.mark.parametrize("way", [None, "stacked"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_values_within(dropout, call, way):
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "torch, selective"])
+def test_values_within(call, dropout, way):
     torch.manual_seed(0)
     model, x = Blocks(*(Recomputes(dropout) for _ in range(2))), torch.randn(4, 6)
     x.requires_grad_()
@@ -914,10 +846,10 @@ def test_values_within(dropout, call, way):
         block.through = lambda fn: fn
     for _ in range(2):
         want = step_of(naive, x)
-        assert_same_step(step_of(model, x, ALL_CALLS[call]), want)
+        assert_same_step(step_of(model, x, CALLS[call]), want)
 
 
-@pytest.mark.parametrize("call", ALL_CALLS)
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("num", [4, 6])
 def test_values_as_arguments_and_results(call, num):
     """A value that goes into a checkpoint and one that comes out of it.
@@ -935,7 +867,7 @@ def test_values_as_arguments_and_results(call, num):
         loss_of_all(value * value.mean(0)).backward()
         return x.grad
 
-    assert_same_tensor(call, run(ALL_CALLS[call], recoup.recompute), run(plain, lambda fn: fn))
+    assert_same_tensor(call, run(CALLS[call], recoup.recompute), run(plain, lambda fn: fn))
 
 
 class Uses(nn.Module):
@@ -949,7 +881,7 @@ class Uses(nn.Module):
         return self.called(lambda x, w: ((x @ w).sin() @ w).tanh(), x, self.weight)
 
 
-@pytest.mark.parametrize("call", ALL_CALLS)
+@pytest.mark.parametrize("call", CALLS)
 def test_weights_as_arguments(call):
     model, x = recoup.weight_noise(Uses(), std=0.1), torch.randn(6, 6, requires_grad=True)
 
@@ -961,9 +893,8 @@ def test_weights_as_arguments(call):
         loss_of_all(model(x)).backward()
         return {"x": x.grad, "weight": model.weight.grad.clone()}
 
-    rtol = 1e-5 if call in REENTRANT_CALLS else 0.0  # gradients are added in another order
     want = run(plain)
-    assert_same_tensors(run(ALL_CALLS[call]), want, rtol)
+    assert_same_tensors(run(CALLS[call]), want, 1e-5 if "reentrant" in call else 0.0)
 
 
 # -- chains of ours --------------------------------------------------------------------------------
@@ -1020,7 +951,7 @@ def test_steps_of_a_chain(memory):
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("call", ["torch", "ours"])
+@pytest.mark.parametrize("call", ["torch", "reentrant"])
 def test_a_chain_of_blocks_that_torch_checkpoints(call):
     model, x = chain("dense", "dropout", "model")
     want = run_step(model, x, memory="linear")

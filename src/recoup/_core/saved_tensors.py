@@ -14,6 +14,7 @@ Rule 4. Only the top of the stack of pairs can be read. Each pair of ours record
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, methodcaller
@@ -35,8 +36,8 @@ __all__ = [
     "Pair",
     "as_leaves",
     "check_hooks_work",
-    "checkpoint_in_force",
     "detached",
+    "frame_in_force",
     "grad_mode",
     "is_in_backward",
     "is_transformed",
@@ -180,13 +181,16 @@ class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_ena
             self._before = None
 
 
-def checkpoint_in_force() -> object | None:
-    """Return an object that stands for the torch.utils.checkpoint around this code, if any.
-
-    A first run and a second run of the same checkpoint have different ones.
-    """
+def frame_in_force() -> object | None:
+    """Return the frame of the torch.utils.checkpoint around this code; None if not found."""
     pair = pair_in_force()
-    return pair if pair is not None and getattr(pair[0], "__module__", "") == _CHECKPOINT else None
+    if pair is None or getattr(pair[0], "__module__", "") != _CHECKPOINT:
+        return None
+    pack: Any = inspect.unwrap(pair[0])
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    if "target_frame_ref" in cells:
+        return cells["target_frame_ref"].cell_contents()
+    return cells["frame"].cell_contents if "frame" in cells else None
 
 
 # For tensors made from a seed alone: a transform of torch.func would take them for random.

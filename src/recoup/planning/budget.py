@@ -23,7 +23,7 @@ from recoup._core.compile import is_loaded, is_traced, uncompiled
 from recoup._core.pytree import flatten
 from recoup._core.restoring import Restoring
 from recoup._core.rng import num_repeated
-from recoup._core.saved_tensors import checkpoint_in_force, is_in_backward
+from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.memory.size import parse_bytes
 from recoup.planning.plan import Plan, plan_call
 
@@ -185,4 +185,4 @@ def _planned(
 
 def _is_run_again() -> bool:
     """Whether the current code is part of a recomputed region or of backward."""
-    return num_repeated() > 0 or checkpoint_in_force() is not None or is_in_backward()
+    return num_repeated() > 0 or frame_in_force() is not None or is_in_backward()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_loaded, is_traced, uncompiled
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import num_repeated
-from recoup._core.saved_tensors import checkpoint_in_force, version_of
+from recoup._core.saved_tensors import frame_in_force, version_of
 
 __all__ = [
     "CallOutputs",
@@ -269,7 +269,7 @@ def followed(modules: Iterable[nn.Module], follower: Follower) -> Generator[None
 
 def enclosing_checkpoints() -> tuple[int, object | None]:
     """Return the number of regions around this code, and the frame of a torch checkpoint."""
-    return num_repeated(), checkpoint_in_force()
+    return num_repeated(), frame_in_force()
 
 
 class CallOutputs:

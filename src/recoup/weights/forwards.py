@@ -8,7 +8,7 @@ Rule 1. A draw lasts for one forward of the module that the reparametrization wa
 Rule 2. `same_draw` around forwards keeps their draws; the innermost one takes precedence.
 Rule 3. The innermost `disabled` or `enabled` takes precedence, and over training mode, too.
 Rule 4. Frames are in force in one thread, and not in backward; draws of code that runs again
-        there are recorded (see `checkpointed_draws`).
+        there are recorded (see `decisions`).
 Rule 5. A noisy weight lives as long as the forward of its module. Where a tree runs that module
         again, the weight is made again, and then lives as long as the tree's forward; its gradients
         flow to the node of the first one, so that they are summed before they are scaled, as those
@@ -177,6 +177,11 @@ class _Overriding(_InForce):
 
 
 _overriding: list[_Overriding] = []  # of all threads
+
+
+def is_turned_on() -> bool:
+    """Whether any weight may be noisy that would not be otherwise."""
+    return any(each.override.is_on for each in _overriding)
 
 
 def is_overridden() -> bool:

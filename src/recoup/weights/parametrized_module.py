@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from recoup._core.compile import not_compiled_itself, uncompiled
 from recoup._core.saved_tensors import is_transformed
-from recoup.weights.checkpointed_draws import CheckpointedDraws
 from recoup.weights.compiled import forward_in_graph, read_in_graph
-from recoup.weights.forwards import Forward, frames, is_in_progress
+from recoup.weights.forwards import Forward, frames
 from recoup.weights.outside_forward import look_at_part
 from recoup.weights.parametrized_weight import ParametrizedWeight
 from recoup.weights.reparametrization import Application
@@ -163,8 +162,6 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
         forward = Forward(self, attached.applications)
         with forward:
             result = run(self, *args, **kwargs)
-        if CheckpointedDraws.has_latest_read and not is_in_progress():
-            CheckpointedDraws.forward_ended()
         if forward.drawn:
             look_at_part(self, attached.roots, forward.drawn, result)
         return result

@@ -15,16 +15,14 @@ from recoup._core.rng import is_repeated, remembered
 from recoup._core.saved_tensors import (
     Kept,
     grad_mode,
-    is_in_backward,
     is_transformed,
-    pair_in_force,
     reverse_at_once,
     version_of,
 )
 from recoup.errors import RecoupError
-from recoup.weights.checkpointed_draws import CheckpointedDraws, may_run_again
 from recoup.weights.compiled import new_handle
-from recoup.weights.forwards import Forward, frames, is_due, override_for, resolve
+from recoup.weights.decisions import Decisions, may_run_again
+from recoup.weights.forwards import Forward, frames, is_due, is_turned_on, resolve
 from recoup.weights.outside_forward import look_at_read
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
@@ -58,7 +56,7 @@ class ParametrizedWeight:
         self.name = name
         self.steps: list[Reparametrization] = []
         self.handle = new_handle(self)
-        self._checkpointed = CheckpointedDraws()
+        self._decisions = Decisions(_is_random)
 
     def add(self, step: Reparametrization) -> None:
         """Add a reparametrization; they run in their own order, not in that of the calls."""
@@ -92,29 +90,24 @@ class ParametrizedWeight:
             top = around[-1]
             if isinstance(top, Forward) and top.reads_raw and top.owner is module:
                 return ()
-        elif not is_repeated() and not self._may_be_recorded():
+        elif not self._decisions and not is_repeated():
             return ()
         return self.resolution(raw, is_training=module.training)
-
-    def _may_be_recorded(self) -> bool:
-        """Whether a read outside of a forward is recorded, or has been and runs again."""
-        return bool(self._checkpointed) if is_in_backward() else pair_in_force() is not None
 
     def resolution(self, raw: Tensor, *, is_training: bool) -> tuple[Drawn, ...]:
         """Return the draws of the forward in progress, or those recorded if code runs again."""
         if not is_repeated() and not may_run_again():
             return resolve(self, is_training=is_training)
-        override = override_for(self)
-        is_open = any(
-            step.is_random and is_due(step, override, is_training=is_training)
-            for step in self.steps
-        )
+        random = [step for step in self.steps if step.is_random]
+        is_usual = any(is_due(step, None, is_training=is_training) for step in random)
+        is_open = is_usual or (bool(random) and is_turned_on())
         return remembered(
-            lambda: self._checkpointed.resolve(
+            lambda: self._decisions.decide(
                 lambda: resolve(self, is_training=is_training),
                 self.name,
                 version_of(raw),
                 is_open=is_open,
+                is_usual=is_usual,
             )
         )
 
@@ -183,6 +176,10 @@ class ParametrizedWeight:
             weight = cast("Tensor", _WithNode.apply(stub, weight))
             reverse_at_once(weight)
         return as_value(weight, _Recomputed(self.name, raw, operands, drawn))
+
+
+def _is_random(drawn: tuple[Drawn, ...]) -> bool:
+    return any(each.step.is_random for each in drawn)
 
 
 def _without_graph(weight: Tensor, operands: Operands, drawn: tuple[Drawn, ...]) -> Tensor:
