@@ -48,8 +48,8 @@ def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
     """
     if not is_distributed():
         return []
-    missing = {id(each) for each in tensors if each.is_leaf}
-    found = _among_known(missing)
+    wanted = {id(each) for each in tensors if each.is_leaf}
+    found, missing = _among_known(wanted)
     if missing:
         from torch.nn.parallel import DistributedDataParallel
 
@@ -57,19 +57,20 @@ def _reducers_of(tensors: Iterable[Tensor]) -> list[Any]:
         for kind in kinds:
             kinds += kind.__subclasses__()
         _known_reducers.update(each for each in gc.get_referrers(*kinds) if type(each) in kinds)
-        found += _among_known(missing)
+        found, _ = _among_known(wanted)
     return found
 
 
-def _among_known(missing: set[int]) -> list[Any]:
-    """Return the known ones that have some of the tensors with these ids, which are removed."""
+def _among_known(wanted: set[int]) -> tuple[list[Any], set[int]]:
+    """Return the known reducers of the tensors with these ids, and the ids that none has."""
     found: list[Any] = []
+    missing = wanted
     for each in list(_known_reducers):
-        num_missing = len(missing)
-        missing.difference_update(map(id, each.parameters()))
-        if len(missing) < num_missing:
+        own = set(map(id, each.parameters()))
+        if not wanted.isdisjoint(own):
             found.append(each)
-    return found
+            missing = missing - own
+    return found, missing
 
 
 @restoring

@@ -306,3 +306,17 @@ def test_a_second_run_knows_that_gradients_are_wanted(kind, memory):
     want = torch.autograd.grad(plain(x).sin().sum(), [x, *plain.parameters()])
     got = torch.autograd.grad(model(x).sin().sum(), [x, *model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_module_that_contains_itself():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh()))
+    model[1].parent = model
+    x = torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(RecursionError):
+        model.train()  # torch's own walks do not end either; ours does
+
+    def call(x):
+        return model[0](x).tanh()
+
+    recoup.checkpoint(call, x).sum().backward()
+    assert x.grad is not None
