@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup._core import region
-from recoup._core.inner_gradients import FirstRun
+from recoup._core.inner_gradients import Advancing, FirstRun
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import InvertibleModule
@@ -347,14 +347,31 @@ def test_networks_of_an_inverted_stage_are_filled_when_asked_again():
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+class Owner:
+    lock = threading.RLock()
+
+    def fill_slots(self, index):
+        raise AssertionError(f"nothing asks for region {index}")
+
+
+def another_region():
+    return region.Region("another", Owner(), 0, FirstRun((), is_training=True))
+
+
+def test_runs_that_a_guard_refuses_before_they_begin_are_no_cycle():
+    other = another_region()
+    gc.collect()
+    gc.disable()
+    try:
+        region.Filling(other, ())
+        Advancing("another", other.first_run)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 def test_what_stops_another_region_passes():
-    class Owner:
-        lock = threading.RLock()
-
-        def fill_slots(self, index):
-            raise AssertionError(f"nothing asks for region {index}")
-
-    other = region.Region("another", Owner(), 0, FirstRun((), is_training=True))
+    other = another_region()
     runs = []
 
     def fn(x):
