@@ -270,7 +270,7 @@ def test_a_relative_path_is_known_from_another_folder(monkeypatch, capsys, refus
     Path("../here/text.txt").unlink()
     message = refusal("lm", "evaluate", "--checkpoint", checkpoint)
     assert "trained on text.txt, which does not exist" in message
-    assert "by `--data`" in message
+    assert "as `--data`" in message
 
 
 # -- what a user can mend --------------------------------------------------------------------------
