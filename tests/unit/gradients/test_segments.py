@@ -131,7 +131,7 @@ def test_a_step_for_each_segment_is_another_training():
 def test_the_loop_by_hand_is_one_backward_under_dropout_and_noise():
     """R6: the loop that docs/gradients.md prints, whose second runs used to draw anew."""
     page = (Path(__file__).parents[3] / "docs" / "gradients.md").read_text(encoding="utf-8")
-    printed = re.search(r"loop, by hand.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    printed = re.search(r"loop over segments by hand.*?```python\n(.*?)```", page, re.DOTALL)[1]
     start, loop = printed.split("for _ in range", 1)
     names = {}
     torch.manual_seed(0)
