@@ -10,7 +10,8 @@ from __future__ import annotations
 from recoup import errors, flows, invertible, schedules, weights
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
-from recoup.planning.plan import applied_plans, plan
+from recoup.planning.plan import applied_plans
+from recoup.planning.search import plan
 from recoup.regions.checkpoint import checkpoint
 from recoup.regions.recompute import recompute
 from recoup.regions.recomputing import recomputing

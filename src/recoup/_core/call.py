@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recoup._core.closures import Held
-from recoup._core.code_keys import codes_of
+from recoup._core.called_code import called_code
+from recoup._core.closures import ClosureGuard
 from recoup._core.executor import Executor
 from recoup._core.lazy_values import HasTensor, keep
 from recoup._core.pytree import flatten, flatten_containers
@@ -55,9 +55,9 @@ class Call:
         "_snapshots",
         "_tensors",
         "_tree",
+        "closure_guard",
         "code",
         "has_run",
-        "held",
         "modules",
         "name",
         "output",
@@ -86,13 +86,13 @@ class Call:
         self._snapshots: dict[int, Snapshot] = {}
         self.picks: Sequence[int] | None = None
         self.output: Any = None
-        self.held: Held | None = None
+        self.closure_guard: ClosureGuard | None = None
         if module is None:
-            self.held = Held(fn)
-            self.modules = (*self.held.modules, *self._tree.modules())
+            self.closure_guard = ClosureGuard(fn)
+            self.modules = (*self.closure_guard.modules, *self._tree.modules())
             others = self._tree.others()
             is_bare = isinstance(fn, nn.Module) and not others
-            self.code: object = fn if is_bare else codes_of(fn, others)
+            self.code: object = fn if is_bare else called_code(fn, others)
         else:
             self.modules = (module, *self._tree.modules())
             self.code = module

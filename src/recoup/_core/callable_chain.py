@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from recoup._core.closures import Held
-from recoup._core.code_keys import codes_of
+from recoup._core.called_code import called_code
+from recoup._core.closures import ClosureGuard
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
@@ -96,7 +96,7 @@ def value_of(fn: Any, output: Any, given: Any, direction: Direction = "forward")
 class _CallableStage:
     """One callable as a stage; the first run records the structures of its input and output."""
 
-    __slots__ = ("_fn", "_index", "_trees", "code", "held", "modules", "name")
+    __slots__ = ("_fn", "_index", "_trees", "closure_guard", "code", "modules", "name")
 
     def __init__(self, index: int, name: str, fn: Any, trees: list[Tree]) -> None:
         self._index = index
@@ -104,11 +104,11 @@ class _CallableStage:
         self._trees = trees
         self.name = name
         is_module = isinstance(fn, nn.Module)
-        self.held: Held | None = None if is_module else Held(fn)
+        self.closure_guard: ClosureGuard | None = None if is_module else ClosureGuard(fn)
         self.modules: tuple[nn.Module, ...] = (
-            (fn,) if self.held is None else tuple(self.held.modules)
+            (fn,) if self.closure_guard is None else tuple(self.closure_guard.modules)
         )
-        self.code: object = fn if is_module else codes_of(fn)
+        self.code: object = fn if is_module else called_code(fn)
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         given = self._trees[self._index].unflatten(state)

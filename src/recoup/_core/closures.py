@@ -29,14 +29,14 @@ from recoup._core.guards import Location, Replacement
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError
 
-__all__ = ["Held"]
+__all__ = ["ClosureGuard"]
 
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
 _MISSING = object()
 
 
-class Held:
+class ClosureGuard:
     """The closure guard: the modules, tensors and plain values that `fn` reads, as they are now.
 
     Attributes:
@@ -77,7 +77,7 @@ class Held:
         """Record the versions and values that the first run left (See Rule 2)."""
         if not (self._items or self._locations):
             return
-        now = Held(self._fn)
+        now = ClosureGuard(self._fn)
         self._items = now._items
         for path, (before, location, is_own) in self._locations.items():
             after = now._locations.get(path, (None, location, False))[0]

@@ -8,27 +8,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup._core.closures import Held
-from recoup._core.code_keys import Codes
+from recoup._core.called_code import CalledCode
+from recoup._core.closures import ClosureGuard
 from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
 from recoup._core.random_sources import sources_checked
 from recoup._core.restoring import Restoring
 from recoup._core.rng import Draws, Recording, Replaying
 
-__all__ = ["Rerun", "autocast_nesting"]
+__all__ = ["Replay", "autocast_nesting"]
 
 _RLock = type(LOCK)  # threading.RLock is a function around it
 
 
-class Rerun:
+class Replay:
     """The draws, settings, parameters and statistics of a call that may run again.
 
     Args:
         name: the name of the call in error messages.
         modules: the modules whose parameters, buffers and modes must not change in between.
-        code: the code that runs: a module, or the `Codes` of a function.
-        held: the values that a function reads beside its arguments; None for a module.
+        code: the code that runs: a module, or the `CalledCode` of a function.
+        closure_guard: the values that a function reads beside its arguments; None for a module.
     """
 
     __slots__ = (
@@ -43,14 +43,18 @@ class Rerun:
     )
 
     def __init__(
-        self, name: str, modules: tuple[nn.Module, ...], code: object, held: Held | None
+        self,
+        name: str,
+        modules: tuple[nn.Module, ...],
+        code: object,
+        closure_guard: ClosureGuard | None,
     ) -> None:
         self._name = name
         self._modules = modules
-        is_function = isinstance(code, Codes)
+        is_function = isinstance(code, CalledCode)
         self._codes: Sequence[Any] = code.codes if is_function else (code,)
         self._generators: Sequence[Any] = code.generators if is_function else ()
-        self._closure = held
+        self._closure = closure_guard
         self._guard = ModuleGuard(modules)
         self._settings = _settings()
         self._draws = Draws()
@@ -84,19 +88,19 @@ class Rerun:
 class _First(Restoring):
     """A context for the first run of a call, whose `lock` the caller holds around it."""
 
-    __slots__ = ("_draws", "_rerun", "_source_check", "lock")
+    __slots__ = ("_draws", "_replay", "_source_check", "lock")
 
-    def __init__(self, rerun: Rerun) -> None:
-        self._rerun = rerun
-        guard = rerun._guard
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        guard = replay._guard
         self._source_check = sources_checked(
-            rerun._codes,
-            rerun._modules,
-            rerun._name,
+            replay._codes,
+            replay._modules,
+            replay._name,
             is_training=guard.is_training,
-            generators=rerun._generators,
+            generators=replay._generators,
         )
-        self._draws = Recording(rerun._draws)
+        self._draws = Recording(replay._draws)
         self.lock = LOCK if guard.has_norms else _RLock()
 
     def __enter__(self) -> None:
@@ -110,14 +114,14 @@ class _First(Restoring):
             self._source_check.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        rerun = self._rerun
+        replay = self._replay
         self._draws.leave(kind, value, traceback)
         if self._source_check is not None:
             self._source_check.leave(kind, value, traceback)
         if kind is None:
-            rerun._guard.first_run_ended(rerun._name)
-            if rerun._closure is not None:
-                rerun._closure.first_run_ended()
+            replay._guard.first_run_ended(replay._name)
+            if replay._closure is not None:
+                replay._closure.first_run_ended()
 
 
 class _Again(Restoring):
@@ -125,19 +129,19 @@ class _Again(Restoring):
 
     __slots__ = ("_attributes", "_draws", "_modules", "_replaced", "_settings", "lock")
 
-    def __init__(self, rerun: Rerun, stops: bool) -> None:
-        guard, closure = rerun._guard, rerun._closure
-        guard.check(rerun._name)
+    def __init__(self, replay: Replay, stops: bool) -> None:
+        guard, closure = replay._guard, replay._closure
+        guard.check(replay._name)
         values = guard.to_replace()
         if closure is not None:
-            closure.check(rerun._name)
+            closure.check(replay._name)
             values += closure.to_replace()
         self._replaced = Replaced(values) if values else None
         self.lock = LOCK if values else _RLock()
-        self._draws = Replaying(rerun._draws)
+        self._draws = Replaying(replay._draws)
         self._settings: _Settings | None = None
-        if rerun._settings != _settings() or _casts(rerun._settings):
-            self._settings = _Settings(rerun._settings)
+        if replay._settings != _settings() or _casts(replay._settings):
+            self._settings = _Settings(replay._settings)
         self._modules = guard.modules_with_attributes() if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 

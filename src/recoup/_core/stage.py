@@ -22,12 +22,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from recoup._core.closures import Held
-from recoup._core.code_keys import Codes
+from recoup._core.called_code import CalledCode
+from recoup._core.closures import ClosureGuard
 from recoup._core.guards import is_in_place
 from recoup._core.inner_gradients import Advancing
 from recoup._core.region import Filled, Filling, Owner, Region
-from recoup._core.replay import Rerun
+from recoup._core.replay import Replay
 from recoup._core.saved_tensors import (
     as_leaves,
     detached,
@@ -58,11 +58,11 @@ class Stage(Protocol):
 
     @property
     def code(self) -> object:
-        """The code that the stage runs: a module, or the `Codes` of a function."""
+        """The code that the stage runs: a module, or the `CalledCode` of a function."""
         ...
 
     @property
-    def held(self) -> Held | None:
+    def closure_guard(self) -> ClosureGuard | None:
         """The values that a function reads beside its arguments; None for a module."""
         ...
 
@@ -88,8 +88,8 @@ class StageRun:
     __slots__ = (
         "_evaluations",
         "_region",
+        "_replay",
         "_requires_grad",
-        "_rerun",
         "_shapes",
         "_stage",
         "changes_input",
@@ -99,7 +99,7 @@ class StageRun:
     def __init__(self, stage: Stage, state: State, index: int, *, is_inverted: bool) -> None:
         self.index = index
         self._stage = stage
-        self._rerun = Rerun(stage.name, stage.modules, stage.code, stage.held)
+        self._replay = Replay(stage.name, stage.modules, stage.code, stage.closure_guard)
         self._region: weakref.ref[Region] | None = None
         self._evaluations = Evaluations(stage.name) if is_inverted else None
         self._requires_grad = list(map(requires_grad_of, state))
@@ -110,7 +110,7 @@ class StageRun:
 
     def tape(self, state: State) -> tuple[State, Tensor | None]:
         """Run the stage with its residuals kept, so that it can still be run again."""
-        first = self._rerun.first()
+        first = self._replay.first()
         with first.lock, first:
             return self._forward(state)
 
@@ -122,8 +122,8 @@ class StageRun:
                     one.view_as(one) if isinstance(one, nn.Parameter) else one for one in state
                 )
                 break
-        first_run = self._rerun.first_run()
-        first = self._rerun.first()
+        first_run = self._replay.first_run()
+        first = self._replay.first()
         name, evaluations = self._stage.name, self._evaluations
         is_whole = False
         try:
@@ -173,8 +173,8 @@ class StageRun:
     def advance(self, state: State) -> State:
         """Run the stage again from its input, without a tape."""
         inputs = self._inputs(state)
-        again = self._rerun.again()
-        with again.lock, again, Advancing(self._stage.name, self._rerun.first_run()):
+        again = self._replay.again()
+        with again.lock, again, Advancing(self._stage.name, self._replay.first_run()):
             output, _ = self._stage.forward(inputs)
         return detached(output)
 
@@ -189,7 +189,7 @@ class StageRun:
         stops = not needs_output and (self._evaluations is None or recall)
         filling = None if region is None else Filling(region, inputs, stops=stops)
         taping = grad_mode(True) if filling is None else filling
-        again = self._rerun.again(stops=filling is not None and filling.last >= 0)
+        again = self._replay.again(stops=filling is not None and filling.last >= 0)
         try:
             if self._evaluations is None:
                 with again.lock, again, taping:
@@ -209,11 +209,11 @@ class StageRun:
         if evaluations is None:
             raise ReplayError(f"{self._stage.name} did not run as a stage to be inverted.")
         recall = is_taped and evaluations.are_shared
-        again = self._rerun.again()
+        again = self._replay.again()
         try:
             with grad_mode(False), again.lock, again, evaluations.inverting(recall):
                 state = self._inverse(after)
-            if self._rerun.has_foreign_draws:  # See Rule 4
+            if self._replay.has_foreign_draws:  # See Rule 4
                 self._check_same(self.fill(state, recall=recall), after)
             elif is_taped and (not recall or self._wanted_region() is not None):
                 del after  # a whole state, which `fill` does not need
@@ -264,5 +264,5 @@ class StageRun:
 
 def is_marked_in_place(stage: Stage) -> bool:
     """Whether the module of `stage` says that it changes its input in place (See Rule 2)."""
-    code = stage.code.codes[0] if isinstance(stage.code, Codes) else stage.code
+    code = stage.code.codes[0] if isinstance(stage.code, CalledCode) else stage.code
     return isinstance(code, nn.Module) and is_in_place(code)

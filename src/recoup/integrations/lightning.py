@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from recoup.integrations.planning_callback import PlanningCallback
-from recoup.planning.plan import Plan, plan_call
+from recoup.planning.plan import Plan
+from recoup.planning.search import plan_call
 
 __all__ = ["MemoryBudget"]
 

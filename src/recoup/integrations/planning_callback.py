@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import nn
 
-from recoup.planning.plan import Plan, checked_budget
+from recoup.planning.plan import Plan
+from recoup.planning.search import checked_budget
 
 __all__ = ["PlanningCallback"]
 

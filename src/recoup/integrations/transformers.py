@@ -9,7 +9,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recoup.integrations.planning_callback import PlanningCallback
-from recoup.planning.plan import Plan, plan
+from recoup.planning.plan import Plan
+from recoup.planning.search import plan
 
 __all__ = ["MemoryBudget"]
 

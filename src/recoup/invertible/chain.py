@@ -253,13 +253,13 @@ class Chain(HasMemoryMode, InvertibleModule):
 class _Stage:
     """A module that maps the first tensor of the state; a context and early latents pass by."""
 
-    __slots__ = ("_hands_context", "code", "held", "module", "modules", "name")
+    __slots__ = ("_hands_context", "closure_guard", "code", "module", "modules", "name")
 
     def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"
         self.module = self.code = module
         self.modules = (module,)
-        self.held = None
+        self.closure_guard = None
         self._hands_context = hands_context
 
     def forward(self, state: State) -> tuple[State, Tensor]:

@@ -35,7 +35,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recoup._core.closures import Held
+from recoup._core.closures import ClosureGuard
 from recoup._core.compile import is_loaded, never_compiled
 from recoup._core.pytree import tensors_in
 from recoup._core.save_observer import Way, observed_by
@@ -123,7 +123,7 @@ class _Recorder(TorchFunctionMode):
         self._num_observed = 0
         # A later storage at the same address has another identity.
         self._identities = weakref.WeakKeyDictionary[torch.UntypedStorage, object]()
-        self._modules = RunningModules(Held(fn).modules)
+        self._modules = RunningModules(ClosureGuard(fn).modules)
         self._operator: str | None = None
 
     @contextmanager

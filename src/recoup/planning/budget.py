@@ -25,7 +25,8 @@ from recoup._core.restoring import Restoring
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.memory.size import parse_bytes
-from recoup.planning.plan import Plan, plan_call
+from recoup.planning.plan import Plan
+from recoup.planning.search import plan_call
 
 __all__ = ["Budget", "is_bytes"]
 

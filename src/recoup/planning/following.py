@@ -25,7 +25,8 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -35,11 +36,13 @@ from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.stage import State
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import CallOutputs, enclosing_checkpoints
-from recoup.planning.planned_stages import PlannedChain, PlannedStage
+from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
+from recoup.planning.measuring import MeasuredCall
+from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
 from recoup.planning.sizes import ArgumentSizes
+from recoup.schedules import Schedule
 
-__all__ = ["PlanFollower"]
+__all__ = ["PlanFollower", "PlannedModel"]
 
 Forward = Callable[..., Any]
 
@@ -49,7 +52,7 @@ class _SkippedBlock:
 
     name = "a block that was left out"
     modules: tuple[nn.Module, ...] = ()
-    held = None
+    closure_guard = None
 
     @property
     def code(self) -> object:
@@ -240,3 +243,37 @@ class PlanFollower:
 
 def _truncate(passes: list[_Pass], length: int) -> None:
     del passes[length:]
+
+
+class PlannedModel(NamedTuple):
+    """A model and its blocks, which can follow any schedule of the calls of these blocks.
+
+    Args:
+        model: the model.
+        root: the module whose forward is one pass; None if the step does not call the model itself.
+        blocks: the names and modules of the blocks.
+        calls: the calls of blocks that were seen, in order.
+    """
+
+    model: nn.Module
+    root: nn.Module | None
+    blocks: Sequence[Block]
+    calls: Sequence[MeasuredCall]
+
+    def follower(self, schedule: Schedule, sizes: ArgumentSizes | None = None) -> PlanFollower:
+        """Return a follower of a schedule.
+
+        Args:
+            schedule: a schedule of the calls, and of one more stage: the code after them.
+            sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
+        """
+        return PlanFollower(self.root, planned_stages(schedule, self.calls), self.blocks, sizes)
+
+    @property
+    def followed_modules(self) -> list[nn.Module]:
+        """The modules whose forwards go through the follower."""
+        return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
+
+    def followed(self, schedule: Schedule) -> AbstractContextManager[None]:
+        """Return a context in which the model follows a schedule."""
+        return followed(self.followed_modules, self.follower(schedule))

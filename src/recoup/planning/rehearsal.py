@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recoup._core.closures import Held
+from recoup._core.closures import ClosureGuard
 from recoup._core.generators import generators_restored
 from recoup._core.graph_ends import ends_of
 from recoup._core.restoring import Undoing, restoring
@@ -75,8 +75,8 @@ def _read(values: Iterable[object]) -> Iterator[object]:
     """Yield the values, with each function replaced by the modules and tensors that it reads."""
     for value in values:
         if callable(value) and not isinstance(value, nn.Module):
-            held = Held(value)
-            yield from (*held.modules, *held.tensors)
+            guard = ClosureGuard(value)
+            yield from (*guard.modules, *guard.tensors)
         else:
             yield value
 

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from recoup._core.closure_values import MAX_DEPTH, MAX_ENTRIES
 
-__all__ = ["Codes", "codes_of"]
+__all__ = ["CalledCode", "called_code"]
 
 _WRAPPERS = (types.FunctionType, types.MethodType, functools.partial)
 # Objects that outlive a call, so that each stands for itself.
 _ITSELF = (nn.Module, type, types.BuiltinFunctionType, torch._ops.OperatorBase)
 
 
-class Codes:
+class CalledCode:
     """The codes that a call runs, and the generators of random numbers that it can reach.
 
     Attributes:
@@ -108,14 +108,14 @@ class Codes:
             self.codes.append(code)
 
 
-def codes_of(fn: Any, arguments: Iterable[Any] = ()) -> Codes:
+def called_code(fn: Any, arguments: Iterable[Any] = ()) -> CalledCode:
     """Return the codes that calling `fn` runs.
 
     Args:
         fn: the function, module or other callable.
         arguments: its arguments other than tensors.
     """
-    found = Codes()
+    found = CalledCode()
     found.call(fn)
     found.values(arguments, 0)
     return found
