@@ -31,7 +31,7 @@ from recoup._core.lazy_values import Source, as_value, keep
 from recoup._core.offload import moved_to_host
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.reversal import Forward, Reversal
-from recoup._core.saved_tensors import Kept, check_hooks_work, pair_in_force, storage_of
+from recoup._core.saved_tensors import Kept, check_hooks_work, pair_in_force, storage_address
 from recoup._core.shared_evaluation import is_answered
 from recoup._core.stage import Stage, StageRun, State, is_marked_in_place
 from recoup.errors import ReplayError, ScheduleError
@@ -105,7 +105,7 @@ def _sweep(executor: Executor, stages: Sequence[Stage], state: State) -> Result:
 
 def _sweep_to_values(executor: Executor, stages: Sequence[Stage], state: State) -> Result:
     run = Run(executor)
-    given = set(map(storage_of, state))
+    given = set(map(storage_address, state))
     last, beside = run.sweep(stages, state)
     return tuple(run.as_value(place, value, given) for place, value in enumerate(last)), beside
 
@@ -216,12 +216,12 @@ class Run:
         if is_offloaded:
             pair = moved_to_host(pair)
         name = f"The input of {self._forward.stages[index].name}"
-        self._storages.update(map(storage_of, state))
+        self._storages.update(map(storage_address, state))
         self._forward.kept[index] = tuple([keep(value, name, pair) for value in state])
 
     def _spared(self, state: State) -> State:
         """Return `state`, or a copy if a stage that changes it in place would change a kept one."""
-        is_kept = not self._storages.isdisjoint(map(storage_of, state))
+        is_kept = not self._storages.isdisjoint(map(storage_address, state))
         return tuple(value.clone() for value in state) if is_kept else state
 
     def _record(self, index: int, state: State) -> tuple[State, Tensor | None]:
@@ -241,7 +241,7 @@ class Run:
 
     def as_value(self, place: int, value: Tensor, given: set[int]) -> Tensor:
         """Return `value` marked as a value, if it is a plain tensor with new memory (Rule 4)."""
-        if type(value) is not Tensor or value.is_sparse or storage_of(value) in given:
+        if type(value) is not Tensor or value.is_sparse or storage_address(value) in given:
             return value
         source = _Output(self, f"What {self._forward.stages[-1].name} returned", value)
         self._forward.outputs.append((place, weakref.ref(source)))

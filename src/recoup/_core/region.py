@@ -47,7 +47,7 @@ from recoup._core.saved_tensors import (
     num_nodes,
     saving,
     set_grad_enabled,
-    storage_of,
+    storage_address,
 )
 from recoup.errors import ChangedError, ReplayError
 
@@ -296,7 +296,7 @@ class Filling(saving):
         )
 
     def _is_input(self, tensor: Tensor) -> bool:
-        return any(storage_of(tensor) == storage_of(value) for value in self._inputs)
+        return any(storage_address(tensor) == storage_address(value) for value in self._inputs)
 
     def _check_count(self) -> None:
         if self._num_saves != len(self._region.slots):

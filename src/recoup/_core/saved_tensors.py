@@ -50,7 +50,7 @@ __all__ = [
     "saving",
     "set_grad_enabled",
     "set_versions",
-    "storage_of",
+    "storage_address",
     "unpack",
     "untransformed",
     "version_of",
@@ -213,7 +213,7 @@ def check_hooks_work() -> None:
         )
 
 
-def storage_of(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     """Return the address of the storage of `tensor`; 0 if it has none of its own."""
     if tensor.layout is not torch.strided:
         return 0

@@ -289,9 +289,10 @@ def _factors(weight: object, alpha: object) -> tuple[float, float]:
     return counted, counted
 
 
-def check_weight(weight: float) -> None:
+def check_weight(weight: object) -> None:
     """Raise unless `weight` is a finite number above zero."""
-    if not (math.isfinite(weight) and weight > 0):
+    number = float(weight) if isinstance(weight, Real | Tensor) else math.nan
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(
             f"`weight` is {weight!r}, but must be a number above zero. A batch that counts for "
             "nothing is left out."

@@ -25,6 +25,7 @@ WRONG = {
     "outputs, a number": (lambda s: s.backward(3.0), "`outputs` is, or holds, a float"),
     "outputs, numbers": (lambda s: s.backward([3.0]), "`outputs` is, or holds, a float"),
     "weight": (lambda s: s.backward(MODEL(X).sum(), weight=0), "`weight` is 0"),
+    "weight, a string": (lambda s: s.backward(MODEL(X).sum(), weight="x"), "`weight` is 'x'"),
     "weight, a vector": (lambda s: s.backward(MODEL(X), weight=2), "`grad_outputs` is missing"),
     "grad_outputs": (lambda s: s.backward([MODEL(X)], []), "`grad_outputs` has 0"),
     "mode": (lambda s: s.backward(MODEL(X).sum(), mode="x"), "`mode` is 'x'"),
