@@ -17,6 +17,7 @@ __all__ = [
     "is_compiled",
     "is_loaded",
     "is_traced",
+    "is_watched",
     "never_compiled",
     "not_compiled_itself",
     "uncompiled",
@@ -24,11 +25,21 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 _uncompiled: dict[Any, Any] = {}
+# The C part of the compiler, which is available before the rest is imported.
+_frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
 
 
 def is_loaded() -> bool:
     """Whether the compiler was imported, which takes longer than importing torch."""
     return "torch._dynamo" in sys.modules
+
+
+def is_watched() -> bool:
+    """Whether the compiler looks at the frames of the functions that are called from here."""
+    if torch.compiler.is_compiling():
+        return True
+    callback = _frames.get_eval_frame_callback()
+    return callback is not None and callback is not False
 
 
 def is_traced() -> bool:
@@ -60,12 +71,10 @@ def not_compiled_itself(fn: F) -> F:
 
 
 def _mark(fn: Any, what_it_calls: str) -> None:
-    # The C part of the compiler, which is available before the rest is imported.
-    frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
-    if hasattr(frames, "set_code_exec_strategy"):  # not in every release of torch
-        actions = frames._FrameAction
-        strategy = frames._FrameExecStrategy(actions.SKIP, getattr(actions, what_it_calls))
-        frames.set_code_exec_strategy(fn.__code__, strategy)
+    if hasattr(_frames, "set_code_exec_strategy"):  # not in every release of torch
+        actions = _frames._FrameAction
+        strategy = _frames._FrameExecStrategy(actions.SKIP, getattr(actions, what_it_calls))
+        _frames.set_code_exec_strategy(fn.__code__, strategy)
 
 
 def uncompiled(fn: F, *, recursive: bool = True) -> F:

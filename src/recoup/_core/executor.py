@@ -13,6 +13,8 @@ Rule 3. States that the sweep keeps go through the pair of hooks beneath; states
 Rule 4. The last state may itself be a value that is not kept: a second run of the last stage makes
         it again, together with the residuals, in one run.
 Rule 5. Stages may be entered one at a time, by user code.
+Rule 6. Stages that the schedule always treats alike run as one stage: a segment of `sqrt` is one
+        region, and its states are not handed over one by one.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from recoup._core.autocast_copies import geometry_of, laid_out
-from recoup._core.compile import is_loaded, uncompiled
+from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_comparison import DriftComparison
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.lazy_values import Source, as_value, keep
@@ -34,8 +37,10 @@ from recoup._core.reversal import Forward, Reversal
 from recoup._core.saved_tensors import Kept, check_hooks_work, pair_in_force, storage_address
 from recoup._core.shared_evaluation import is_answered
 from recoup._core.stage import Stage, StageRun, State, is_marked_in_place
+from recoup._core.stage_group import grouped, ungrouped
 from recoup.errors import ReplayError, ScheduleError
 from recoup.schedules import Drop, Offload, Schedule
+from recoup.schedules.grouping import groups_of, on_groups
 
 __all__ = ["Executor", "Result", "Run"]
 
@@ -51,18 +56,22 @@ class Executor:
         guard: the drift guard of the chain; None if inverses are not checked.
     """
 
-    __slots__ = ("guard", "prepared")
+    __slots__ = ("_groups", "_on_groups", "guard", "prepared")
 
     def __init__(
         self, schedule: Schedule, *, stops: bool = True, guard: DriftGuard | None = None
     ) -> None:
         self.prepared = Prepared(schedule, stops=stops)
         self.guard = guard if self.prepared.inverted else None
+        self._groups = groups_of(schedule)
+        self._on_groups: Prepared | None = None  # See Rule 6
+        if len(self._groups) < schedule.num_stages and not self.prepared.inverted:
+            self._on_groups = Prepared(on_groups(schedule, self._groups), stops=stops)
 
     def begin(self) -> Run:
         """Begin a chain whose stages come one at a time (See Rule 5)."""
         check_hooks_work()
-        return Run(self)
+        return Run(self.prepared, self.guard)
 
     def execute(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward; its backward will follow the schedule.
@@ -79,16 +88,19 @@ class Executor:
         check_hooks_work()
         if is_answered():
             return _run_plainly(stages, state)  # the region around it owns every residual
-        sweep = uncompiled(_sweep) if is_loaded() else _sweep
-        return sweep(self, stages, state)
+        sweep = uncompiled(_sweep) if is_watched() else _sweep
+        if self._on_groups is None or (groups := grouped(stages, self._groups)) is None:
+            return sweep(Run(self.prepared, self.guard), stages, state)
+        state, of_groups = sweep(Run(self._on_groups, None), groups, state)
+        return state, ungrouped(of_groups, groups)
 
     def execute_to_values(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward as `execute` does, without keeping the last state either."""
         check_hooks_work()
         if is_answered():
             return _run_plainly(stages, state)
-        sweep = uncompiled(_sweep_to_values) if is_loaded() else _sweep_to_values
-        return sweep(self, stages, state)
+        sweep = uncompiled(_sweep_to_values) if is_watched() else _sweep_to_values
+        return sweep(Run(self.prepared, self.guard), stages, state)
 
 
 def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
@@ -99,12 +111,11 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
     return state, beside
 
 
-def _sweep(executor: Executor, stages: Sequence[Stage], state: State) -> Result:
-    return Run(executor).sweep(stages, state)
+def _sweep(run: Run, stages: Sequence[Stage], state: State) -> Result:
+    return run.sweep(stages, state)
 
 
-def _sweep_to_values(executor: Executor, stages: Sequence[Stage], state: State) -> Result:
-    run = Run(executor)
+def _sweep_to_values(run: Run, stages: Sequence[Stage], state: State) -> Result:
     given = set(map(storage_address, state))
     last, beside = run.sweep(stages, state)
     return tuple(run.as_value(place, value, given) for place, value in enumerate(last)), beside
@@ -129,21 +140,28 @@ class _Output(Source):
 
 
 class Run:
-    """One forward of a chain and the backward that belongs to it."""
+    """One forward of a chain and the backward that belongs to it.
+
+    Args:
+        schedule: the schedule.
+        guard: the drift guard of the chain; None if inverses are not checked.
+    """
 
     __slots__ = ("_forward", "_reversal", "_storages", "lock")
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, schedule: Prepared, guard: DriftGuard | None) -> None:
         drift: DriftComparison | None = None
-        if executor.guard is not None and executor.guard.otherwise != "ignore":
-            drift = DriftComparison(executor.guard, executor.prepared.inverted)
-        self._forward = Forward(executor.prepared, drift)
-        self._reversal: Reversal | None = None  # until forward has ended
+        if guard is not None and guard.otherwise != "ignore":
+            drift = DriftComparison(guard, schedule.inverted)
+        self._forward = Forward(schedule, drift)
+        self._reversal: Reversal | None = None  # until backward begins
         self._storages: set[int] = set()  # of the states that are kept
         self.lock = threading.RLock()
 
     def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index`, in backward or before forward has ended."""
+        if self._reversal is None and self._forward.has_ended:
+            self._reversal = Reversal(self._forward)
         (self._reversal or Reversal(self._forward)).fill_slots(index)
 
     @property
@@ -151,16 +169,16 @@ class Run:
         """The number of stages that were entered so far."""
         return len(self._forward.stages)
 
-    def sweep(self, stages: Sequence[Stage], state: State) -> Result:
+    def sweep(self, stages: Sequence[Stage], state: State) -> tuple[State, list[Any]]:
         """Execute the part of the schedule that belongs to forward (See Rule 1)."""
-        beside: list[Tensor | None] = []
+        beside: list[Any] = []
         for stage in stages:
             state, value = self.enter(stage, state)
             beside.append(value)
         self.end(state)
         return state, beside
 
-    def enter(self, stage: Stage, state: State) -> tuple[State, Tensor | None]:
+    def enter(self, stage: Stage, state: State) -> tuple[State, Any]:
         """Run the next stage, taped or advanced over according to the schedule."""
         forward = self._forward
         schedule = forward.schedule
@@ -196,7 +214,6 @@ class Run:
                 Kept(value, "The output of the chain", pair) for value in state
             )
         forward.has_ended = True
-        self._reversal = Reversal(forward)
         if forward.drift is not None:
             forward.drift.end_forward(self._lowest_wanted)
         for kept in forward.kept.values():
@@ -224,7 +241,7 @@ class Run:
         is_kept = not self._storages.isdisjoint(map(storage_address, state))
         return tuple(value.clone() for value in state) if is_kept else state
 
-    def _record(self, index: int, state: State) -> tuple[State, Tensor | None]:
+    def _record(self, index: int, state: State) -> tuple[State, Any]:
         forward = self._forward
         stage = forward.stages[index]
         is_inverted = index in forward.schedule.inverted

@@ -17,7 +17,7 @@ Rule 4. Draws in an inverted stage that no seed repeats come from the generators
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class Stage(Protocol):
         """The values that a function reads beside its arguments; None for a module."""
         ...
 
-    def forward(self, state: State) -> tuple[State, Tensor | None]:
+    def forward(self, state: State) -> tuple[State, Any]:
         """Return the next state, and a second output outside the chain (a log-determinant)."""
         ...
 
@@ -108,13 +108,13 @@ class StageRun:
 
     # -- the first run ---------------------------------------------------------------------
 
-    def tape(self, state: State) -> tuple[State, Tensor | None]:
+    def tape(self, state: State) -> tuple[State, Any]:
         """Run the stage with its residuals kept, so that it can still be run again."""
         first = self._replay.first()
         with first.lock, first:
             return self._forward(state)
 
-    def record(self, state: State, owner: Owner) -> tuple[State, Tensor | None]:
+    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
         """Run the stage and leave slots where it would have kept residuals; `owner` fills them."""
         for value in state:
             if isinstance(value, nn.Parameter):  # it would be mistaken for one of the stage's own
@@ -142,7 +142,7 @@ class StageRun:
             first_run.end(is_whole=is_whole)
         return result
 
-    def _forward(self, state: State) -> tuple[State, Tensor | None]:
+    def _forward(self, state: State) -> tuple[State, Any]:
         versions = versions_of(state)
         result = self._stage.forward(state)
         self.changes_input = versions_of(state) != versions

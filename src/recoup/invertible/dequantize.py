@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recoup._core.compile import is_loaded, uncompiled
+from recoup._core.compile import is_watched, uncompiled
 from recoup._core.random_sources import own_generator
 from recoup._core.rng import draw_seed
 from recoup.invertible.chain import Chain
@@ -76,7 +76,7 @@ class Dequantize(InvertibleModule):
         kind = (self.training, x.dtype)
         if kind in self._checked_kinds or x.numel() == 0 or x.is_meta:
             return
-        check = uncompiled(_check_data) if is_loaded() else _check_data
+        check = uncompiled(_check_data) if is_watched() else _check_data
         check(x, self.levels)
         self._checked_kinds |= {kind}
 

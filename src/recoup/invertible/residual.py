@@ -9,7 +9,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import is_loaded, uncompiled
+from recoup._core.compile import is_watched, uncompiled
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import ConvergenceError
 from recoup.invertible.contract import InvertibleModule
@@ -137,12 +137,12 @@ class InvertibleResidual(InvertibleModule):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map `x` of shape ``(N, ...)``; returns ``(y, log_det)``."""
         forward = InvertibleResidual._forward
-        return (uncompiled(forward) if is_loaded() else forward)(self, x)
+        return (uncompiled(forward) if is_watched() else forward)(self, x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, ...)`` by iteration; returns ``(x, log_det)``."""
         inverse = InvertibleResidual._inverse
-        return (uncompiled(inverse) if is_loaded() else inverse)(self, y)
+        return (uncompiled(inverse) if is_watched() else inverse)(self, y)
 
     # These are not compiled: a graph that is still being traced cannot be differentiated.
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
-from recoup._core.compile import is_loaded, is_traced, uncompiled
+from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.pytree import flatten
 from recoup._core.restoring import Restoring
 from recoup._core.rng import num_repeated
@@ -123,7 +123,7 @@ class Budget:
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        planned = uncompiled(_planned) if is_loaded() else _planned
+        planned = uncompiled(_planned) if is_watched() else _planned
         return planned(self, chain, call, args, blocks)
 
     def plan_for(

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import is_loaded, is_traced, uncompiled
+from recoup._core.compile import is_traced, uncompiled
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
@@ -104,7 +104,7 @@ class _WrappedForward:
         follower = self.follower
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
-        if is_loaded() and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return uncompiled(_follow)(self, args, kwargs)
         return follower.called(self.module, self.run, args, kwargs)
 

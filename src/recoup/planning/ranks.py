@@ -8,7 +8,7 @@ Rule 2. Every decision that depends on measurements uses the largest number that
         So all ranks decide alike, and a plan keeps to its budget on all of them.
 Rule 3. The backend may free a buffer in a thread of its own, a moment after the collective has
         ended. The allocator does not report this, and the buffer counts until the step ends.
-        So a rehearsal that exceeded the budget is run once more, and the smaller peak counts.
+        So a rehearsal that exceeded the budget is repeated a few times, and the least peak counts.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ from recoup.schedules import frontier
 
 __all__ = ["checked_budget", "plan", "plan_call"]
 
+_MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
+
 
 def plan(
     model: nn.Module,
@@ -217,8 +219,9 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
         point = kind.points[index]
         with planned.followed(point.schedule):
             peak_bytes = peak_of(step, device)
-            if peak_bytes > budget and is_sharded(step.model):  # See Rule 3 of ranks.py
-                peak_bytes = min(peak_bytes, peak_of(step, device))
+            for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
+                if peak_bytes > budget:  # See Rule 3 of ranks.py
+                    peak_bytes = min(peak_bytes, peak_of(step, device))
         # Other forwards call more blocks than the rehearsal did.
         return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
 

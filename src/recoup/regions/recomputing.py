@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recoup._core.compile import is_loaded, never_compiled, uncompiled
+from recoup._core.compile import is_watched, never_compiled, uncompiled
 from recoup._core.dispatch_modes import InMode
 from recoup._core.restoring import Restoring, Reusable
 from recoup._core.saved_tensors import is_transformed, pair_in_force, saving
@@ -60,7 +60,7 @@ def recomputing() -> AbstractContextManager[None]:
     Source: "Gradient checkpointing for weight noise etc",
     https://github.com/rwth-i6/returnn/issues/1552.
     """
-    return (uncompiled(_here) if is_loaded() else _here)()
+    return (uncompiled(_here) if is_watched() else _here)()
 
 
 def _here() -> AbstractContextManager[None]:
@@ -106,7 +106,7 @@ class _Block(Restoring):
         self._mode: InMode | None = None
 
     def __enter__(self) -> None:
-        (uncompiled(_enter) if is_loaded() else _enter)(self)
+        (uncompiled(_enter) if is_watched() else _enter)(self)
 
     @never_compiled
     def restore(self) -> None:

@@ -226,10 +226,10 @@ def test_tensors_within_the_graph(mode):
 
 def test_tensors_within_the_graph_are_refused():
     inside = parameter() * 2
-    with pytest.raises(GradientError, match=r'no leaf.*Use mode="grad"'):
+    with pytest.raises(GradientError, match=r'no.* leaf.*Use mode="grad"'):
         GradStore([inside]).backward(inside.sum(), mode="harvest")
     with (
-        pytest.raises(GradientError, match=r"no leaf.*Use `backward`"),
+        pytest.raises(GradientError, match=r"no.* leaf.*Use `backward`"),
         GradStore([inside]).collecting(),
     ):
         pass
