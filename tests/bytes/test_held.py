@@ -12,6 +12,7 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain, Split
 from recoup.schedules import binomial, constant, log, revolve, simulate, sqrt
+from tests.zoo import AsksTwice
 
 UNIT = 64 * 256 * 4
 
@@ -308,8 +309,9 @@ def test_a_forward_alone_under_hooks_that_return_what_they_are_given(memory):
     ["sqrt", "log", 1, 3, constant(["recompute"] * 10)],
     ids=lambda m: getattr(m, "name", str(m)),
 )
-def test_a_retained_graph_holds_what_it_held_before(memory):
-    model = recoup.Sequential(*(Sine() for _ in range(10)), memory=memory)
+@pytest.mark.parametrize("block", [Sine, AsksTwice])
+def test_a_retained_graph_holds_what_it_held_before(block, memory):
+    model = recoup.Sequential(*(block() for _ in range(10)), memory=memory)
     x = torch.randn(64, 256, requires_grad=True)
     with StorageTracker() as tracker:
         loss = model(x).sum()

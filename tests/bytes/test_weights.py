@@ -159,6 +159,7 @@ def test_outputs_of_several_forwards_alive_at_once():
 # -- when nothing is to be held --------------------------------------------------------------------
 
 
+@pytest.mark.sampled(31)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_forward_without_a_graph_leaves_its_output(name, mode):

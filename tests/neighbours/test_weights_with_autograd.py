@@ -167,6 +167,7 @@ def gradients(parameters, x):
 # -- one graph, used in every way ------------------------------------------------------------------
 
 
+@pytest.mark.sampled(13)
 def test_the_graph_used_three_times(case):
     def act(run, parameters, x):
         loss = loss_of_all(run(x))
@@ -221,6 +222,7 @@ def test_two_forwards_before_backward(case):
     case.same(act)
 
 
+@pytest.mark.sampled(13)
 def test_hooks_of_tensors_and_modules(case):
     def act(run, parameters, x):
         calls = []
@@ -272,6 +274,7 @@ def test_anomaly_mode_finds_the_forward():
     assert hooks_in_force() is None
 
 
+@pytest.mark.sampled(13)
 def test_an_optimizer_in_backward(case):
     def act(run, parameters, x):
         def step(p):
@@ -306,6 +309,7 @@ def test_micro_batches_clipped(case):
     case.same(act)
 
 
+@pytest.mark.sampled(13)
 def test_a_forward_without_backward_and_in_inference_first(case):
     def act(run, parameters, x):
         run(x)
@@ -319,6 +323,7 @@ def test_a_forward_without_backward_and_in_inference_first(case):
     case.same(act)
 
 
+@pytest.mark.sampled(13)
 def test_frozen_parts(case):
     def act(run, parameters, x):
         names = list(parameters)
@@ -332,6 +337,7 @@ def test_frozen_parts(case):
     case.same(act)
 
 
+@pytest.mark.sampled(13)
 def test_backward_of_many_at_once(case):
     """`jacobian(vectorize=True)` and its likes run a backward under vmap: right, or an error."""
     x = case.x.clone().requires_grad_()
@@ -597,6 +603,7 @@ def test_threads_with_a_graph_each_over_one_module():
                 assert torch.equal(a, b)
 
 
+@pytest.mark.sampled(13)
 def test_forward_in_one_thread_and_backward_in_another(case):
     def act(run, parameters, x):
         results = []

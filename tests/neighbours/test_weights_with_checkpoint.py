@@ -849,6 +849,7 @@ def test_values_within(call, dropout, way):
         assert_same_step(step_of(model, x, CALLS[call]), want)
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("num", [4, 6])
 def test_values_as_arguments_and_results(call, num):

@@ -219,6 +219,7 @@ class Within(nn.Module):
             return (y @ weight).sin() * torch.einsum("bi,oi->bo", x, weight).sum(1, keepdim=True)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("at", ["read", "use", "first use"])
 @pytest.mark.parametrize("pair", AROUND)
 @pytest.mark.parametrize("way", OURS)

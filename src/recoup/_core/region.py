@@ -10,7 +10,9 @@ Rule 2. Unpacking the first empty slot makes the region run again; the second ru
         saves in the same order and fills the slots. The owner of the region does that, since it
         alone knows where the inputs come from.
 Rule 3. A slot returns its value once and drops it, so that memory falls during backward as it does
-        in a plain run. If it is unpacked again (retain_graph), the region runs again.
+        in a plain run, also with retain_graph. If it is unpacked again, the region runs again. If
+        that happens in one backward (a function that reads `ctx.saved_tensors` twice), the slots
+        of the region keep their values from then on until the end of that backward.
 Rule 4. Values are detached: the graph of a second run is freed with it. For residuals that are
         needed during the first run see NOTE [ A region that takes gradients ].
 Rule 5. Parameters must not be mistaken for inputs, or the saves would be counted differently in
@@ -44,6 +46,7 @@ from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
+    backward_id,
     num_nodes,
     saving,
     set_grad_enabled,
@@ -74,11 +77,12 @@ class Owner(Protocol):
 class Slot:
     """The object that autograd saves in place of a tensor."""
 
-    __slots__ = ("__weakref__", "address", "dtype", "region", "shape", "value", "version")
+    __slots__ = ("__weakref__", "address", "dtype", "region", "shape", "task", "value", "version")
 
     def __init__(self, region: Region, tensor: Tensor) -> None:
         self.region = region
         self.value: Tensor | None = None
+        self.task = -1  # the backward that took the value last
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         # A sparse tensor has no address of its own; autograd saves its parts separately.
@@ -100,8 +104,13 @@ class Slot:
                         f"{region.name} raised an exception in forward, so its residuals cannot be "
                         "recomputed. Call it again before backward."
                     )
+                if self.task == backward_id() != -1:
+                    region.keep_until_the_end()
                 region.owner.fill_slots(region.index)
-            value, self.value = self.value, None  # See Rule 3
+            value = self.value
+            if not region.keeps:  # See Rule 3
+                self.value = None
+                self.task = backward_id()
         if value is None:
             raise ReplayError(
                 f"Running {region.name} again did not save a tensor of shape {tuple(self.shape)} "
@@ -128,6 +137,7 @@ class Region:
         "first_run",
         "index",
         "inputs",
+        "keeps",
         "marks",
         "name",
         "owner",
@@ -148,6 +158,7 @@ class Region:
         self.marks: list[int] = []  # of each save: NOTE [ Where a second run stops ], Rule 2
         self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
         self.start = 0  # the number of graph nodes before the first run
+        self.keeps = False  # whether slots keep their values for now
         self._beneath: Pair | None = None
 
     @property
@@ -157,6 +168,11 @@ class Region:
             if ref() is not None:
                 return True
         return False
+
+    def keep_until_the_end(self) -> None:
+        """Let slots keep their values until the backward in progress ends (See Rule 3)."""
+        self.keeps = True
+        torch.autograd.Variable._execution_engine.queue_callback(_Release(self))
 
     def recording(self) -> _Recording:
         """Return a context for the first run, in which residuals become slots (See Rule 1)."""
@@ -177,6 +193,22 @@ class Region:
         if current.observer is not None:
             current.observer.saved(tensor, slot, self.way)
         return slot
+
+
+class _Release:
+    """A callback at the end of a backward: the slots of a region drop their values."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = weakref.ref(region)
+
+    def __call__(self) -> None:
+        region = self._region()
+        if region is not None:
+            region.keeps = False
+            for ref in region.slots:
+                slot = ref()
+                if slot is not None:
+                    slot.value = None
 
 
 class _Recording(saving):

@@ -35,6 +35,7 @@ __all__ = [
     "Packed",
     "Pair",
     "as_leaves",
+    "backward_id",
     "check_hooks_work",
     "detached",
     "frame_in_force",
@@ -64,6 +65,8 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _top: Callable[[bool], Pair | None] = _autograd._top_saved_tensors_default_hooks
 _push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+# Returns the number of the backward that this thread runs; -1 outside of one.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 # Returns the number of graph nodes that this thread has made.
 num_nodes: Callable[[], int] = _autograd._get_sequence_nr
 _version: Callable[[Tensor], int] = attrgetter("_version")
@@ -227,7 +230,7 @@ def storage_address(tensor: Tensor) -> int:
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 def version_of(tensor: Tensor) -> int:

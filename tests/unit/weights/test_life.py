@@ -341,6 +341,7 @@ def test_a_checkpoint_that_lacks_the_weight_is_refused():
 # -- types and devices -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types(layer, dtype, when):

@@ -144,6 +144,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(61)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_numbers_of_plain_torch(layer, way):
@@ -223,6 +224,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sampled(23)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("second", ["dropout", "axes", "noise", None])
 @pytest.mark.parametrize("first", [name for name in STEPS if name.startswith("norm")] + [None])
@@ -341,6 +343,7 @@ def test_all_dropped(layer):
             assert torch.count_nonzero(parameter.grad) == 0
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(
     "apply",
@@ -423,6 +426,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("size", [(), (7,), (3, 5), (2, 3, 4), (0,), (4, 0)])
 def test_rows_of_an_embedding(settings, size):
