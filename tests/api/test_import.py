@@ -113,6 +113,27 @@ def test_probe_sees_a_change():
     assert {what for what in before if before[what] != after[what]} == {"environ", "rng"}
 
 
+STEPS = """
+import sys, torch, recoup
+
+x = torch.ones(4, 4, requires_grad=True)
+net = recoup.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)), memory="sqrt")
+net(recoup.checkpoint(torch.tanh, x)).sum().backward()
+recoup.plan(net, x, budget="1 MiB", blocks=[*net]).apply()
+recoup.measure(lambda: net(x).sum().backward())
+assert x.grad is not None
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_steps_do_not_import_the_compiler():
+    """Torch's wrapper of dispatch modes imports it at the first operator, for two seconds."""
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["False"]
+
+
 def test_public_names_are_frozen():
     assert set(recoup.__all__) == PUBLIC
     assert len(recoup.__all__) == len(PUBLIC), "a name stands twice in `recoup.__all__`"

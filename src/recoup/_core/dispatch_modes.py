@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.restoring import Restoring
 
-__all__ = ["InMode"]
+__all__ = ["DispatchMode", "InMode"]
 
 # Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
@@ -26,6 +26,18 @@ _modes: Any = torch._C
 _lock = threading.RLock()
 _active: set[int] = set()
 _found: list[Any] = []
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not import the compiler.
+
+    Torch wraps `__torch_dispatch__` so that the compiler skips it, and imports the compiler for
+    that, which takes seconds at the first operator. Subclasses mark theirs `never_compiled`.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class InMode(Restoring):

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup._core.dispatch_modes import InMode
+from recoup._core.compile import never_compiled
+from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup.errors import ReplayError
 
 __all__ = ["DETERMINISTIC", "draws_nothing", "own_generator", "sources_checked"]
@@ -180,7 +180,7 @@ def _numpy_state(generator: Any) -> tuple[bytes, int, int]:
     return words.tobytes(), position, has_normal
 
 
-class _Generators(TorchDispatchMode):
+class _Generators(DispatchMode):
     """A mode that raises if an operator draws from another generator than torch's or ours."""
 
     def __init__(self, name: str) -> None:
@@ -190,6 +190,7 @@ class _Generators(TorchDispatchMode):
         if torch.cuda.is_initialized():
             self._known |= {_address(generator) for generator in torch.cuda.default_generators}
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recoup._core.compile import never_compiled
+from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.pytree import tensors_in
 
 __all__ = ["StorageTracker", "bytes_of", "storage_id", "storages_of"]
@@ -76,7 +78,7 @@ class _Followed(weakref.ref[torch.UntypedStorage]):
     baseline_bytes: int
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(DispatchMode):
     """A context that counts the bytes of the storages made by operators within it.
 
     It keeps only one weak reference a storage. After the context has ended, no new storage is
@@ -129,6 +131,7 @@ class StorageTracker(TorchDispatchMode):
         take(self.peak_bytes, self.current_bytes)
         self.peak_bytes = self.current_bytes
 
+    @never_compiled
     def __torch_dispatch__(
         self,
         func: Any,

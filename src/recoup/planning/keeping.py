@@ -33,11 +33,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.call import Call
-from recoup._core.dispatch_modes import InMode
+from recoup._core.compile import never_compiled
+from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.generators import States, generator_states, same_states, set_generator_states
 from recoup._core.operators import has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
@@ -181,7 +181,7 @@ class KeepingCall(Call):
             )
 
 
-class _Interceptor(TorchDispatchMode):
+class _Interceptor(DispatchMode):
     """A mode in which costly operators go through `run`, with their place (See Rule 2)."""
 
     supports_higher_order_operators = True
@@ -192,6 +192,7 @@ class _Interceptor(TorchDispatchMode):
         self._start = num_nodes()
         self._num_casts = 0
 
+    @never_compiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -9,9 +9,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from recoup._core.dispatch_modes import InMode
+from recoup._core.compile import never_compiled
+from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.pytree import tensors_in
 from recoup._core.restoring import restoring
 from recoup._core.save_observer import Way, observed_by
@@ -63,7 +63,7 @@ class Product(NamedTuple):
     is_needed: bool
 
 
-class WorkCounter(TorchDispatchMode):
+class WorkCounter(DispatchMode):
     """A mode that counts the work of operators, and the residuals that regions do not keep.
 
     Work is measured in bytes moved; a floating-point operation of a product counts as a fraction of
@@ -108,6 +108,7 @@ class WorkCounter(TorchDispatchMode):
         """Return, for each costly operator, whether its output is alive."""
         return [len(storages) > 0 for storages in self._outputs]
 
+    @never_compiled
     def __torch_dispatch__(
         self,
         func: Any,

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.compile import never_compiled
+from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.lazy_values import _marked, read_anew
 from recoup._core.operators import OperatorTraits, has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
@@ -37,7 +37,7 @@ _BETWEEN_PROCESSES = frozenset(
 )
 
 
-class OpRecorder(TorchDispatchMode):
+class OpRecorder(DispatchMode):
     """The dispatch mode that records the operators of one block.
 
     Args:
@@ -59,6 +59,7 @@ class OpRecorder(TorchDispatchMode):
         self._outer_pair = pair
         self._results: list[weakref.ref[Tensor]] = []
 
+    @never_compiled
     @never_compiled
     def __torch_dispatch__(
         self,
