@@ -11,6 +11,7 @@ from recoup._core.called_code import called_code
 from recoup._core.closures import ClosureGuard
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
+from recoup._core.guards import mark_of
 from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
 from recoup._core.pytree import Tree, flatten
 from recoup._core.stage import State
@@ -83,7 +84,7 @@ def value_of(fn: Any, output: Any, given: Any, direction: Direction = "forward")
         given: the input of the call.
         direction: the method that was called.
     """
-    if not getattr(fn, "returns_log_det", False):
+    if not mark_of(fn, "returns_log_det"):
         return output
     tensors, _ = flatten(given)
     if tensors and tensors[0].dim():

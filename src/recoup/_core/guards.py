@@ -21,18 +21,27 @@ from collections.abc import Iterable
 from types import CellType
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from recoup._core.random_sources import DETERMINISTIC
 from recoup._core.restoring import Restoring
+from recoup._core.saved_tensors import storage_address, version_of
 from recoup.errors import ChangedError, ReplayError
 
-__all__ = ["LOCK", "Location", "ModuleGuard", "Replaced", "Replacement", "is_in_place"]
+__all__ = [
+    "LOCK",
+    "Location",
+    "ModuleGuard",
+    "Replaced",
+    "Replacement",
+    "is_in_place",
+    "mark_of",
+]
 
 _NUMBERS = frozenset((bool, int, float, complex, str))
 _MISSING = object()
+_PLAIN = frozenset((nn.Parameter, Tensor))
 _Entry = tuple[dict[str, Any], str, Tensor]
 _Mark = tuple[int, int]
 LOCK = threading.RLock()  # held while values are replaced: threads may share a module
@@ -193,9 +202,17 @@ class ModuleGuard:
 
 def is_in_place(module: nn.Module) -> bool:
     """Whether `module` says that the first thing it does changes its input in place."""
-    while isinstance(module, nn.Sequential) and len(module):
-        module = module[0]
-    return bool(getattr(module, "inplace", False))
+    while isinstance(module, nn.Sequential) and module._modules:
+        module = next(iter(module._modules.values()))
+    return bool(mark_of(module, "inplace"))
+
+
+def mark_of(fn: Any, name: str) -> Any:
+    """Return an attribute that marks a module, of its own or of its class; False without one."""
+    kind = cast("Any", type(fn))
+    if getattr(kind, "__getattr__", None) is nn.Module.__getattr__:  # it would look in vain, slowly
+        return fn.__dict__.get(name, getattr(kind, name, False))
+    return getattr(fn, name, False)
 
 
 def _marks_of(entries: list[_Entry]) -> list[_Mark | None]:
@@ -203,16 +220,18 @@ def _marks_of(entries: list[_Entry]) -> list[_Mark | None]:
 
     The mark of a tensor that was replaced is None.
     """
-    marks: list[_Mark | None] = []
-    for own, key, tensor in entries:
-        if own.get(key) is not tensor:
-            marks.append(None)
-            continue
-        kind = type(tensor)
-        is_plain = (kind is nn.Parameter or kind is Tensor) and tensor.layout is torch.strided
-        version = 0 if tensor.is_inference() else tensor._version
-        marks.append((version, tensor.data_ptr() if is_plain else 0))
-    return marks
+    try:
+        return [
+            (tensor._version, tensor.data_ptr() if type(tensor) in _PLAIN else 0)
+            if own.get(key) is tensor
+            else None
+            for own, key, tensor in entries
+        ]
+    except RuntimeError:  # an inference tensor has no version, a sparse one no address
+        return [
+            (version_of(tensor), storage_address(tensor)) if own.get(key) is tensor else None
+            for own, key, tensor in entries
+        ]
 
 
 class Location(NamedTuple):

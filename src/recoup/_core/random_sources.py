@@ -58,6 +58,10 @@ DETERMINISTIC: frozenset[type[nn.Module]] = frozenset((
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle,
 ))  # fmt: skip
+# Positions of a numpy generator that has drawn nothing yet. The code that is checked may be the
+# first that uses numpy's generators: numpy imports them only then.
+_UNUSED = (623, 624)
+
 _DROPOUTS: frozenset[type[nn.Module]] = frozenset((
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 ))  # fmt: skip
@@ -146,9 +150,12 @@ class _SourceCheck(InMode):
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         super().leave(kind, value, traceback)
         if kind is None:
-            for (source, before), (_, now) in zip(self._before, self._states(), strict=False):
+            states = list(self._states())
+            for (source, before), (_, now) in zip(self._before, states, strict=False):
                 if now != before:
                     raise ReplayError(_message(self._name, source))
+            if len(states) > len(self._before) and states[-1][1][1] not in _UNUSED:
+                raise ReplayError(_message(self._name, states[-1][0]))
             self._checked.update(weakref.ref(code, self._checked.discard) for code in self._codes)
 
     def _states(self) -> Generator[tuple[str, Any]]:

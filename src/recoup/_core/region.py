@@ -283,9 +283,9 @@ class Filling(saving):
 
     @never_compiled
     def _fill(self, tensor: Tensor) -> Tensor:
-        value = tensor.detach()  # the graph of a second run dies with it
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
-            return value
+            return tensor
+        value = tensor.detach()  # the graph of a second run dies with it
         place = self._num_saves
         self._num_saves = place + 1
         slots = self._region.slots
