@@ -63,6 +63,7 @@ class Call:
         "output",
         "picks",
     )
+    part_names = ()
 
     def __init__(
         self,

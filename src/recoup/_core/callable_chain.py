@@ -98,6 +98,7 @@ class _CallableStage:
     """One callable as a stage; the first run records the structures of its input and output."""
 
     __slots__ = ("_fn", "_index", "_trees", "closure_guard", "code", "modules", "name")
+    part_names = ()
 
     def __init__(self, index: int, name: str, fn: Any, trees: list[Tree]) -> None:
         self._index = index

@@ -17,7 +17,7 @@ Rule 4. Sharded modules (FSDP2) replace their parameters while they run, so thos
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import CellType
 from typing import Any, NamedTuple, cast
 
@@ -50,6 +50,11 @@ LOCK = threading.RLock()  # held while values are replaced: threads may share a 
 class ModuleGuard:
     """The parameters, buffers, modes and numbers of modules, as a first run leaves them.
 
+    Args:
+        roots: the modules.
+        name: the name of the call in error messages.
+        part_names: the name of each root in error messages, if they are those of several calls.
+
     Attributes:
         is_training: whether any of the modules is in training mode.
         has_norms: whether a norm updates its statistics, so that no second run may run meanwhile.
@@ -61,15 +66,21 @@ class ModuleGuard:
         "_entries",
         "_marks",
         "_modes",
+        "_name",
         "_norms",
         "_numbers",
+        "_part_names",
         "_roots",
         "has_norms",
         "is_training",
     )
 
-    def __init__(self, roots: tuple[nn.Module, ...]) -> None:
+    def __init__(
+        self, roots: tuple[nn.Module, ...], name: str = "", part_names: Sequence[str] = ()
+    ) -> None:
         self._roots = roots
+        self._name = name
+        self._part_names = part_names
         self._entries: list[_Entry] = []  # of parameters, tensors that are attributes, and buffers
         self._buffers: list[_Entry] = []
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -121,7 +132,7 @@ class ModuleGuard:
             elif type(value) is Tensor and value.grad_fn is None:
                 self._entries.append((own, key, value))
 
-    def first_run_ended(self, name: str) -> None:
+    def first_run_ended(self) -> None:
         """Record the versions that the first run left; raise if it changed a buffer."""
         # A flag that the first run has set says that something was done once (an initialization).
         for index, (own, key, value) in enumerate(self._numbers):
@@ -132,9 +143,10 @@ class ModuleGuard:
             return
         num_tensors = len(self._entries) - len(self._buffers)
         if marks[num_tensors:] != self._marks[num_tensors:]:
+            key, name = self._first_changed(marks, num_tensors)
             raise ReplayError(
-                f"{name} changes its buffer `{self._first_changed(marks, num_tensors)}` in "
-                "forward, so running it again would not compute the same. Keep its residuals: "
+                f"{name} changes its buffer `{key}` in forward, so running it again would not "
+                "compute the same. Keep its residuals: "
                 'memory="linear", a schedule that tapes it in the sweep, or a plan whose '
                 "`blocks` leave it out."
             )
@@ -143,11 +155,11 @@ class ModuleGuard:
         self._entries = [entry for entry, _ in left]
         self._marks = [mark for _, mark in left]
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """Raise if anything was changed or replaced since the first run ended."""
         marks = _marks_of(self._entries)
         if marks != self._marks:
-            what = f"`{self._first_changed(marks)}` of {name}"
+            what = "`{}` of {}".format(*self._first_changed(marks))
             if None in marks:
                 raise ChangedError(
                     f"{what} was replaced between forward and backward, so running it again would "
@@ -161,6 +173,7 @@ class ModuleGuard:
             )
         for own, key, child in self._children:
             if own.get(key) is not child:
+                name = self._name_around(lambda module, own=own: module._modules is own)
                 raise ChangedError(
                     f"`{key}`, a {type(child).__name__} in {name}, was replaced between forward "
                     "and backward, so running it again would compute something else. Replace it "
@@ -168,6 +181,7 @@ class ModuleGuard:
                 )
         for module, training in self._modes:
             if module.training is not training:
+                name = self._name_around(lambda part, module=module: part is module)
                 raise ChangedError(
                     f"{name} was in {'training' if training else 'evaluation'} mode in "
                     f"forward, but {type(module).__name__} within it no longer is, so running it "
@@ -189,15 +203,26 @@ class ModuleGuard:
         """Return the modules whose forward may set attributes."""
         return [module for module, _ in self._modes if type(module) not in DETERMINISTIC]
 
-    def _first_changed(self, marks: list[_Mark | None], start: int = 0) -> str:
-        """Return the name of the first tensor that was replaced, or else changed in place."""
+    def _first_changed(self, marks: list[_Mark | None], start: int = 0) -> tuple[str, str]:
+        """Return the name of the first tensor that was replaced, or else changed, and its call."""
         changed = [n for n in range(start, len(marks)) if marks[n] != self._marks[n]]
         own, key, _ = self._entries[min(changed, key=lambda n: marks[n] is not None)]
+
+        def has_it(module: nn.Module) -> bool:
+            return any(own is each for each in (module._parameters, module._buffers, vars(module)))
+
         for root in self._roots:
             for prefix, module in cast("Iterable[tuple[str, nn.Module]]", root.named_modules()):
-                if any(own is each for each in (module._parameters, module._buffers, vars(module))):
-                    return f"{prefix}.{key}" if prefix else key
-        return key
+                if has_it(module):
+                    return f"{prefix}.{key}" if prefix else key, self._name_around(has_it)
+        return key, self._name
+
+    def _name_around(self, is_meant: Callable[[nn.Module], bool]) -> str:
+        """Return the name of the first call that uses such a module."""
+        for root, name in zip(self._roots, self._part_names, strict=False):
+            if any(map(is_meant, root.modules())):
+                return name
+        return self._name
 
 
 def is_in_place(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ class Replay:
         modules: the modules whose parameters, buffers and modes must not change in between.
         code: the code that runs: a module, or the `CalledCode` of a function.
         closure_guard: the values that a function reads beside its arguments; None for a module.
+        part_names: the name of each module in error messages, if they are those of several calls.
     """
 
     __slots__ = (
@@ -48,6 +49,7 @@ class Replay:
         modules: tuple[nn.Module, ...],
         code: object,
         closure_guard: ClosureGuard | None,
+        part_names: Sequence[str] = (),
     ) -> None:
         self._name = name
         self._modules = modules
@@ -55,7 +57,7 @@ class Replay:
         self._codes: Sequence[Any] = code.codes if is_function else (code,)
         self._generators: Sequence[Any] = code.generators if is_function else ()
         self._closure = closure_guard
-        self._guard = ModuleGuard(modules)
+        self._guard = ModuleGuard(modules, name, part_names)
         self._settings = _settings()
         self._draws = Draws()
 
@@ -119,7 +121,7 @@ class _First(Restoring):
         if self._source_check is not None:
             self._source_check.leave(kind, value, traceback)
         if kind is None:
-            replay._guard.first_run_ended(replay._name)
+            replay._guard.first_run_ended()
             if replay._closure is not None:
                 replay._closure.first_run_ended()
 
@@ -131,7 +133,7 @@ class _Again(Restoring):
 
     def __init__(self, replay: Replay, stops: bool) -> None:
         guard, closure = replay._guard, replay._closure
-        guard.check(replay._name)
+        guard.check()
         values = guard.to_replace()
         if closure is not None:
             closure.check(replay._name)

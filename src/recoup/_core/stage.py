@@ -17,6 +17,7 @@ Rule 4. Draws in an inverted stage that no seed repeats come from the generators
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,11 @@ class Stage(Protocol):
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose parameters, buffers and modes the stage uses."""
+        ...
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """The names for the use of each module, if the stage is a group of stages; else none."""
         ...
 
     @property
@@ -99,7 +105,9 @@ class StageRun:
     def __init__(self, stage: Stage, state: State, index: int, *, is_inverted: bool) -> None:
         self.index = index
         self._stage = stage
-        self._replay = Replay(stage.name, stage.modules, stage.code, stage.closure_guard)
+        self._replay = Replay(
+            stage.name, stage.modules, stage.code, stage.closure_guard, stage.part_names
+        )
         self._region: weakref.ref[Region] | None = None
         self._evaluations = Evaluations(stage.name) if is_inverted else None
         self._requires_grad = list(map(requires_grad_of, state))

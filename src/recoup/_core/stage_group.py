@@ -18,12 +18,13 @@ class StageGroup:
         stages: the stages, none of which has a closure guard.
     """
 
-    __slots__ = ("_stages", "closure_guard", "code", "modules", "name")
+    __slots__ = ("_stages", "closure_guard", "code", "modules", "name", "part_names")
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
         self.name = f"{stages[0].name} to {stages[-1].name}"
         self.modules = tuple([module for stage in stages for module in stage.modules])
+        self.part_names = [stage.name for stage in stages for _ in stage.modules]
         self.closure_guard = None
         self.code = stages[0].code  # a module, as those of the others, which are in `modules`
 

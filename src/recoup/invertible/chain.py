@@ -254,6 +254,7 @@ class _Stage:
     """A module that maps the first tensor of the state; a context and early latents pass by."""
 
     __slots__ = ("_hands_context", "closure_guard", "code", "module", "modules", "name")
+    part_names = ()
 
     def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"

@@ -52,6 +52,7 @@ class _SkippedBlock:
 
     name = "a block that was left out"
     modules: tuple[nn.Module, ...] = ()
+    part_names: tuple[str, ...] = ()
     closure_guard = None
 
     @property
