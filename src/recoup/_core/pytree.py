@@ -66,7 +66,10 @@ class Tree:
 
     def opaque(self) -> object | None:
         """Return a leaf that may contain tensors unseen, or None."""
-        return next((leaf for leaf in self._leaves if not isinstance(leaf, _PLAIN)), None)
+        for leaf in self._leaves:
+            if not isinstance(leaf, _PLAIN):
+                return leaf
+        return None
 
     def mapped(self, change: Callable[[Any], Any]) -> Tree:
         """Return a tree with `change` applied to each leaf that is not a tensor."""

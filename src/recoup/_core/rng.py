@@ -305,14 +305,16 @@ class SeededCall:
 
     Attributes:
         is_known: whether the call has run, or is known to draw nothing.
+        is_plain: whether it is known to draw nothing, so that it need not be run by this object.
     """
 
-    __slots__ = ("_seed", "_within", "is_known")
+    __slots__ = ("_seed", "_within", "is_known", "is_plain")
 
     def __init__(self) -> None:
         self._seed: int | None = None
         self._within: Draws | None = None  # the seeds that are drawn in the call, if any
         self.is_known = False
+        self.is_plain = False
 
     @property
     def draws(self) -> bool:
@@ -321,7 +323,7 @@ class SeededCall:
 
     def draws_nothing(self) -> None:
         """Declare that the call draws nothing, so that its first run need not be watched."""
-        self.is_known = True
+        self.is_known = self.is_plain = True
 
     def run(self, call: Callable[[], T]) -> T:
         """Run `call`, or repeat it (See Rules 1 and 2)."""

@@ -18,10 +18,19 @@ class StageGroup:
         stages: the stages, none of which has a closure guard.
     """
 
-    __slots__ = ("_stages", "closure_guard", "code", "modules", "name", "part_names")
+    __slots__ = (
+        "_are_in_place",
+        "_stages",
+        "closure_guard",
+        "code",
+        "modules",
+        "name",
+        "part_names",
+    )
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
+        self._are_in_place = [is_marked_in_place(stage) for stage in stages]
         self.name = f"{stages[0].name} to {stages[-1].name}"
         self.modules = tuple([module for stage in stages for module in stage.modules])
         self.part_names = [stage.name for stage in stages for _ in stage.modules]
@@ -33,7 +42,7 @@ class StageGroup:
         given = set(map(storage_address, state))
         beside: list[Any] = []
         for place, stage in enumerate(self._stages):
-            if place and is_marked_in_place(stage) and not given.isdisjoint(_addresses(state)):
+            if place and self._are_in_place[place] and not given.isdisjoint(_addresses(state)):
                 # The stages before it have returned their input, which the schedule may keep.
                 state = tuple([value.clone() for value in state])
             state, value = stage.forward(state)
@@ -51,8 +60,9 @@ def _addresses(state: State) -> list[int]:
 
 def grouped(stages: Sequence[Stage], groups: Sequence[range]) -> list[Stage] | None:
     """Return a stage for each group; None if one of them has a closure guard."""
-    if any(stage.closure_guard is not None for stage in stages):
-        return None
+    for stage in stages:
+        if stage.closure_guard is not None:
+            return None
     return [
         stages[group.start] if len(group) == 1 else StageGroup(stages[group.start : group.stop])
         for group in groups
