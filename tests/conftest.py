@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import nullcontext
 
@@ -56,6 +57,12 @@ def mark_all_but_samples(items):
         for place, item in enumerate(found):
             if place not in taken:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    # What was imported by now stays. Tests that collect garbage need not look at it again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -19,14 +17,6 @@ from tests.oracle import tensors
 
 pytestmark = [pytest.mark.foreign, pytest.mark.slow]
 NUM_BUDGETS = 5
-
-
-@pytest.fixture(autouse=True)
-def quick_collector() -> Iterator[None]:
-    """Every rehearsal collects garbage, which takes longer than these steps do."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=list(FOREIGN))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -95,14 +94,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "GRU": GRU,
     "GRUCell": GRUCell,
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_collector() -> Iterator[None]:
-    """Every rehearsal collects garbage, which takes longer than these steps do."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def loss_of(output: Tensor) -> Tensor:
