@@ -74,7 +74,7 @@ def found(tmp_path_factory):
     return found_by("flows_ddp_worker", tmp_path_factory.mktemp("flows_ddp"))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_flows_under_ddp_have_the_gradients_of_the_whole_batch(found, case, find_unused):

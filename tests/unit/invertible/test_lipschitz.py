@@ -89,7 +89,7 @@ def test_between_two_frequencies_of_the_grid_the_norm_is_no_higher():
     assert largest(4096) <= 0.9
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rate", [1.0, 30.0])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_norm_stays_below_one_over_50_steps_that_are_too_large(kind, optimizer, rate):

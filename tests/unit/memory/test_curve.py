@@ -61,6 +61,7 @@ def test_each_point_is_measured(measured):
     assert tuple(reported) == result.points
 
 
+@pytest.mark.slow
 def test_exponents_of_what_was_measured(measured):
     exponents = measured[0].exponents()
     assert exponents == pytest.approx({"linear": 1, "sqrt": 0.5}, abs=1e-6)

@@ -67,6 +67,7 @@ def test_optimal_equals_exhaustive_search(costs):
         assert seconds(schedule, costs) == min(time for peak, time in found if peak <= budget)
 
 
+@pytest.mark.slow
 def test_optimal_equals_exhaustive_search_for_six_and_seven_stages():
     for num_stages in (6, 7):
         costs = various(num_stages, seed=num_stages, most=4)
