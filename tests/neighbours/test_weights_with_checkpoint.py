@@ -391,6 +391,30 @@ def test_an_evaluation_between_steps(call):
         assert_same_step(got, want, 1e-5 if "reentrant" in call else 0.0)
 
 
+@pytest.mark.parametrize("is_training_first", [True, False])
+@pytest.mark.parametrize("call", ["torch", "reentrant", "ours"])
+def test_an_evaluation_and_a_step_at_one_place_of_the_stream(call, is_training_first):
+    """A reentrant checkpoint tells neither from the other: that is an error, not a wrong draw."""
+    model, x = built("dense", "dropout", "model")
+    torch.manual_seed(4)
+    outputs = []
+    for is_training in (is_training_first, not is_training_first):
+        torch.manual_seed(4)
+        outputs.append((is_training, CALLS[call](model.train(is_training), x)))
+    for is_training, output in outputs:
+        model.train(is_training)
+        torch.manual_seed(4)
+        want = torch.autograd.grad(model(x).square().sum(), x)
+        x.grad = None
+        is_ambiguous = call == "reentrant" and (is_training_first or not is_training)
+        if is_ambiguous:
+            with pytest.raises(ReplayError, match="same place of the random stream"):
+                output.square().sum().backward()
+        else:
+            output.square().sum().backward()
+            assert torch.equal(x.grad, want[0])
+
+
 # -- contexts --------------------------------------------------------------------------------------
 
 CONTEXTS = {

@@ -14,8 +14,10 @@ Rule 3. Code that runs again gets the recorded decision, or an error. A user's h
         not within the backward of an autograd.Function.
 Rule 4. A recorded decision holds only for a tensor that has not changed since.
 Rule 5. A decision in evaluation is not recorded by place, since the next step may stand at the same
-        one; but it spoils a decision recorded there. If no decision is found, that of the first
-        run was one in evaluation only if this one is, and if no context ever switched the noise.
+        one; but it spoils a decision recorded there, and its place is. Code that runs again in
+        evaluation may be that one, so there it gets no decision that was recorded later. If none
+        is found, that of the first run was one in evaluation only if this one is, and if no
+        context ever switched the noise.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Decisions:
         self._made: OrderedDict[int, _Made] = OrderedDict()
         self._by_frame: weakref.WeakKeyDictionary[Any, dict[int, _Made]]
         self._by_frame = weakref.WeakKeyDictionary()
+        self._evaluated: OrderedDict[int, None] = OrderedDict()  # places of evaluations
         self._is_switched = False
 
     def __bool__(self) -> bool:
@@ -98,6 +101,9 @@ class Decisions:
         place, frame = fingerprint(), frame_in_force()
         if not is_open and frame is None:
             self._spoil(place)
+            self._evaluated[place] = None
+            if len(self._evaluated) > _MOST:
+                self._evaluated.popitem(last=False)
             return make()
         made = _Made(counted(make), version)
         if frame is not None:
@@ -141,7 +147,7 @@ class Decisions:
                 f"{name} was changed in place between forward and backward, and code that uses it "
                 "is run again there. Step the optimizer after backward has passed every use of it."
             )
-        if made.is_spoilt:
+        if made.is_spoilt or (not is_open and not within and place in self._evaluated):
             raise ReplayError(_not_told(name, is_spoilt=True))
         skip(made.decision.num_seeds)
         return made.decision.value
