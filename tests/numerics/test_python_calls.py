@@ -55,7 +55,7 @@ def constant():
 
 
 @pytest.mark.parametrize(
-    ("build", "bound"), [(checkpointed, 180), (square_root, 1140), (constant, 3400)]
+    ("build", "bound"), [(checkpointed, 180), (square_root, 700), (constant, 3350)]
 )
 def test_a_step_makes_at_most_so_many_calls(build, bound):
     assert num_calls(build()) <= bound
