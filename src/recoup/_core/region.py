@@ -12,11 +12,13 @@ Rule 2. Unpacking the first empty slot makes the region run again; the second ru
 Rule 3. A slot returns its value once and drops it, so that memory falls during backward as it does
         in a plain run, also with retain_graph. If it is unpacked again, the region runs again. If
         that happens in one backward (a function that reads `ctx.saved_tensors` twice), the slots
-        of the region keep their values from then on until the end of that backward.
+        of the region keep their values from then on, until another region does the same or that
+        backward ends.
 Rule 4. Values are detached: the graph of a second run is freed with it. For residuals that are
         needed during the first run see NOTE [ A region that takes gradients ].
 Rule 5. Parameters must not be mistaken for inputs, or the saves would be counted differently in
         the two runs: an input that is a parameter enters the region as a view of itself.
+Rule 6. Autograd does not check the version of a tensor that went through hooks, so a slot does.
 
 NOTE [ Where a second run stops ]
 
@@ -77,17 +79,44 @@ class Owner(Protocol):
 class Slot:
     """The object that autograd saves in place of a tensor."""
 
-    __slots__ = ("__weakref__", "address", "dtype", "region", "shape", "task", "value", "version")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "dtype",
+        "region",
+        "shape",
+        "task",
+        "value",
+        "value_version",
+        "version",
+    )
 
     def __init__(self, region: Region, tensor: Tensor) -> None:
         self.region = region
         self.value: Tensor | None = None
+        self.value_version = 0
         self.task = -1  # the backward that took the value last
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         # A sparse tensor has no address of its own; autograd saves its parts separately.
         self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
         self.version = 0 if tensor.is_inference() else tensor._version
+
+    def fill(self, value: Tensor) -> None:
+        """Hold a residual until autograd asks for it."""
+        self.value = value
+        self.value_version = 0 if value.is_inference() else value._version
+
+    def _check(self) -> None:
+        """Raise if the residual was changed in place after it was saved (See Rule 6)."""
+        value = self.value
+        if value is not None and not value.is_inference() and value._version != self.value_version:
+            raise ChangedError(
+                f"A tensor of shape {tuple(value.shape)} that {self.region.name} saved for "
+                "backward was changed in place by a later operator in it, so that its gradient "
+                "would be wrong. Use an operator that is not in place (for an activation, "
+                "inplace=False)."
+            )
 
     @never_compiled
     def get(self) -> Tensor:
@@ -97,6 +126,7 @@ class Slot:
             if region.first_run.is_running:
                 region.first_run.asked(region.name)
                 if self.value is not None:
+                    self._check()
                     return self.value
             if self.value is None:
                 if region.first_run.has_failed:
@@ -105,10 +135,12 @@ class Slot:
                         "recomputed. Call it again before backward."
                     )
                 if self.task == backward_id() != -1:
-                    region.keep_until_the_end()
+                    region.keep_for_now()
                 region.owner.fill_slots(region.index)
             value = self.value
-            if not region.keeps:  # See Rule 3
+            if value is not None:
+                self._check()
+            if region.keeps_in != backward_id() or region.keeps_in == -1:  # See Rule 3
                 self.value = None
                 self.task = backward_id()
         if value is None:
@@ -137,7 +169,7 @@ class Region:
         "first_run",
         "index",
         "inputs",
-        "keeps",
+        "keeps_in",
         "marks",
         "name",
         "owner",
@@ -158,7 +190,7 @@ class Region:
         self.marks: list[int] = []  # of each save: NOTE [ Where a second run stops ], Rule 2
         self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
         self.start = 0  # the number of graph nodes before the first run
-        self.keeps = False  # whether slots keep their values for now
+        self.keeps_in = -1  # the backward in which slots keep their values
         self._beneath: Pair | None = None
 
     @property
@@ -169,10 +201,14 @@ class Region:
                 return True
         return False
 
-    def keep_until_the_end(self) -> None:
-        """Let slots keep their values until the backward in progress ends (See Rule 3)."""
-        self.keeps = True
-        torch.autograd.Variable._execution_engine.queue_callback(_Release(self))
+    def keep_for_now(self) -> None:
+        """Let slots keep their values in the backward in progress (See Rule 3)."""
+        before = _local.keeping
+        if before is not None and before() is not self:
+            _Release(before)()
+        _local.keeping = weakref.ref(self)
+        self.keeps_in = backward_id()
+        torch.autograd.Variable._execution_engine.queue_callback(_Release(_local.keeping))
 
     def recording(self) -> _Recording:
         """Return a context for the first run, in which residuals become slots (See Rule 1)."""
@@ -186,7 +222,7 @@ class Region:
         slot = Slot(self, tensor)
         ref = weakref.ref(slot)
         if self.first_run.keeps:
-            slot.value = tensor.detach()
+            slot.fill(tensor.detach())
             self.first_run.filled.append(ref)
         self.slots.append(ref)
         self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
@@ -195,20 +231,32 @@ class Region:
         return slot
 
 
+class _Local(threading.local):
+    keeping: weakref.ref[Region] | None = None  # the last region whose slots keep their values
+
+
+_local = _Local()
+
+
 class _Release:
     """A callback at the end of a backward: the slots of a region drop their values."""
 
-    def __init__(self, region: Region) -> None:
-        self._region = weakref.ref(region)
+    def __init__(self, region: weakref.ref[Region]) -> None:
+        self._region = region
 
     def __call__(self) -> None:
         region = self._region()
-        if region is not None:
-            region.keeps = False
+        # Another thread that holds the lock is about to take a value.
+        if region is None or not region.owner.lock.acquire(blocking=False):
+            return
+        try:
+            region.keeps_in = -1
             for ref in region.slots:
                 slot = ref()
                 if slot is not None:
                     slot.value = None
+        finally:
+            region.owner.lock.release()
 
 
 class _Recording(saving):
@@ -298,7 +346,7 @@ class Filling(saving):
                 version = 0 if tensor.is_inference() else tensor._version
                 if slot.version != version and not self._is_input(tensor):
                     raise self._changed(tensor)
-            slot.value = value
+            slot.fill(value)
         if self.last >= 0:
             self._stop_at_last(place, 2 * (num_nodes() - self._start) + tensor.requires_grad)
         return value

@@ -2,7 +2,8 @@
 
 The stages of a segment of `sqrt` run one after the other in the sweep, and are taped one after the
 other in backward. No state between them is ever kept, so one stage in the place of all of them
-runs as many forwards and keeps as many bytes.
+runs as many forwards and keeps as many bytes. It holds its input while it runs, so a group begins
+with a state that is kept anyway.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from recoup.schedules.actions import Action, Advance, Invert, Reverse, Schedule, Tape
+from recoup.schedules.actions import Action, Advance, Invert, Keep, Reverse, Schedule, Tape
 
 __all__ = ["groups_of", "on_groups"]
 
@@ -18,8 +19,8 @@ __all__ = ["groups_of", "on_groups"]
 def groups_of(schedule: Schedule) -> list[range]:
     """Return the groups of a schedule, as ranges of stages in order.
 
-    Two neighbours are in one group if each action on one of them is next to the same action on the
-    other, and no action concerns the state between them.
+    Two neighbours are in one group if the sweep advances over both from a kept state, each action
+    on one of them is next to the same action on the other, and none concerns the state in between.
 
     Args:
         schedule: the schedule.
@@ -31,7 +32,10 @@ def groups_of(schedule: Schedule) -> list[range]:
         [range(0, 4), range(4, 7), range(7, 9), range(9, 10)]
     """
     actions = schedule.actions
-    cuts = {0, schedule.num_stages}
+    cuts = set(range(schedule.num_stages + 1))
+    for before, action in pairwise(actions[: schedule.sweep_end]):
+        if isinstance(action, Advance) and before == Keep(action.start):
+            cuts.difference_update(range(action.start + 1, action.stop))
     for before, action, after in zip((None, *actions), actions, (*actions[1:], None), strict=False):
         match action:
             case Advance(start, stop):

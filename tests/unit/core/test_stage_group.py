@@ -63,6 +63,47 @@ def test_an_input_that_is_kept_and_passed_on_is_not_overwritten(first):
     assert_like_plain(plain, chain, torch.randn(5, 4))
 
 
+class Doubles(nn.Module):
+    """An operator in place in a module that does not say so."""
+
+    def forward(self, x):
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "inputs"])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        lambda: [nn.Tanh(), nn.LeakyReLU(0.3, inplace=True)],
+        lambda: [nn.Softmax(-1), nn.Dropout(0.3, inplace=True)],
+        lambda: [nn.ELU(inplace=True), nn.LeakyReLU(0.3, inplace=True)],
+        lambda: [nn.Tanh(), Doubles()],
+        lambda: [nn.Sequential(nn.Tanh(), Doubles())],
+    ],
+)
+def test_a_residual_that_a_later_operator_overwrites_is_an_error(pair, memory):
+    """As in the plain run: autograd itself does not look at what goes through hooks."""
+    modules = [nn.Linear(4, 4), *pair(), *(nn.Linear(4, 4) for _ in range(4))]
+    if memory == "inputs":  # in one stage: what a stage of its own overwrites is a copy
+        modules = [nn.Sequential(*modules), nn.Linear(4, 4)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nn.Sequential(*modules)(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ChangedError, match="changed in place by a later operator"):
+        recoup.Sequential(*modules, memory=memory)(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_residual_that_is_overwritten_in_a_first_run_is_an_error():
+    """A run that takes a gradient itself keeps its residuals while it runs."""
+
+    def force(x):
+        y = x.tanh()
+        y.mul_(2)
+        return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    with pytest.raises(ChangedError, match="changed in place by a later operator"):
+        recoup.checkpoint(force, torch.randn(4, requires_grad=True))
+
+
 def test_log_dets_of_a_group():
     torch.manual_seed(0)
     modules = [module for _ in range(3) for module in (ActNorm(4), Flip(), InvertibleConv1x1(4))]

@@ -50,8 +50,14 @@ def test_no_state_within_a_group_is_kept(schedule):
 
 def test_segments_are_groups():
     starts = [action.index for action in sqrt(100).actions if isinstance(action, Keep)]
-    assert [group.start for group in groups_of(sqrt(100))] == [*starts, 97]
-    assert groups_of(linear(5)) == [range(5)]
+    assert [group.start for group in groups_of(sqrt(100))] == [*starts, 97, 98, 99]
+
+
+def test_a_group_holds_its_input_so_it_begins_with_a_kept_state():
+    assert len(groups_of(linear(5))) == 5
+    (keep, *rest) = sqrt(3).actions
+    assert len(groups_of(Schedule(3, (keep, *rest)))) == 2
+    assert len(groups_of(Schedule(3, (Offload(0), *rest)))) == 3
 
 
 def test_neighbours_that_are_treated_apart_are_no_group():
