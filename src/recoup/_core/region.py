@@ -102,21 +102,12 @@ class Slot:
         self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
         self.version = 0 if tensor.is_inference() else tensor._version
 
-    def fill(self, value: Tensor) -> None:
-        """Hold a residual until autograd asks for it."""
-        self.value = value
-        self.value_version = 0 if value.is_inference() else value._version
-
-    def _check(self) -> None:
-        """Raise if the residual was changed in place after it was saved (See Rule 6)."""
-        value = self.value
-        if value is not None and not value.is_inference() and value._version != self.value_version:
-            raise ChangedError(
-                f"A tensor of shape {tuple(value.shape)} that {self.region.name} saved for "
-                "backward was changed in place by a later operator in it, so that its gradient "
-                "would be wrong. Use an operator that is not in place (for an activation, "
-                "inplace=False)."
-            )
+    def _changed(self) -> ChangedError:
+        return ChangedError(
+            f"A tensor of shape {tuple(self.shape)} that {self.region.name} saved for backward was "
+            "changed in place by a later operator in it, so that its gradient would be wrong. Use "
+            "an operator that is not in place (for an activation, inplace=False)."
+        )
 
     @never_compiled
     def get(self) -> Tensor:
@@ -126,7 +117,8 @@ class Slot:
             if region.first_run.is_running:
                 region.first_run.asked(region.name)
                 if self.value is not None:
-                    self._check()
+                    if self.value._version != self.value_version:
+                        raise self._changed()
                     return self.value
             if self.value is None:
                 if region.first_run.has_failed:
@@ -138,8 +130,8 @@ class Slot:
                     region.keep_for_now()
                 region.owner.fill_slots(region.index)
             value = self.value
-            if value is not None:
-                self._check()
+            if value is not None and value._version != self.value_version:
+                raise self._changed()  # See Rule 6
             if region.keeps_in != backward_id() or region.keeps_in == -1:  # See Rule 3
                 self.value = None
                 self.task = backward_id()
@@ -222,7 +214,8 @@ class Region:
         slot = Slot(self, tensor)
         ref = weakref.ref(slot)
         if self.first_run.keeps:
-            slot.fill(tensor.detach())
+            slot.value = tensor.detach()
+            slot.value_version = tensor._version
             self.first_run.filled.append(ref)
         self.slots.append(ref)
         self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
@@ -346,7 +339,8 @@ class Filling(saving):
                 version = 0 if tensor.is_inference() else tensor._version
                 if slot.version != version and not self._is_input(tensor):
                     raise self._changed(tensor)
-            slot.fill(value)
+            slot.value = value
+            slot.value_version = value._version
         if self.last >= 0:
             self._stop_at_last(place, 2 * (num_nodes() - self._start) + tensor.requires_grad)
         return value
