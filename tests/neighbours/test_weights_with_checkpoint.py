@@ -415,6 +415,27 @@ def test_an_evaluation_and_a_step_at_one_place_of_the_stream(call, is_training_f
             assert torch.equal(x.grad, want[0])
 
 
+@pytest.mark.parametrize("call", ["torch", "reentrant", "ours"])
+def test_two_draws_at_one_place_of_the_stream(call):
+    model, x = built("dense", "dropout", "model")
+    outputs = []
+    for seed in (1, 2):
+        torch.manual_seed(4)
+        with same_draw(seed=seed):
+            outputs.append((seed, CALLS[call](model, x)))
+    for seed, output in outputs:
+        torch.manual_seed(4)
+        with same_draw(seed=seed):
+            want = torch.autograd.grad(model(x).square().sum(), x)
+        x.grad = None
+        if call == "reentrant":
+            with pytest.raises(ReplayError, match="same place of the random stream"):
+                output.square().sum().backward()
+        else:
+            output.square().sum().backward()
+            assert torch.equal(x.grad, want[0])
+
+
 # -- contexts --------------------------------------------------------------------------------------
 
 CONTEXTS = {
