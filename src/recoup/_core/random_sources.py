@@ -1,4 +1,4 @@
-"""Which code draws random numbers, and from sources that a second run cannot repeat.
+"""Code that draws random numbers, and the sources that a second run cannot repeat.
 
 NOTE [ Checked once ]
 
@@ -58,10 +58,6 @@ DETERMINISTIC: frozenset[type[nn.Module]] = frozenset((
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
     nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle,
 ))  # fmt: skip
-# Positions of a numpy generator that has drawn nothing yet. The code that is checked may be the
-# first that uses numpy's generators: numpy imports them only then.
-_UNUSED = (623, 624)
-
 _DROPOUTS: frozenset[type[nn.Module]] = frozenset((
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 ))  # fmt: skip
@@ -123,6 +119,11 @@ def sources_checked(
         else:
             return None
     return _SourceCheck((*codes, *modules), generators, checked, name)
+
+
+# The code that is checked may be the first that uses numpy's generators, which numpy imports only
+# then. These are the positions of a generator that has drawn nothing yet.
+_UNUSED = (623, 624)
 
 
 class _SourceCheck(InMode):

@@ -132,9 +132,10 @@ class Slot:
             value = self.value
             if value is not None and value._version != self.value_version:
                 raise self._changed()  # See Rule 6
-            if region.keeps_in != backward_id() or region.keeps_in == -1:  # See Rule 3
+            task = backward_id()
+            if region.keeps_in != task:  # See Rule 3
                 self.value = None
-                self.task = backward_id()
+                self.task = task
         if value is None:
             raise ReplayError(
                 f"Running {region.name} again did not save a tensor of shape {tuple(self.shape)} "
@@ -182,7 +183,7 @@ class Region:
         self.marks: list[int] = []  # of each save: NOTE [ Where a second run stops ], Rule 2
         self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
         self.start = 0  # the number of graph nodes before the first run
-        self.keeps_in = -1  # the backward in which slots keep their values
+        self.keeps_in: int | None = None  # the backward in which slots keep their values
         self._beneath: Pair | None = None
 
     @property
@@ -232,7 +233,7 @@ _local = _Local()
 
 
 class _Release:
-    """A callback at the end of a backward: the slots of a region drop their values."""
+    """Lets the slots of a region drop their values; a callback at the end of a backward."""
 
     def __init__(self, region: weakref.ref[Region]) -> None:
         self._region = region
@@ -243,7 +244,7 @@ class _Release:
         if region is None or not region.owner.lock.acquire(blocking=False):
             return
         try:
-            region.keeps_in = -1
+            region.keeps_in = None
             for ref in region.slots:
                 slot = ref()
                 if slot is not None:
