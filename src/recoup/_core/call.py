@@ -88,15 +88,20 @@ class Call:
         self.picks: Sequence[int] | None = None
         self.output: Any = None
         self.closure_guard: ClosureGuard | None = None
-        if module is None:
-            self.closure_guard = ClosureGuard(fn)
-            self.modules = (*self.closure_guard.modules, *self._tree.modules())
-            others = self._tree.others()
-            is_bare = isinstance(fn, nn.Module) and not others
-            self.code: object = fn if is_bare else called_code(fn, others)
+        is_flat = self._tree.is_flat
+        given_modules = () if is_flat else self._tree.modules()
+        if module is not None:
+            self.modules = (module, *given_modules)
+            self.code: object = module
+            return
+        others = () if is_flat else self._tree.others()
+        if isinstance(fn, nn.Module):
+            self.modules = (fn, *given_modules)
+            self.code = called_code(fn, others) if others else fn
         else:
-            self.modules = (module, *self._tree.modules())
-            self.code = module
+            self.closure_guard = ClosureGuard(fn)
+            self.modules = (*self.closure_guard.modules, *given_modules)
+            self.code = called_code(fn, others)
 
     @property
     def state(self) -> State:

@@ -13,7 +13,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.guards import mark_of
 from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
-from recoup._core.pytree import Tree, flatten
+from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.stage import State
 from recoup.errors import NotInvertibleError, ReplayError
 from recoup.schedules import Way
@@ -97,7 +97,16 @@ def value_of(fn: Any, output: Any, given: Any, direction: Direction = "forward")
 class _CallableStage:
     """One callable as a stage; the first run records the structures of its input and output."""
 
-    __slots__ = ("_fn", "_index", "_trees", "closure_guard", "code", "modules", "name")
+    __slots__ = (
+        "_fn",
+        "_index",
+        "_returns_log_det",
+        "_trees",
+        "closure_guard",
+        "code",
+        "modules",
+        "name",
+    )
     part_names = ()
 
     def __init__(self, index: int, name: str, fn: Any, trees: list[Tree]) -> None:
@@ -105,23 +114,32 @@ class _CallableStage:
         self._fn = fn
         self._trees = trees
         self.name = name
-        is_module = isinstance(fn, nn.Module)
-        self.closure_guard: ClosureGuard | None = None if is_module else ClosureGuard(fn)
-        self.modules: tuple[nn.Module, ...] = (
-            (fn,) if self.closure_guard is None else tuple(self.closure_guard.modules)
-        )
-        self.code: object = fn if is_module else called_code(fn)
+        self.closure_guard: ClosureGuard | None = None
+        self.modules: tuple[nn.Module, ...] = (fn,)
+        self.code: object = fn
+        self._returns_log_det = mark_of(fn, "returns_log_det")
+        if not isinstance(fn, nn.Module):
+            self.closure_guard = ClosureGuard(fn)
+            self.modules = self.closure_guard.modules
+            self.code = called_code(fn)
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
-        given = self._trees[self._index].unflatten(state)
-        state, tree = flatten(value_of(self._fn, self._fn(given), given))
+        trees, index = self._trees, self._index
+        given = state[0] if trees[index] is BARE else trees[index].unflatten(state)
+        output = self._fn(given)
+        if self._returns_log_det:
+            output = value_of(self._fn, output, given)
+        if isinstance(output, Tensor):
+            trees[index + 1] = BARE
+            return (output,), None
+        state, tree = flatten(output)
         opaque = tree.opaque()
         if opaque is not None:
             raise ReplayError(
                 f"{self.name} returns a {type(opaque).__name__}, in which recoup cannot find the "
                 'tensors. Return tensors in tuples, lists or dicts, or use memory="linear".'
             )
-        self._trees[self._index + 1] = tree
+        trees[index + 1] = tree
         return state, None
 
     def inverse(self, state: State) -> State:

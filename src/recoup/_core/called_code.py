@@ -18,7 +18,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ __all__ = ["CalledCode", "called_code"]
 
 _WRAPPERS = (types.FunctionType, types.MethodType, functools.partial)
 # Objects that outlive a call, so that each stands for itself.
-_ITSELF = (nn.Module, type, types.BuiltinFunctionType, torch._ops.OperatorBase)
+_ITSELF = (type, types.BuiltinFunctionType, torch._ops.OperatorBase)
 
 
 class CalledCode:
@@ -47,9 +47,7 @@ class CalledCode:
         self.codes: list[Any] = []
         self.generators: list[Any] = []
         self._seen: set[int] = set()  # the ids of codes and functions
-        numpy = sys.modules.get("numpy.random")
-        own = (random.Random, torch.Generator)
-        self._kinds = own if numpy is None else (*own, numpy.Generator, numpy.RandomState)
+        self._kinds = _kinds_of_generators("numpy.random" in sys.modules)
 
     def call(self, fn: Any, depth: int = 0) -> None:
         """Note the codes that calling `fn` runs (See Rule 1)."""
@@ -66,9 +64,12 @@ class CalledCode:
         elif isinstance(fn, types.FunctionType):
             self._note(fn.__code__)
             # Two functions made by one decorator share a code, and hold different functions.
-            if id(fn) not in self._seen:
+            captures = fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__
+            if captures and id(fn) not in self._seen:
                 self._seen.add(id(fn))
                 self.values(_captured_by(fn), depth)
+        elif isinstance(fn, nn.Module):
+            self._note(fn)
         elif isinstance(fn, _ITSELF):
             self._note(fn)
             self.values((getattr(fn, "__self__", None),), depth)
@@ -82,7 +83,10 @@ class CalledCode:
         for value in values:
             if value is None or isinstance(value, (Tensor, str, int, float)):
                 continue
-            if isinstance(value, self._kinds):
+            if isinstance(value, nn.Module):
+                if depth < MAX_DEPTH:
+                    self._note(value)
+            elif isinstance(value, self._kinds):
                 if not _is_default(value):
                     self.generators.append(value)
             elif depth >= MAX_DEPTH:
@@ -108,7 +112,16 @@ class CalledCode:
             self.codes.append(code)
 
 
-def called_code(fn: Any, arguments: Iterable[Any] = ()) -> CalledCode:
+@functools.cache
+def _kinds_of_generators(with_numpy: bool) -> tuple[type, ...]:
+    own = (random.Random, torch.Generator)
+    if not with_numpy:
+        return own
+    numpy = sys.modules["numpy.random"]
+    return (*own, numpy.Generator, numpy.RandomState)
+
+
+def called_code(fn: Any, arguments: Sequence[Any] = ()) -> CalledCode:
     """Return the codes that calling `fn` runs.
 
     Args:
@@ -117,7 +130,8 @@ def called_code(fn: Any, arguments: Iterable[Any] = ()) -> CalledCode:
     """
     found = CalledCode()
     found.call(fn)
-    found.values(arguments, 0)
+    if arguments:
+        found.values(arguments, 0)
     return found
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dis
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ MAX_DEPTH = 4  # of calls and containers that are followed
 MAX_ENTRIES = 64  # of a container that are looked at
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "math"))
+_MISSING = object()
 _SKIPPED = frozenset(("COPY", "PUSH_NULL", "NOP", "RESUME", "PRECALL", "EXTENDED_ARG", "DUP_TOP",
                       "DUP_TOP_TWO"))  # fmt: skip
 
@@ -51,12 +51,14 @@ class Reads(NamedTuple):
     written: frozenset[str]
 
 
-_known: weakref.WeakKeyDictionary[types.CodeType, Reads] = weakref.WeakKeyDictionary()
+# A dictionary of weak references that take themselves out runs no Python code at a look-up, as a
+# WeakKeyDictionary would.
+_known: dict[weakref.ref[types.CodeType], Reads] = {}
 
 
 def reads_of(code: types.CodeType) -> Reads:
     """Return the reads of `code`."""
-    found = _known.get(code)
+    found = _known.get(weakref.ref(code))
     if found is None:
         reads: dict[Read, None] = {}
         written: set[str] = set()
@@ -65,8 +67,14 @@ def reads_of(code: types.CodeType) -> Reads:
         names = frozenset(read.name for read in reads if read.root == "global")
         of_owner = tuple(read for read in reads if read.root == "self" and read.path)
         outside = tuple(read for read in reads if read.root != "self")
-        found = _known[code] = Reads(outside, of_owner, names, frozenset(written))
+        found = _known[weakref.ref(code, _forget)] = Reads(
+            outside, of_owner, names, frozenset(written)
+        )
     return found
+
+
+def _forget(code: weakref.ref[types.CodeType]) -> None:
+    _known.pop(code, None)
 
 
 def _scan(
@@ -110,45 +118,58 @@ def _begun(name: str, value: Any, own: str, cells: set[str]) -> Read | None:
     return None
 
 
-Found = tuple[str, Any, Location, bool]
+Found = tuple[str, Any, Location | None, bool]
 
 
 def plain_values(
-    fn: types.FunctionType, owner: object, prefix: str, depth: int = 0
-) -> Iterator[Found]:
-    """Yield each value that `fn` reads: name, value, location, and whether `fn` itself writes it.
+    fn: types.FunctionType, found: list[Found], owner: object, prefix: str, depth: int = 0
+) -> None:
+    """Find each value that `fn` reads: name, value, location, and whether `fn` itself writes it.
 
     Args:
         fn: a function.
+        found: the list that the values are added to.
         owner: the object that `fn` is bound to, or None.
         prefix: a prefix for the names.
         depth: the number of calls followed before this one.
     """
-    found = reads_of(fn.__code__)
-    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False))
+    reads = reads_of(fn.__code__)
     if owner is not None:
-        for read in found.of_owner:
-            yield from _followed(owner, read, prefix, depth)
-    for read in found.reads:
+        for read in reads.of_owner:
+            _follow(owner, read, found, prefix, depth)
+    for read in reads.reads:
         if read.root == "global":
-            if read.name not in fn.__globals__:
-                continue
-            value, location = fn.__globals__[read.name], Location(fn.__globals__, read.name)
+            value = fn.__globals__.get(read.name, _MISSING)
         else:
-            try:
-                value = cells[read.name].cell_contents
-            except (KeyError, ValueError):  # not bound yet
-                continue
-            location = Location(cells[read.name], None)
+            value = _in_cell(fn, read.name)
+        if value is _MISSING:
+            continue
         if read.path:
             if not _is_of_others(value):
-                yield from _followed(value, read, prefix, depth)
+                _follow(value, read, found, prefix, depth)
         elif isinstance(value, PLAIN):
-            yield f"{prefix}{read.name}", value, location, read.name in found.written
+            is_global = read.root == "global"
+            location = (
+                Location(fn.__globals__, read.name)
+                if is_global
+                else Location(_cell(fn, read.name), None)
+            )
+            found.append((f"{prefix}{read.name}", value, location, read.name in reads.written))
 
 
-def _followed(value: Any, read: Read, prefix: str, depth: int) -> Iterator[Found]:
-    """Yield the values at the end of the path of a read (See Rules 2 and 3)."""
+def _cell(fn: types.FunctionType, name: str) -> types.CellType:
+    return (fn.__closure__ or ())[fn.__code__.co_freevars.index(name)]
+
+
+def _in_cell(fn: types.FunctionType, name: str) -> Any:
+    try:
+        return _cell(fn, name).cell_contents
+    except (IndexError, ValueError):  # of a function defined within, or not bound yet
+        return _MISSING
+
+
+def _follow(value: Any, read: Read, found: list[Found], prefix: str, depth: int) -> None:
+    """Find the values at the end of the path of a read (See Rules 2 and 3)."""
     name = f"{prefix}{read.name}"
     location: Location | None = None
     for index, (is_entry, key) in enumerate(read.path):
@@ -169,14 +190,14 @@ def _followed(value: Any, read: Read, prefix: str, depth: int) -> Iterator[Found
         if isinstance(function, types.FunctionType) and location is None:
             is_last = index + 1 == len(read.path) or isinstance(value, property)
             if is_last and depth < MAX_DEPTH and not _is_of_others(before):
-                yield from plain_values(function, before, f"{name.rpartition('.')[0]}: ", depth + 1)
+                plain_values(function, found, before, f"{name.rpartition('.')[0]}: ", depth + 1)
             return
     if (
         isinstance(value, PLAIN)
         and location is not None
         and not isinstance(location.owner, nn.Module)
     ):
-        yield name, value, location, False
+        found.append((name, value, location, False))
 
 
 def _attribute(value: Any, key: str) -> tuple[Any, Location | None]:

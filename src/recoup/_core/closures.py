@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -51,9 +51,11 @@ class ClosureGuard:
         self._locations: dict[str, tuple[Any, Location, bool]] = {}
         self._moved: list[Replacement] = []
         modules: list[nn.Module] = []
-        for path, value, location, is_own in _walk(fn, "", 0):
+        seen: set[int] = set()
+        for path, value, location, is_own in _walked(fn):
             if isinstance(value, nn.Module):
-                if all(value is not module for module in modules):
+                if id(value) not in seen:
+                    seen.add(id(value))
                     modules.append(value)
             elif isinstance(value, Tensor):
                 kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
@@ -63,6 +65,11 @@ class ClosureGuard:
             else:
                 self._locations[path] = (value, location, is_own)
         self.modules = tuple(modules)
+
+    @property
+    def reads(self) -> bool:
+        """Whether `fn` reads anything beside modules."""
+        return bool(self._items or self._locations)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -75,8 +82,6 @@ class ClosureGuard:
 
     def first_run_ended(self) -> None:
         """Record the versions and values that the first run left (See Rule 2)."""
-        if not (self._items or self._locations):
-            return
         now = ClosureGuard(self._fn)
         self._items = now._items
         for path, (before, location, is_own) in self._locations.items():
@@ -92,7 +97,7 @@ class ClosureGuard:
         """Raise if anything has changed since the first run ended (See Rules 1 and 2)."""
         if not self._items:
             return
-        now = {path: value for path, value, _, _ in _walk(self._fn, "", 0)}
+        now = {path: value for path, value, _, _ in _walked(self._fn)}
         for path, kept, version in self._items:
             value = cast("Any", kept() if isinstance(kept, weakref.ref) else kept)
             found = now.get(path, _MISSING)
@@ -118,72 +123,86 @@ def _is_same(before: Any, now: Any) -> bool:
 
 _Walked = tuple[str, Any, "Location | None", bool]
 
+# The walk appends what it finds to a list: generators that pass it on would take twice as long, and
+# each call of a function looks for its closure.
 
-def _walk(fn: Any, path: str, depth: int, owner: object = None) -> Iterator[_Walked]:
-    """Yield what `fn`, a method of `owner` if that is given, reads (See Rule 1)."""
-    if isinstance(fn, nn.Module):
-        yield path or "module", fn, None, False
+
+def _walked(fn: Any) -> list[_Walked]:
+    """Return what `fn` reads: path, value, location, and whether `fn` itself writes it."""
+    found: list[_Walked] = []
+    _walk(fn, found, "", 0)
+    return found
+
+
+def _walk(fn: Any, found: list[_Walked], path: str, depth: int, owner: object = None) -> None:
+    """Find what `fn`, a method of `owner` if that is given, reads (See Rule 1)."""
+    if isinstance(fn, types.FunctionType):
+        _function(fn, found, owner, path, depth)
+    elif isinstance(fn, nn.Module):
+        found.append((path or "module", fn, None, False))
     elif isinstance(fn, functools.partial):
         partial = cast("functools.partial[Any]", fn)
-        yield from _walk(partial.func, path, depth)
+        _walk(partial.func, found, path, depth)
         for key, value in (*enumerate(partial.args), *partial.keywords.items()):
-            yield from _values(f"{path}partial[{key}]", value, depth, is_cell=True)
+            _value(f"{path}partial[{key}]", value, found, depth, is_cell=True)
     elif isinstance(fn, types.MethodType):
-        yield from _values("self", fn.__self__, depth, is_cell=False)
-        yield from _walk(fn.__func__, path, depth, fn.__self__)
-    elif isinstance(fn, types.FunctionType):
-        yield from _function(fn, owner, path, depth)
+        _value("self", fn.__self__, found, depth, is_cell=False)
+        _walk(fn.__func__, found, path, depth, fn.__self__)
     elif not isinstance(fn, types.BuiltinFunctionType):
         called = getattr(cast("Any", type(fn)), "__call__", None)  # noqa: B004 - its function
         if isinstance(called, types.FunctionType) and _is_users(called):
-            yield from _values("self", fn, depth, is_cell=False)
-            yield from _function(called, fn, path, depth)
+            _value("self", fn, found, depth, is_cell=False)
+            _function(called, found, fn, path, depth)
 
 
-def _function(fn: types.FunctionType, owner: object, path: str, depth: int) -> Iterator[_Walked]:
+def _function(
+    fn: types.FunctionType, found: list[_Walked], owner: object, path: str, depth: int
+) -> None:
     reads = reads_of(fn.__code__)
-    reads_outside = reads.reads or (owner is not None and reads.of_owner)
-    if not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__ or reads_outside):
-        return
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-        yield from _values(f"{path}{name}", value, depth, is_cell=False)
-    for index, value in enumerate(fn.__defaults__ or ()):
-        yield from _values(f"{path}default[{index}]", value, depth, is_cell=True)
-    for name, value in (fn.__kwdefaults__ or {}).items():
-        yield from _values(f"{path}{name}", value, depth, is_cell=True)
-    if reads_outside and _is_users(fn):
-        yield from plain_values(fn, owner, path)
+    if fn.__closure__:
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not bound yet
+                continue
+            _value(f"{path}{name}", value, found, depth, is_cell=False)
+    if fn.__defaults__:
+        for index, value in enumerate(fn.__defaults__):
+            _value(f"{path}default[{index}]", value, found, depth, is_cell=True)
+    if fn.__kwdefaults__:
+        for name, value in fn.__kwdefaults__.items():
+            _value(f"{path}{name}", value, found, depth, is_cell=True)
+    if (reads.reads or (owner is not None and reads.of_owner)) and _is_users(fn):
+        plain_values(fn, found, owner, path)
     for name in reads.global_names:
         value = fn.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            continue
         if isinstance(value, (nn.Module, Tensor)):
-            yield f"{path}{name}", value, None, False
+            found.append((f"{path}{name}", value, None, False))
         elif isinstance(value, types.FunctionType) and depth < MAX_DEPTH and _is_users(value):
-            yield from _function(value, None, f"{path}{name}.", depth + 1)
+            _function(value, found, None, f"{path}{name}.", depth + 1)
 
 
-def _values(path: str, value: Any, depth: int, *, is_cell: bool) -> Iterator[_Walked]:
+def _value(path: str, value: Any, found: list[_Walked], depth: int, *, is_cell: bool) -> None:
     if isinstance(value, (nn.Module, Tensor)) or (is_cell and isinstance(value, PLAIN)):
-        yield path, value, None, False
-    elif depth >= MAX_DEPTH:
+        found.append((path, value, None, False))
+    elif depth >= MAX_DEPTH or isinstance(value, PLAIN):
         return
     elif isinstance(value, (tuple, list)):
         entries = cast("tuple[Any, ...]", value)
         for index, entry in enumerate(entries[:MAX_ENTRIES]):
-            yield from _values(f"{path}[{index}]", entry, depth + 1, is_cell=False)
+            _value(f"{path}[{index}]", entry, found, depth + 1, is_cell=False)
     elif isinstance(value, dict):
         mapping = cast("dict[Any, Any]", value)
         for key in list(mapping)[:MAX_ENTRIES]:
-            yield from _values(f"{path}[{key!r}]", mapping[key], depth + 1, is_cell=False)
+            _value(f"{path}[{key!r}]", mapping[key], found, depth + 1, is_cell=False)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-        yield from _walk(value, f"{path}.", depth + 1)
+        _walk(value, found, f"{path}.", depth + 1)
     elif type(value).__module__.partition(".")[0] not in _OTHERS:
         for key, entry in list(getattr(value, "__dict__", {}).items())[:MAX_ENTRIES]:
             if isinstance(entry, (nn.Module, Tensor)):
-                yield f"{path}.{key}", entry, None, False
+                found.append((f"{path}.{key}", entry, None, False))
 
 
 def _is_users(fn: types.FunctionType) -> bool:

@@ -33,7 +33,7 @@ __all__ = ["Drift", "DriftGuard"]
 Otherwise = Literal["recompute", "raise", "warn", "ignore"]
 
 _PER_ERROR = 5
-_CALM = 10  # times within the tolerance
+_CALM = 3  # times within the tolerance
 _ROUNDINGS = 8
 _AT_ONCE = 0.1
 # A state is kept where the errors are still smaller than allowed by this factor: weights change

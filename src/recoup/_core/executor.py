@@ -15,11 +15,12 @@ Rule 4. The last state may itself be a value that is not kept: a second run of t
 Rule 5. Stages may be entered one at a time, by user code.
 Rule 6. Stages that the schedule always treats alike run as one stage: a segment of `sqrt` is one
         region, and its states are not handed over one by one.
+Rule 7. A single stage that is recomputed (a checkpointed call) needs no walk through its schedule,
+        which is to keep its input, run, load the input, and tape.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -30,16 +31,17 @@ from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_comparison import DriftComparison
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.lazy_values import Source, as_value, keep
+from recoup._core.lazy_values import HasTensor, Source, as_value, keep
 from recoup._core.offload import moved_to_host
 from recoup._core.prepared_schedule import Prepared
+from recoup._core.restoring import new_lock
 from recoup._core.reversal import Forward, Reversal
 from recoup._core.saved_tensors import Kept, check_hooks_work, pair_in_force, storage_address
 from recoup._core.shared_evaluation import is_answered
 from recoup._core.stage import Stage, StageRun, State, is_marked_in_place
 from recoup._core.stage_group import grouped, ungrouped
 from recoup.errors import ReplayError, ScheduleError
-from recoup.schedules import Drop, Offload, Schedule
+from recoup.schedules import Drop, Offload, Schedule, constant
 from recoup.schedules.grouping import groups_of, on_groups
 
 __all__ = ["Executor", "Result", "Run"]
@@ -56,7 +58,7 @@ class Executor:
         guard: the drift guard of the chain; None if inverses are not checked.
     """
 
-    __slots__ = ("_groups", "_on_groups", "guard", "prepared")
+    __slots__ = ("_groups", "_is_single", "_on_groups", "guard", "prepared")
 
     def __init__(
         self, schedule: Schedule, *, stops: bool = True, guard: DriftGuard | None = None
@@ -64,6 +66,7 @@ class Executor:
         self.prepared = Prepared(schedule, stops=stops)
         self.guard = guard if self.prepared.inverted else None
         self._groups = groups_of(schedule)
+        self._is_single = schedule.actions == constant(["recompute"]).actions  # See Rule 7
         self._on_groups: Prepared | None = None  # See Rule 6
         if len(self._groups) < schedule.num_stages and not self.prepared.inverted:
             self._on_groups = Prepared(on_groups(schedule, self._groups), stops=stops)
@@ -89,6 +92,9 @@ class Executor:
         if is_answered():
             return _run_plainly(stages, state)  # the region around it owns every residual
         sweep = uncompiled(_sweep) if is_watched() else _sweep
+        if self._is_single:
+            single = _SingleRun(needs_output=0 in self.prepared.tapes_that_go_on)
+            return sweep(single, stages, state)
         if self._on_groups is None or (groups := grouped(stages, self._groups)) is None:
             return sweep(Run(self.prepared, self.guard), stages, state)
         state, of_groups = sweep(Run(self._on_groups, None), groups, state)
@@ -111,7 +117,7 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
     return state, beside
 
 
-def _sweep(run: Run, stages: Sequence[Stage], state: State) -> Result:
+def _sweep(run: Run | _SingleRun, stages: Sequence[Stage], state: State) -> Result:
     return run.sweep(stages, state)
 
 
@@ -156,7 +162,7 @@ class Run:
         self._forward = Forward(schedule, drift)
         self._reversal: Reversal | None = None  # until backward begins
         self._storages: set[int] = set()  # of the states that are kept
-        self.lock = threading.RLock()
+        self.lock = new_lock()
 
     def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index`, in backward or before forward has ended."""
@@ -250,10 +256,7 @@ class Run:
         if is_inverted and forward.drift is not None and not run.changes_input:
             forward.drift.sketch_input(index, state, result[0])
         if run.changes_input and index in forward.kept and not is_marked_in_place(stage):
-            raise ReplayError(
-                f"{stage.name} changes its input in place, but the schedule keeps that input. "
-                "Let it change a clone (for an activation, set inplace=False)."
-            )
+            raise _changes_kept_input(stage)
         return result
 
     def as_value(self, place: int, value: Tensor, given: set[int]) -> Tensor:
@@ -264,3 +267,57 @@ class Run:
         self._forward.outputs.append((place, weakref.ref(source)))
         # An alias: user code may hold the returned tensor, so it must not be marked itself.
         return as_value(value.view_as(value), source)
+
+
+class _SingleRun:
+    """One forward of a single stage, which backward recomputes from its input (See Rule 7).
+
+    Args:
+        needs_output: whether a second run goes on to its end.
+    """
+
+    __slots__ = ("_kept", "_needs_output", "_run", "lock")
+
+    _run: StageRun
+
+    def __init__(self, *, needs_output: bool) -> None:
+        self._needs_output = needs_output
+        self._kept: list[HasTensor] = []
+        self.lock = new_lock()
+
+    def sweep(self, stages: Sequence[Stage], state: State) -> tuple[State, list[Any]]:
+        """Run the stage."""
+        (stage,) = stages
+        name, pair = f"The input of {stage.name}", pair_in_force()
+        self._kept = [keep(value, name, pair) for value in state]
+        is_in_place = is_marked_in_place(stage)
+        if is_in_place:
+            state = tuple(value.clone() for value in state)
+        run = self._run = StageRun(stage, state, 0, is_inverted=False)
+        state, beside = run.record(state, self)
+        if run.changes_input and not is_in_place:
+            raise _changes_kept_input(stage)
+        for kept in self._kept:
+            kept.check("before forward had ended")
+        return state, [beside]
+
+    def fill_slots(self, index: int) -> None:
+        """Fill the slots of the stage."""
+        del index
+        run = self._run
+        state = run.inputs
+        if state is None:
+            # The pair beneath may give it once only (torch's checkpoint does).
+            state = run.inputs = tuple([kept.get().detach() for kept in self._kept])
+        try:
+            run.fill(state, needs_output=self._needs_output)
+        except BaseException:
+            run.inputs = None
+            raise
+
+
+def _changes_kept_input(stage: Stage) -> ReplayError:
+    return ReplayError(
+        f"{stage.name} changes its input in place, but the schedule keeps that input. "
+        "Let it change a clone (for an activation, set inplace=False)."
+    )

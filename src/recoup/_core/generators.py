@@ -25,6 +25,7 @@ __all__ = [
 
 T = TypeVar("T")
 States = tuple[Tensor, ...]
+_cpu_state = torch.default_generator.get_state
 
 
 def _default_generators() -> tuple[torch.Generator, ...]:
@@ -37,7 +38,7 @@ def _default_generators() -> tuple[torch.Generator, ...]:
 def generator_states() -> States:
     """Return the states of the default generators."""
     if not torch.cuda.default_generators:  # CUDA was not initialized, and most often is not there
-        return (torch.default_generator.get_state(),)
+        return (_cpu_state(),)
     return tuple(generator.get_state() for generator in _default_generators())
 
 

@@ -16,10 +16,12 @@ Rule 4. Sharded modules (FSDP2) replace their parameters while they run, so thos
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from types import CellType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -42,9 +44,83 @@ __all__ = [
 _NUMBERS = frozenset((bool, int, float, complex, str))
 _MISSING = object()
 _PLAIN = frozenset((nn.Parameter, Tensor))
-_Entry = tuple[dict[str, Any], str, Tensor]
-_Mark = tuple[int, int]
+_training: Callable[[nn.Module], bool] = attrgetter("training")
+_get: Any = getattr(dict, "get")  # noqa: B009 - its type is not known
+_version: Callable[[Tensor], int] = attrgetter("_version")
 LOCK = threading.RLock()  # held while values are replaced: threads may share a module
+
+
+class _Held:
+    """Values in dictionaries of modules, in parallel lists: map compares them without Python."""
+
+    __slots__ = ("keys", "owners", "values")
+
+    def __init__(self) -> None:
+        self.owners: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.values: list[Any] = []
+
+    def add(self, owner: dict[str, Any]) -> None:
+        """Add all values of a dictionary that are not None."""
+        for key, value in owner.items():
+            if value is not None:
+                self.owners.append(owner)
+                self.keys.append(key)
+                self.values.append(value)
+
+    def are_there(self) -> bool:
+        """Whether each value is where it was found."""
+        return all(map(operator.is_, map(_get, self.owners, self.keys), self.values))
+
+    def where(self, has: Callable[[int], bool]) -> int | None:
+        """Return the place of the first value for which that holds."""
+        return next(filter(has, range(len(self.values))), None)
+
+    def is_there(self, place: int) -> bool:
+        """Whether one value is where it was found."""
+        return self.owners[place].get(self.keys[place]) is self.values[place]
+
+    def drop_missing(self) -> None:
+        """Drop the values that are no longer where they were found."""
+        left = [place for place in range(len(self.values)) if self.is_there(place)]
+        self.owners = [self.owners[place] for place in left]
+        self.keys = [self.keys[place] for place in left]
+        self.values = [self.values[place] for place in left]
+
+
+class _Tensors(_Held):
+    """Tensors in dictionaries of modules, with marks that differ after a change.
+
+    A change is one in place, or of the memory (``.data``).
+    """
+
+    __slots__ = ("marks",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: tuple[list[int], list[int]] = ([], [])
+
+    def marks_now(self) -> tuple[list[int], list[int]]:
+        """Return the versions and the addresses."""
+        tensors = self.values
+        if _PLAIN.issuperset(map(type, tensors)):
+            try:
+                return list(map(_version, tensors)), list(map(Tensor.data_ptr, tensors))
+            except RuntimeError:  # an inference tensor has no version, a sparse one no address
+                pass
+        addresses = [storage_address(each) if type(each) in _PLAIN else 0 for each in tensors]
+        return list(map(version_of, tensors)), addresses
+
+    def changed(self) -> int | None:
+        """Return the place of the first tensor that was replaced, or else of one changed."""
+        replaced = self.where(lambda place: not self.is_there(place))
+        if replaced is not None:
+            return replaced
+        versions, addresses = self.marks_now()
+        before = self.marks
+        return self.where(
+            lambda at: versions[at] != before[0][at] or addresses[at] != before[1][at]
+        )
 
 
 class ModuleGuard:
@@ -63,14 +139,14 @@ class ModuleGuard:
     __slots__ = (
         "_buffers",
         "_children",
-        "_entries",
-        "_marks",
         "_modes",
+        "_modules",
         "_name",
         "_norms",
         "_numbers",
         "_part_names",
         "_roots",
+        "_tensors",
         "has_norms",
         "is_training",
     )
@@ -81,48 +157,56 @@ class ModuleGuard:
         self._roots = roots
         self._name = name
         self._part_names = part_names
-        self._entries: list[_Entry] = []  # of parameters, tensors that are attributes, and buffers
-        self._buffers: list[_Entry] = []
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        self._tensors = _Tensors()  # parameters, and tensors that are attributes
+        self._buffers = _Tensors()
+        self._children = _Held()
+        self._modules: list[nn.Module] = []
         self._norms: list[nn.Module] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
-        self.is_training = False
         self._walk()
+        self._modes = list(map(_training, self._modules))
+        self.is_training = True in self._modes
         self.has_norms = bool(self._norms)
-        self._entries += self._buffers
-        self._marks = _marks_of(self._entries)
+        if self._buffers.values:
+            self._buffers.marks = self._buffers.marks_now()
 
     def _walk(self) -> None:
         # nn.Module.modules() builds names and a set of those seen; this takes a tenth of its time.
         # A module that is met twice is compared twice.
-        pending = [(root, hasattr(type(root), "unshard")) for root in self._roots]
+        pending = list(self._roots)
+        sharded: set[int] = set()  # ids of what is in a sharded module
         seen: set[int] = set()  # ids of those with children, which may contain themselves
-        for module, is_sharded in pending:
-            self._modes.append((module, module.training))
-            self.is_training |= module.training
-            if not is_sharded:  # See Rule 4
-                own: dict[str, Any] = module._parameters
-                for key, value in own.items():
-                    if value is not None:
-                        self._entries.append((own, key, value))
-            if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-                self._norms.append(module)
-            else:
-                own = module._buffers
-                for key, value in own.items():
-                    if value is not None:
-                        self._buffers.append((own, key, value))
-            if type(module) not in DETERMINISTIC:  # those do not change their attributes
-                self._note_attributes(module.__dict__)
-            children = module._modules
+        found = self._modules
+        for module in pending:
+            found.append(module)
+            own: dict[str, Any] = module.__dict__
+            kind = type(module)
+            is_known = kind in DETERMINISTIC
+            is_sharded = False
+            if sharded or not is_known:
+                is_sharded = id(module) in sharded or hasattr(kind, "unshard")
+            if own["_parameters"] and not is_sharded:  # See Rule 4
+                self._tensors.add(own["_parameters"])
+            if own["_buffers"]:
+                self._note_buffers(module)
+            if not is_known:  # those do not change their attributes
+                self._note_attributes(own)
+            children = own["_modules"]
             if not children or id(module) in seen:
                 continue
             seen.add(id(module))
-            for key, child in children.items():
-                if child is not None:
-                    self._children.append((children, key, child))
-                    pending.append((child, is_sharded or hasattr(type(child), "unshard")))
+            num_before = len(self._children.values)
+            self._children.add(children)
+            inner = self._children.values[num_before:]
+            pending += inner
+            if is_sharded:
+                sharded.update(map(id, inner))
+
+    def _note_buffers(self, module: nn.Module) -> None:
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+            self._norms.append(module)
+            return
+        self._buffers.add(module._buffers)
 
     def _note_attributes(self, own: dict[str, Any]) -> None:
         for key, value in own.items():
@@ -130,7 +214,9 @@ class ModuleGuard:
                 if key != "training":
                     self._numbers.append((own, key, value))
             elif type(value) is Tensor and value.grad_fn is None:
-                self._entries.append((own, key, value))
+                self._tensors.owners.append(own)
+                self._tensors.keys.append(key)
+                self._tensors.values.append(value)
 
     def first_run_ended(self) -> None:
         """Record the versions that the first run left; raise if it changed a buffer."""
@@ -138,55 +224,62 @@ class ModuleGuard:
         for index, (own, key, value) in enumerate(self._numbers):
             if type(value) is bool:
                 self._numbers[index] = (own, key, own.get(key))
-        marks = _marks_of(self._entries)
-        if marks == self._marks:
-            return
-        num_tensors = len(self._entries) - len(self._buffers)
-        if marks[num_tensors:] != self._marks[num_tensors:]:
-            key, name = self._first_changed(marks, num_tensors)
+        tensors, buffers = self._tensors, self._buffers
+        if buffers.values and (not buffers.are_there() or buffers.marks != buffers.marks_now()):
+            key, name = self._name_of(buffers)
             raise ReplayError(
                 f"{name} changes its buffer `{key}` in forward, so running it again would not "
                 "compute the same. Keep its residuals: "
                 'memory="linear", a schedule that tapes it in the sweep, or a plan whose '
                 "`blocks` leave it out."
             )
-        # A tensor that the first run has replaced (a cache) is replaced by a second run too.
-        left = [pair for pair in zip(self._entries, marks, strict=True) if pair[1] is not None]
-        self._entries = [entry for entry, _ in left]
-        self._marks = [mark for _, mark in left]
+        if not tensors.are_there():
+            # A tensor that the first run has replaced (a cache) is replaced by a second run too.
+            tensors.drop_missing()
+        tensors.marks = tensors.marks_now()
 
     def check(self) -> None:
         """Raise if anything was changed or replaced since the first run ended."""
-        marks = _marks_of(self._entries)
-        if marks != self._marks:
-            what = "`{}` of {}".format(*self._first_changed(marks))
-            if None in marks:
+        for held in (self._tensors, self._buffers):
+            if not held.are_there():
                 raise ChangedError(
-                    f"{what} was replaced between forward and backward, so running it again would "
+                    "`{}` of {}".format(*self._name_of(held))
+                    + " was replaced between forward and backward, so running it again would "
                     "compute something else. Run backward before it is replaced (with "
                     "`torch.func.functional_call`: within the call)."
                 )
-            raise ChangedError(
-                f"{what} was changed in place between forward and backward, so running it again "
-                "would compute something else. Step the optimizer after backward has passed every "
-                "use of it."
-            )
-        for own, key, child in self._children:
-            if own.get(key) is not child:
-                name = self._name_around(lambda module, own=own: module._modules is own)
+            if held.marks != held.marks_now():
                 raise ChangedError(
-                    f"`{key}`, a {type(child).__name__} in {name}, was replaced between forward "
-                    "and backward, so running it again would compute something else. Replace it "
-                    "after backward."
+                    "`{}` of {}".format(*self._name_of(held))
+                    + " was changed in place between forward and backward, so running it again "
+                    "would compute something else. Step the optimizer after backward has passed "
+                    "every use of it."
                 )
-        for module, training in self._modes:
-            if module.training is not training:
-                name = self._name_around(lambda part, module=module: part is module)
-                raise ChangedError(
-                    f"{name} was in {'training' if training else 'evaluation'} mode in "
-                    f"forward, but {type(module).__name__} within it no longer is, so running it "
-                    "again would compute something else. Call train() or eval() after backward."
-                )
+        if not self._children.are_there():
+            self._raise_replaced_module()
+        if self._modes != list(map(_training, self._modules)):
+            self._raise_other_mode()
+
+    def _raise_replaced_module(self) -> NoReturn:
+        children = self._children
+        place = children.where(lambda place: not children.is_there(place)) or 0
+        own, key, child = children.owners[place], children.keys[place], children.values[place]
+        name = self._name_around(lambda module: module._modules is own)
+        raise ChangedError(
+            f"`{key}`, a {type(child).__name__} in {name}, was replaced between forward "
+            "and backward, so running it again would compute something else. Replace it "
+            "after backward."
+        )
+
+    def _raise_other_mode(self) -> NoReturn:
+        pairs = zip(self._modules, self._modes, strict=True)
+        module, training = next(pair for pair in pairs if pair[0].training is not pair[1])
+        name = self._name_around(lambda part: part is module)
+        raise ChangedError(
+            f"{name} was in {'training' if training else 'evaluation'} mode in "
+            f"forward, but {type(module).__name__} within it no longer is, so running it "
+            "again would compute something else. Call train() or eval() after backward."
+        )
 
     def to_replace(self) -> list[Replacement]:
         """Return the values that a second run must have, where they are not there (See Rule 2)."""
@@ -201,12 +294,12 @@ class ModuleGuard:
 
     def modules_with_attributes(self) -> list[nn.Module]:
         """Return the modules whose forward may set attributes."""
-        return [module for module, _ in self._modes if type(module) not in DETERMINISTIC]
+        return [module for module in self._modules if type(module) not in DETERMINISTIC]
 
-    def _first_changed(self, marks: list[_Mark | None], start: int = 0) -> tuple[str, str]:
+    def _name_of(self, held: _Tensors) -> tuple[str, str]:
         """Return the name of the first tensor that was replaced, or else changed, and its call."""
-        changed = [n for n in range(start, len(marks)) if marks[n] != self._marks[n]]
-        own, key, _ = self._entries[min(changed, key=lambda n: marks[n] is not None)]
+        place = held.changed() or 0
+        own, key = held.owners[place], held.keys[place]
 
         def has_it(module: nn.Module) -> bool:
             return any(own is each for each in (module._parameters, module._buffers, vars(module)))
@@ -234,29 +327,10 @@ def is_in_place(module: nn.Module) -> bool:
 
 def mark_of(fn: Any, name: str) -> Any:
     """Return an attribute that marks a module, of its own or of its class; False without one."""
-    kind = cast("Any", type(fn))
+    kind: Any = fn.__class__
     if getattr(kind, "__getattr__", None) is nn.Module.__getattr__:  # it would look in vain, slowly
         return fn.__dict__.get(name, getattr(kind, name, False))
     return getattr(fn, name, False)
-
-
-def _marks_of(entries: list[_Entry]) -> list[_Mark | None]:
-    """Return marks that differ after a change in place or of the memory (``.data``).
-
-    The mark of a tensor that was replaced is None.
-    """
-    try:
-        return [
-            (tensor._version, tensor.data_ptr() if type(tensor) in _PLAIN else 0)
-            if own.get(key) is tensor
-            else None
-            for own, key, tensor in entries
-        ]
-    except RuntimeError:  # an inference tensor has no version, a sparse one no address
-        return [
-            (version_of(tensor), storage_address(tensor)) if own.get(key) is tensor else None
-            for own, key, tensor in entries
-        ]
 
 
 class Location(NamedTuple):

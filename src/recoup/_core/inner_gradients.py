@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,22 +39,23 @@ class FirstRun:
     """The decision whether a run keeps its residuals until it ends (See Rule 2).
 
     Args:
-        parts: the code and modules that run.
+        parts: weak references to the code and modules that run.
         is_training: the mode they run in.
     """
 
     __slots__ = ("_is_asked", "_mode", "_parts", "filled", "has_failed", "is_running", "keeps")
 
-    def __init__(self, parts: Iterable[Any], *, is_training: bool) -> None:
-        self._parts = list(map(weakref.ref, parts))
+    def __init__(self, parts: Sequence[weakref.ref[Any]], *, is_training: bool) -> None:
+        self._parts = parts
         self._mode = int(is_training)
         self._is_asked = False
         self.filled: list[weakref.ref[Any]] = []  # slots that keep their value until the end
         self.is_running = True
         self.has_failed = False
-        self.keeps = not _seen[self._mode].issuperset(self._parts) or _asking[
-            self._mode
-        ].issuperset(self._parts)
+        asking = _asking[self._mode]
+        self.keeps = not _seen[self._mode].issuperset(parts) or (
+            bool(asking) and asking.issuperset(parts)
+        )
 
     def asked(self, name: str) -> None:
         """Note that a residual of the run is unpacked; raise if it is not kept (See Rule 3)."""
@@ -71,11 +72,12 @@ class FirstRun:
         """Record whether the code takes gradients; not `is_whole` if an exception ended the run."""
         self.is_running = False
         self.has_failed = not is_whole
-        for ref in self.filled:
-            slot = ref()
-            if slot is not None:
-                slot.value = None
-        self.filled.clear()
+        if self.filled:
+            for ref in self.filled:
+                slot = ref()
+                if slot is not None:
+                    slot.value = None
+            self.filled.clear()
         if self._is_asked:
             _add(_asking[self._mode], self._parts)
         if (self._is_asked or is_whole) and self.keeps:

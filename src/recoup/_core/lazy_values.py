@@ -36,6 +36,7 @@ from torch import Tensor
 from recoup._core.autocast_copies import Cast, cast_of, geometry_of
 from recoup._core.compile import never_compiled
 from recoup._core.pytree import tensors_in
+from recoup._core.restoring import new_lock
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
@@ -81,7 +82,7 @@ class Source:
 
     def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
         self.name = name
-        self._lock = threading.RLock() if lock is None else lock
+        self._lock = new_lock() if lock is None else lock
         self._slots: list[weakref.ref[_Slot]] = []
         self._made: Tensor | None = None
         self._waiting: set[int] = set()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Tree", "flatten", "flatten_containers", "tensors_in"]
+__all__ = ["BARE", "Tree", "flatten", "flatten_containers", "tensors_in"]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -45,18 +45,18 @@ _PLAIN = (_Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtyp
 
 
 class Tree:
-    """The structure and the other leaves of a nested value whose tensors were taken out."""
+    """The structure and the other leaves of a nested value whose tensors were taken out.
 
-    __slots__ = ("_leaves", "_spec")
+    Attributes:
+        is_flat: whether there is nothing beside tensors that could be changed.
+    """
+
+    __slots__ = ("_leaves", "_spec", "is_flat")
 
     def __init__(self, leaves: list[Any], spec: Any) -> None:
         self._leaves = leaves
         self._spec = spec
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether there is nothing beside tensors that could be changed."""
-        return self._spec is None or self._spec is tuple
+        self.is_flat = spec is None or spec is tuple
 
     def matches(self, other: Tree) -> bool:
         """Whether `other` has the same structure and the same leaves other than tensors."""
@@ -96,19 +96,26 @@ class Tree:
 
 
 # The walk of torch's pytree costs tens of microseconds; most values do not need it.
-_BARE = Tree([], None)
+BARE = Tree([], None)  # of a value that is one tensor
 _TUPLE = Tree([], tuple)
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
     """Return the tensors of a nested value (tuples, lists, dicts, named tuples) and its tree."""
     if isinstance(value, Tensor):
-        return (value,), _BARE
-    if type(value) is tuple:
-        items = cast("tuple[Any, ...]", value)
-        if all(isinstance(item, Tensor) for item in items):
-            return items, _TUPLE
+        return (value,), BARE
+    if _are_tensors(value):
+        return value, _TUPLE
     return _taken_apart(*tree_flatten(value))
+
+
+def _are_tensors(value: Any) -> TypeGuard[tuple[Tensor, ...]]:
+    if type(value) is not tuple:
+        return False
+    for item in cast("tuple[Any, ...]", value):  # noqa: SIM110 - without a generator, for speed
+        if not isinstance(item, Tensor):
+            return False
+    return True
 
 
 def flatten_containers(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
@@ -117,10 +124,8 @@ def flatten_containers(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
     Other libraries may register their classes with torch's pytree. Unflattening gives a new object
     of such a class, so code that holds the original (a cache) would not see changes to it.
     """
-    if isinstance(value, tuple):
-        items = cast("tuple[Any, ...]", value)
-        if type(items) is tuple and all(isinstance(item, Tensor) for item in items):
-            return cast("tuple[Tensor, ...]", items), _TUPLE
+    if _are_tensors(value):
+        return value, _TUPLE
     return _taken_apart(*tree_flatten(value, is_leaf=_is_no_container))
 
 

@@ -31,7 +31,13 @@ from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup.errors import ReplayError
 
-__all__ = ["DETERMINISTIC", "draws_nothing", "own_generator", "sources_checked"]
+__all__ = [
+    "DETERMINISTIC",
+    "draws_nothing",
+    "generator_at_hand",
+    "own_generator",
+    "sources_checked",
+]
 
 
 class _Referable(torch.Generator):
@@ -85,6 +91,22 @@ def draws_nothing(module: nn.Module) -> bool:
     return True
 
 
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+
+_local = _Local()
+
+
+def generator_at_hand(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator of this thread seeded with `seed`, to draw with at once (See Rule 3)."""
+    generator = _local.generators.get(device)
+    if generator is None:
+        _local.generators[device] = generator = own_generator(device, seed)
+    return generator.manual_seed(seed)
+
+
 def own_generator(device: torch.device, seed: int) -> torch.Generator:
     """Return a generator seeded with `seed`, which a region has recorded (See Rule 3)."""
     generator = _OwnGenerator(device)
@@ -95,8 +117,7 @@ def own_generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 def sources_checked(
-    codes: Sequence[Any],
-    modules: tuple[nn.Module, ...],
+    parts: Sequence[weakref.ref[Any]],
     name: str,
     *,
     is_training: bool,
@@ -105,20 +126,16 @@ def sources_checked(
     """Return a context that raises if a first run draws from elsewhere; None if checked before.
 
     Args:
-        codes: the modules and the codes of functions that run.
-        modules: the modules that the codes use; the same code may run with other modules later.
+        parts: weak references to what runs, all of it alive: the codes of functions, and the
+            modules that they use, since the same code may run with other modules later.
         name: the name of the call in error messages.
         is_training: whether the code runs in training mode.
         generators: the generators other than torch's default ones that the code can reach.
     """
     checked = _checked[is_training]
-    if not generators:
-        for code in (*codes, *modules):
-            if weakref.ref(code) not in checked:
-                break
-        else:
-            return None
-    return _SourceCheck((*codes, *modules), generators, checked, name)
+    if not generators and checked.issuperset(parts):
+        return None
+    return _SourceCheck(tuple(part() for part in parts), generators, checked, name)
 
 
 # The code that is checked may be the first that uses numpy's generators, which numpy imports only

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.inner_gradients import FirstRun
+from recoup._core.restoring import Restoring
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
@@ -53,6 +54,7 @@ from recoup._core.saved_tensors import (
     saving,
     set_grad_enabled,
     storage_address,
+    version_of,
 )
 from recoup.errors import ChangedError, ReplayError
 
@@ -98,9 +100,13 @@ class Slot:
         self.task = -1  # the backward that took the value last
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        # A sparse tensor has no address of its own; autograd saves its parts separately.
-        self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        self.version = 0 if tensor.is_inference() else tensor._version
+        try:
+            self.version = tensor._version
+            self.address = tensor.data_ptr()
+        except RuntimeError:  # an inference tensor has no version, a sparse one no address
+            self.version = version_of(tensor)
+            # Autograd saves the parts of a sparse tensor separately.
+            self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
 
     def _changed(self) -> ChangedError:
         return ChangedError(
@@ -162,6 +168,7 @@ class Region:
         "first_run",
         "index",
         "inputs",
+        "is_worth_a_stop",
         "keeps_in",
         "marks",
         "name",
@@ -180,6 +187,7 @@ class Region:
         self.first_run = first_run
         self.way: Way = way
         self.slots: list[weakref.ref[Slot]] = []
+        self.is_worth_a_stop = False  # whether any residual is large
         self.marks: list[int] = []  # of each save: NOTE [ Where a second run stops ], Rule 2
         self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
         self.start = 0  # the number of graph nodes before the first run
@@ -203,9 +211,13 @@ class Region:
         self.keeps_in = backward_id()
         torch.autograd.Variable._execution_engine.queue_callback(_Release(_local.keeping))
 
-    def recording(self) -> _Recording:
-        """Return a context for the first run, in which residuals become slots (See Rule 1)."""
-        return _Recording(self)
+    def recording(self, around: Restoring | None = None) -> _Recording:
+        """Return a context for the first run, in which residuals become slots (See Rule 1).
+
+        Args:
+            around: a context that is entered before it and left after it.
+        """
+        return _Recording(self, around)
 
     @never_compiled
     def pack(self, tensor: Tensor) -> Slot | Kept:
@@ -219,6 +231,8 @@ class Region:
             slot.value_version = tensor._version
             self.first_run.filled.append(ref)
         self.slots.append(ref)
+        if tensor.numel() >= _WORTH_A_STOP:
+            self.is_worth_a_stop = True
         self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
         if current.observer is not None:
             current.observer.saved(tensor, slot, self.way)
@@ -253,22 +267,39 @@ class _Release:
             region.owner.lock.release()
 
 
-class _Recording(saving):
-    __slots__ = ("_region",)
+# Each of these two enters the context around it by hand: a `with` statement for both is cheaper.
 
-    def __init__(self, region: Region) -> None:
+
+class _Recording(saving):
+    __slots__ = ("_around", "_region")
+
+    def __init__(self, region: Region, around: Restoring | None) -> None:
         super().__init__(region.pack)
         self._region = region
+        self._around = around
 
     def __enter__(self) -> None:
+        if self._around is not None:
+            self._around.__enter__()
         super().__enter__()
         region = self._region
         region._beneath = pair = self._beneath
-        # A region around this one passes what is not its own to the pair beneath it.
-        around = getattr(pair[0], "__self__", None) if pair is not None else None
-        if type(around) is Region:
-            region._beneath = around._beneath
+        if pair is not None:
+            # A region around this one passes what is not its own to the pair beneath it.
+            outer = getattr(pair[0], "__self__", None)
+            if type(outer) is Region:
+                region._beneath = outer._beneath
         region.start = num_nodes()
+
+    def restore(self) -> None:
+        super().restore()
+        if self._around is not None:
+            self._around.restore()
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        super().leave(kind, value, traceback)
+        if self._around is not None:
+            self._around.leave(kind, value, traceback)
 
 
 class Filled(Exception):  # noqa: N818 - it is no error
@@ -287,21 +318,36 @@ class Filling(saving):
         inputs: the inputs of the run.
         stops: whether the run may end with `Filled` when the last slot is filled; `last` is then
             the place of that slot, or -1 if a stop is not worth it.
+
+    Attributes:
+        around: a context that is entered before it and left after it.
     """
 
-    __slots__ = ("_before", "_has_stopped", "_inputs", "_num_saves", "_region", "_start", "last")
+    __slots__ = (
+        "_before",
+        "_has_stopped",
+        "_inputs",
+        "_num_saves",
+        "_region",
+        "_start",
+        "around",
+        "last",
+    )
 
     def __init__(self, region: Region, inputs: Iterable[Tensor], *, stops: bool = False) -> None:
         super().__init__(_itself, _itself)
         self._region = region
         self._inputs = inputs
-        self.last = _last_worth_a_stop(region.slots) if stops else -1
+        self.last = _last_worth_a_stop(region.slots) if stops and region.is_worth_a_stop else -1
         self._has_stopped = False
         self._num_saves = 0
         self._start = 0
         self._before: bool | None = None
+        self.around: Restoring | None = None
 
     def __enter__(self) -> None:
+        if self.around is not None:
+            self.around.__enter__()
         self._before = torch.is_grad_enabled()
         self._pack = self._fill
         super().__enter__()
@@ -314,14 +360,27 @@ class Filling(saving):
             self._before = None
         super().restore()
         self._pack = _itself  # or this object would hold itself: a reference cycle
+        if self.around is not None:
+            self.around.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         super().leave(kind, value, traceback)
-        self.restore()
-        if kind is None:
-            if self._has_stopped:
-                raise Filled(self._region)
-            self._check_count()
+        if self._before is not None:
+            set_grad_enabled(self._before)
+            self._before = None
+        self._pack = _itself
+        try:
+            if kind is None:
+                if self._has_stopped:
+                    raise Filled(self._region)
+                if self._num_saves != len(self._region.slots):
+                    raise self._miscounted()
+        except Exception as error:
+            if self.around is not None:
+                self.around.leave(type(error), error, traceback)
+            raise
+        if self.around is not None:
+            self.around.leave(kind, value, traceback)
 
     @never_compiled
     def _fill(self, tensor: Tensor) -> Tensor:
@@ -373,13 +432,12 @@ class Filling(saving):
     def _is_input(self, tensor: Tensor) -> bool:
         return any(storage_address(tensor) == storage_address(value) for value in self._inputs)
 
-    def _check_count(self) -> None:
-        if self._num_saves != len(self._region.slots):
-            raise ReplayError(
-                f"Running {self._region.name} again saved {self._num_saves} values where the first "
-                f"run saved {len(self._region.slots)}. A region must do the same when it runs "
-                "again: look for outside state that it reads, such as a counter or a cache."
-            )
+    def _miscounted(self) -> ReplayError:
+        return ReplayError(
+            f"Running {self._region.name} again saved {self._num_saves} values where the first "
+            f"run saved {len(self._region.slots)}. A region must do the same when it runs "
+            "again: look for outside state that it reads, such as a counter or a cache."
+        )
 
 
 def _last_worth_a_stop(slots: list[weakref.ref[Slot]]) -> int:

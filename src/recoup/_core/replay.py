@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,12 @@ from recoup._core.closures import ClosureGuard
 from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
 from recoup._core.random_sources import sources_checked
-from recoup._core.restoring import Restoring
+from recoup._core.restoring import Restoring, new_lock
 from recoup._core.rng import Draws, Recording, Replaying
 
 __all__ = ["Replay", "autocast_nesting"]
 
-_RLock = type(LOCK)  # threading.RLock is a function around it
+_NO_MODULES = ModuleGuard(())
 
 
 class Replay:
@@ -34,12 +35,11 @@ class Replay:
 
     __slots__ = (
         "_closure",
-        "_codes",
         "_draws",
         "_generators",
         "_guard",
-        "_modules",
         "_name",
+        "_parts",
         "_settings",
     )
 
@@ -52,30 +52,37 @@ class Replay:
         part_names: Sequence[str] = (),
     ) -> None:
         self._name = name
-        self._modules = modules
-        is_function = isinstance(code, CalledCode)
-        self._codes: Sequence[Any] = code.codes if is_function else (code,)
-        self._generators: Sequence[Any] = code.generators if is_function else ()
-        self._closure = closure_guard
-        self._guard = ModuleGuard(modules, name, part_names)
+        # The caller holds them for as long as this is in use.
+        self._parts = list(map(weakref.ref, modules))
+        self._generators: Sequence[Any] = ()
+        if isinstance(code, CalledCode):
+            self._parts += map(weakref.ref, code.codes)
+            self._generators = code.generators
+        elif code not in modules:
+            self._parts.append(weakref.ref(code))
+        self._closure = closure_guard if closure_guard is not None and closure_guard.reads else None
+        self._guard = ModuleGuard(modules, name, part_names) if modules else _NO_MODULES
         self._settings = _settings()
         self._draws = Draws()
 
     def first_run(self) -> FirstRun:
         """Return a `FirstRun`, which decides whether a run keeps its residuals until it ends."""
-        return FirstRun((*self._codes, *self._modules), is_training=self._guard.is_training)
+        return FirstRun(self._parts, is_training=self._guard.is_training)
 
     def first(self) -> _First:
         """Return a context for the first run."""
         return _First(self)
 
-    def again(self, *, stops: bool = False) -> _Again:
+    def again(self, *, stops: bool = False, is_checked: bool = False) -> _Again:
         """Return a context for a later run, which then computes what the first one did.
 
-        If it `stops` half way, by an exception, attributes of modules are put back: a flag that a
-        forward sets, and clears at its end, would otherwise stay set.
+        Args:
+            stops: whether the run may stop half way, by an exception. Then attributes of modules
+                are put back: a flag that a forward sets, and clears at its end, would otherwise
+                stay set.
+            is_checked: whether nothing can have changed, since another run has just ended.
         """
-        return _Again(self, stops)
+        return _Again(self, stops, is_checked)
 
     @property
     def has_foreign_draws(self) -> bool:
@@ -87,37 +94,36 @@ class Replay:
 # statement takes their locks, since it takes and frees a lock in one instruction.
 
 
-class _First(Restoring):
+class _First(Recording):
     """A context for the first run of a call, whose `lock` the caller holds around it."""
 
-    __slots__ = ("_draws", "_replay", "_source_check", "lock")
+    __slots__ = ("_replay", "_source_check", "lock")
 
     def __init__(self, replay: Replay) -> None:
+        super().__init__(replay._draws)
         self._replay = replay
         guard = replay._guard
         self._source_check = sources_checked(
-            replay._codes,
-            replay._modules,
+            replay._parts,
             replay._name,
             is_training=guard.is_training,
             generators=replay._generators,
         )
-        self._draws = Recording(replay._draws)
-        self.lock = LOCK if guard.has_norms else _RLock()
+        self.lock = LOCK if guard.has_norms else new_lock()
 
     def __enter__(self) -> None:
         if self._source_check is not None:
             self._source_check.__enter__()
-        self._draws.__enter__()
+        super().__enter__()
 
     def restore(self) -> None:
-        self._draws.restore()
+        super().restore()
         if self._source_check is not None:
             self._source_check.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         replay = self._replay
-        self._draws.leave(kind, value, traceback)
+        super().leave(kind, value, traceback)
         if self._source_check is not None:
             self._source_check.leave(kind, value, traceback)
         if kind is None:
@@ -126,23 +132,26 @@ class _First(Restoring):
                 replay._closure.first_run_ended()
 
 
-class _Again(Restoring):
+class _Again(Replaying):
     """A context for a later run of a call, whose `lock` the caller holds around it."""
 
-    __slots__ = ("_attributes", "_draws", "_modules", "_replaced", "_settings", "lock")
+    __slots__ = ("_attributes", "_modules", "_replaced", "_settings", "lock")
 
-    def __init__(self, replay: Replay, stops: bool) -> None:
+    def __init__(self, replay: Replay, stops: bool, is_checked: bool) -> None:
+        super().__init__(replay._draws)
         guard, closure = replay._guard, replay._closure
-        guard.check()
+        if not is_checked:
+            guard.check()
+            if closure is not None:
+                closure.check(replay._name)
         values = guard.to_replace()
         if closure is not None:
-            closure.check(replay._name)
             values += closure.to_replace()
         self._replaced = Replaced(values) if values else None
-        self.lock = LOCK if values else _RLock()
-        self._draws = Replaying(replay._draws)
+        self.lock = LOCK if values else new_lock()
         self._settings: _Settings | None = None
-        if replay._settings != _settings() or _casts(replay._settings):
+        before = replay._settings
+        if before != _settings() or before[0] or before[2]:  # casts
             self._settings = _Settings(replay._settings)
         self._modules = guard.modules_with_attributes() if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -152,7 +161,7 @@ class _Again(Restoring):
             self._settings.__enter__()
         if self._replaced is not None:
             self._replaced.__enter__()
-        self._draws.__enter__()
+        super().__enter__()
         for module in self._modules:
             own = module.__dict__
             self._attributes.append((own, own.copy()))
@@ -163,7 +172,7 @@ class _Again(Restoring):
                 del own[key]
             own.update(before)
         self._attributes = []
-        self._draws.restore()
+        super().restore()
         if self._replaced is not None:
             self._replaced.restore()
         if self._settings is not None:

@@ -30,8 +30,10 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 
 from recoup._core.compile import never_compiled
 
-__all__ = ["Restoring", "Reusable", "Undoing", "restoring"]
+__all__ = ["Restoring", "Reusable", "Undoing", "new_lock", "restoring"]
 
+# What `threading.RLock` calls: a lock for each region is made in a fifth of the time.
+new_lock: Callable[[], threading.RLock] = type(threading.RLock())
 P = ParamSpec("P")
 T = TypeVar("T")
 

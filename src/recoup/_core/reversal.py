@@ -19,6 +19,7 @@ Rule 5. There may be fewer stages than the schedule is for; actions on the missi
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -143,37 +144,41 @@ class Reversal:
         self._position = self._forward.schedule.sweep_end
 
     def _execute(self, action: Action, demanded: int) -> None:
-        num_stages = len(self._forward.stages)
-        match action:
-            case Advance(start, stop) if stop >= num_stages and not self._forward.is_whole:
-                for index in range(start, num_stages - 1):  # See Rule 5
-                    self._advance(index)
-            case Advance():
-                for index in range(action.start, action.stop):
-                    self._advance(index)
-            case _ if action.index >= num_stages and not self._forward.is_whole:
-                pass
-            case Keep(at):
-                self._kept[at] = self._state_at(at)
-            case Offload(at):
-                pair = moved_to_host(None)
-                self._offloaded[at] = tuple(pair[0](value) for value in self._state_at(at))
-            case Drop(at):
-                self._drop(at)
-            case Load(at):
-                self._load(at)
-            case Tape(index) if index <= demanded:
-                state = self._run(index).inputs = self._state_at(index)
-                self._current = (index + 1, self._fill(index, state))
-            case Tape(index):
-                self._advance(index)  # See Rule 3
-            case Invert(index):
-                self._invert(index, is_taped=index <= demanded)
-            case Reverse(index):
-                # Autograd reverses the stage; its slots are empty by now.
-                run = self._forward.runs[index]
-                if run is not None:
-                    run.inputs = None
+        forward = self._forward
+        if not forward.is_whole:
+            num_stages = len(forward.stages)
+            if isinstance(action, Advance) and action.stop >= num_stages:
+                action = Advance(action.start, max(action.start, num_stages - 1))  # See Rule 5
+            elif not isinstance(action, Advance) and action.index >= num_stages:
+                return
+        # By type, since a match statement would try one pattern after the other.
+        _EXECUTES[type(action)](self, action, demanded)
+
+    def _advance_over(self, action: Advance, demanded: int) -> None:
+        for index in range(action.start, action.stop):
+            self._advance(index)
+
+    def _keep(self, action: Keep, demanded: int) -> None:
+        self._kept[action.index] = self._state_at(action.index)
+
+    def _offload(self, action: Offload, demanded: int) -> None:
+        pack, _ = moved_to_host(None)
+        self._offloaded[action.index] = tuple(map(pack, self._state_at(action.index)))
+
+    def _tape(self, action: Tape, demanded: int) -> None:
+        index = action.index
+        if index > demanded:
+            self._advance(index)  # See Rule 3
+            return
+        state = self._state_at(index)
+        self._run(index).inputs = state
+        self._current = (index + 1, self._fill(index, state))
+
+    def _reverse(self, action: Reverse, demanded: int) -> None:
+        # Autograd reverses the stage; its slots are empty by now.
+        run = self._forward.runs[action.index]
+        if run is not None:
+            run.inputs = None
 
     def _fill(self, index: int, state: State) -> State:
         is_last = index + 1 == len(self._forward.stages)
@@ -192,7 +197,9 @@ class Reversal:
     def _advance(self, index: int) -> None:
         self._current = (index + 1, self._run(index).advance(self._state_at(index)))
 
-    def _invert(self, index: int, *, is_taped: bool) -> None:
+    def _invert(self, action: Invert, demanded: int) -> None:
+        index = action.index
+        is_taped = index <= demanded
         # Handed over, so that the stage can free it half way.
         state = self._run(index).invert(self._take(index + 1), is_taped=is_taped)
         if self._forward.drift is not None:
@@ -244,7 +251,8 @@ class Reversal:
                     'together. Bound the scale of the layers, or use memory="sqrt".'
                 )
 
-    def _drop(self, index: int) -> None:
+    def _drop(self, action: Drop, demanded: int) -> None:
+        index = action.index
         self._kept.pop(index, None)
         self._offloaded.pop(index, None)
         # The source of a restart stays: the first state, or all that the sweep of a run that
@@ -284,3 +292,15 @@ class Reversal:
                 "sweep and keeps no state after it. Add a Keep of that state to the sweep."
             )
         return run
+
+
+_EXECUTES: dict[type, Callable[[Reversal, Any, int], None]] = {
+    Advance: Reversal._advance_over,
+    Drop: Reversal._drop,
+    Invert: Reversal._invert,
+    Keep: Reversal._keep,
+    Load: lambda reversal, action, demanded: reversal._load(action.index),
+    Offload: Reversal._offload,
+    Reverse: Reversal._reverse,
+    Tape: Reversal._tape,
+}

@@ -163,12 +163,14 @@ class Recording(_Regions):
     __slots__ = ("_draws",)
 
     def __init__(self, draws: Draws) -> None:
-        super().__init__((*_local.regions, draws))
         self._draws = draws
+        self._around: tuple[Draws, ...] | None = None
 
     def __enter__(self) -> None:
-        self._draws._start = self._draws._expected = generator_states()
-        super().__enter__()
+        draws = self._draws
+        draws._start = draws._expected = generator_states()
+        self._around = around = _local.regions
+        _local.regions = (*around, draws)
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         self.restore()
@@ -188,11 +190,12 @@ class Replaying(_Regions):
         is_alone: whether no region around records what is drawn.
     """
 
-    __slots__ = ("_before", "_draws", "_outer")
+    __slots__ = ("_before", "_draws", "_is_alone", "_outer")
 
     def __init__(self, draws: Draws, *, is_alone: bool = False) -> None:
-        super().__init__((draws,) if is_alone else (*_local.regions, draws))
         self._draws = draws
+        self._is_alone = is_alone
+        self._around: tuple[Draws, ...] | None = None
         self._outer: tuple[bool, int] | None = None
         self._before: States | None = None
 
@@ -202,12 +205,15 @@ class Replaying(_Regions):
             self._before = generator_states()
         self._outer = (draws._is_replaying, draws._cursor)
         draws._is_replaying, draws._cursor = True, 0
-        super().__enter__()
+        self._around = around = _local.regions
+        _local.regions = (draws,) if self._is_alone else (*around, draws)
         if draws._start is not None:
             set_generator_states(draws._start)
 
     def restore(self) -> None:
-        super().restore()
+        if self._around is not None:
+            _local.regions = self._around
+            self._around = None
         if self._outer is not None:
             self._draws._is_replaying, self._draws._cursor = self._outer
             self._outer = None

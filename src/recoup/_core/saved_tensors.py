@@ -200,15 +200,18 @@ def frame_in_force() -> object | None:
 untransformed = torch._C._DisableFuncTorch
 
 
+_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
+_transform_in_force: Callable[[], object | None] = _functorch.peek_interpreter_stack
+
+
 def is_transformed() -> bool:
     """Whether this runs inside a transform of torch.func, where hooks do not work."""
-    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
-    return functorch.peek_interpreter_stack() is not None
+    return _transform_in_force() is not None
 
 
 def check_hooks_work() -> None:
     """Raise inside a transform of torch.func."""
-    if is_transformed():
+    if _transform_in_force() is not None:
         raise RecoupError(
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
             'recompute, checkpoint and every memory mode but "linear" need. Within a transform, '
@@ -294,7 +297,7 @@ class Kept:
 
     def __init__(self, tensor: Tensor, name: str, pair: Pair | None) -> None:
         self._name = name
-        self._version = version_of(tensor)
+        self._version = 0 if tensor.is_inference() else tensor._version
         if pair is None:
             self._packed: Any = tensor.detach()  # See Rule 3
             self._unpack: Callable[[Any], Tensor] | None = None
@@ -308,8 +311,10 @@ class Kept:
         """Return the tensor; raise if it was changed in place since it was kept."""
         if self._unpack is not None:
             return self._unpack(self._packed)
-        self.check("between forward and backward")
-        return self._packed
+        packed = self._packed
+        if not packed.is_inference() and packed._version != self._version:
+            self.check("between forward and backward")
+        return packed
 
     def check(self, when: str) -> None:
         """Raise if the tensor was changed in place since it was kept (See Rule 2)."""

@@ -78,7 +78,7 @@ def _run(network: nn.Module, inputs: Inputs, call: SeededCall) -> Any:
 
 def _run_untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any:
     inputs = as_leaves(inputs, evaluation.requires_grad)
-    first_run = FirstRun((network,), is_training=network.training)
+    first_run = FirstRun((weakref.ref(network),), is_training=network.training)
     with Advancing(f"a {type(network).__name__} that is evaluated", first_run):
         return _run(network, inputs, evaluation.call)
 

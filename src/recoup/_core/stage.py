@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -125,7 +126,8 @@ class StageRun:
     def record(self, state: State, owner: Owner) -> tuple[State, Any]:
         """Run the stage and leave slots where it would have kept residuals; `owner` fills them."""
         for value in state:
-            if isinstance(value, nn.Parameter):  # it would be mistaken for one of the stage's own
+            # It would be mistaken for one of the stage's own.
+            if type(value) is not Tensor and isinstance(value, nn.Parameter):
                 state = tuple(
                     one.view_as(one) if isinstance(one, nn.Parameter) else one for one in state
                 )
@@ -138,12 +140,12 @@ class StageRun:
             if evaluations is None:
                 region = Region(name, owner, self.index, first_run)
                 self._region = weakref.ref(region)
-                with first.lock, first, region.recording():
+                with first.lock, region.recording(first):
                     result = self._forward(state)
             else:
                 region = Region(name, owner, self.index, first_run, "invert")
                 self._region = weakref.ref(region)
-                with first.lock, first, region.recording(), evaluations.recording(region):
+                with first.lock, region.recording(first), evaluations.recording(region):
                     result = self._forward(state)
             is_whole = True
         finally:
@@ -186,24 +188,37 @@ class StageRun:
             output, _ = self._stage.forward(inputs)
         return detached(output)
 
-    def fill(self, state: State, *, recall: bool = False, needs_output: bool = True) -> State:
+    def fill(self, state: State, *, needs_output: bool = True) -> State:
         """Run the stage again from its input, and fill its slots.
 
         If the output is not needed, the run may end at the last slot and returns an empty state.
         """
+        return self._filled(state, recall=False, needs_output=needs_output)
+
+    def _filled(
+        self, state: State, *, recall: bool, needs_output: bool, is_checked: bool = False
+    ) -> State:
         inputs = self._inputs(state)
+        evaluations = self._evaluations
         region = self._wanted_region()
-        # The evaluations are regions of their own, and a stop would leave some of them empty.
-        stops = not needs_output and (self._evaluations is None or recall)
-        filling = None if region is None else Filling(region, inputs, stops=stops)
-        taping = grad_mode(True) if filling is None else filling
-        again = self._replay.again(stops=filling is not None and filling.last >= 0)
+        filling: Filling | None = None
+        if region is not None:
+            # The evaluations are regions of their own, and a stop would leave some of them empty.
+            stops = not needs_output and (evaluations is None or recall)
+            filling = Filling(region, inputs, stops=stops)
+        stops = filling is not None and filling.last >= 0
+        again = self._replay.again(stops=stops, is_checked=is_checked)
         try:
-            if self._evaluations is None:
-                with again.lock, again, taping:
+            if filling is None:
+                with again.lock, again, grad_mode(True), _answering(evaluations, recall):
+                    output, _ = self._stage.forward(inputs)
+            elif evaluations is None:
+                filling.around = again
+                with again.lock, filling:
                     output, _ = self._stage.forward(inputs)
             else:
-                with again.lock, again, taping, self._evaluations.answering(recall):
+                filling.around = again
+                with again.lock, filling, evaluations.answering(recall):
                     output, _ = self._stage.forward(inputs)
         except Filled as filled:
             if filled.region is not region:
@@ -222,10 +237,11 @@ class StageRun:
             with grad_mode(False), again.lock, again, evaluations.inverting(recall):
                 state = self._inverse(after)
             if self._replay.has_foreign_draws:  # See Rule 4
-                self._check_same(self.fill(state, recall=recall), after)
+                output = self._filled(state, recall=recall, needs_output=True, is_checked=True)
+                self._check_same(output, after)
             elif is_taped and (not recall or self._wanted_region() is not None):
-                del after  # a whole state, which `fill` does not need
-                self.fill(state, recall=recall)
+                del after  # a whole state, which `_filled` does not need
+                self._filled(state, recall=recall, needs_output=False, is_checked=True)
         finally:
             evaluations.forget()
         return state
@@ -268,6 +284,10 @@ class StageRun:
                     "`self.evaluate(network, x)` in `forward` and `inverse`, or choose "
                     'memory="sqrt".'
                 )
+
+
+def _answering(evaluations: Evaluations | None, recall: bool) -> AbstractContextManager[object]:
+    return nullcontext() if evaluations is None else evaluations.answering(recall)
 
 
 def is_marked_in_place(stage: Stage) -> bool:

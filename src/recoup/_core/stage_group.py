@@ -19,7 +19,6 @@ class StageGroup:
     """
 
     __slots__ = (
-        "_are_in_place",
         "_stages",
         "closure_guard",
         "code",
@@ -30,7 +29,6 @@ class StageGroup:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
-        self._are_in_place = [is_marked_in_place(stage) for stage in stages]
         self.name = f"{stages[0].name} to {stages[-1].name}"
         self.modules = tuple([module for stage in stages for module in stage.modules])
         self.part_names = [stage.name for stage in stages for _ in stage.modules]
@@ -41,21 +39,20 @@ class StageGroup:
         """Return the state after the last stage, and the second outputs of all."""
         given = set(map(storage_address, state))
         beside: list[Any] = []
-        for place, stage in enumerate(self._stages):
-            if place and self._are_in_place[place] and not given.isdisjoint(_addresses(state)):
-                # The stages before it have returned their input, which the schedule may keep.
+        is_first = True
+        for stage in self._stages:
+            # The stages before it may have returned their input, which the schedule may keep.
+            is_given = not is_first and not given.isdisjoint(map(storage_address, state))
+            if is_given and is_marked_in_place(stage):
                 state = tuple([value.clone() for value in state])
             state, value = stage.forward(state)
             beside.append(value)
+            is_first = False
         return state, beside
 
     def inverse(self, state: State) -> State:
         """Raise NotImplementedError: a schedule that inverts treats each stage by itself."""
         raise NotImplementedError
-
-
-def _addresses(state: State) -> list[int]:
-    return list(map(storage_address, state))
 
 
 def grouped(stages: Sequence[Stage], groups: Sequence[range]) -> list[Stage] | None:

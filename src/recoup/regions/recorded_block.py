@@ -62,7 +62,7 @@ class RecordedBlock:
         self.is_whole = False
         self.lock = threading.RLock()
         self._has_ended = False
-        self._first_run = FirstRun((place_of(name),), is_training=True)
+        self._first_run = FirstRun((weakref.ref(place_of(name)),), is_training=True)
         self._at_hand: weakref.WeakKeyDictionary[StorageSource, Tensor]
         self._at_hand = weakref.WeakKeyDictionary()
         self._sources: dict[

@@ -33,10 +33,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from recoup._core.random_sources import own_generator
+from recoup._core.random_sources import generator_at_hand, own_generator
 from recoup._core.rng import hash_seed
 
-__all__ = ["dropped", "dropped_", "noised", "noised_", "scales"]
+__all__ = ["dropped", "dropped_", "noise_beside", "noised", "noised_", "scales"]
 
 _CHUNK = 2**17  # entries (See Rule 1)
 _PIECE = 2**15  # entries that an operator works on (See Rule 3)
@@ -102,6 +102,14 @@ def noised_(weight: Tensor, seed: int, std: float) -> Tensor:
     if weight.is_contiguous():
         return _add_noise(weight, weight, seed, std)
     return weight.copy_(_add_noise(weight, _empty_like(weight), seed, std))
+
+
+def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
+    """Return what `noised` adds to `weight`, or None where that takes another pass or is large."""
+    if not _is_small(weight) or weight.dtype is not torch.float32 or not weight.is_contiguous():
+        return None
+    _check(weight.dtype, seed)
+    return torch.empty_like(weight).normal_(0.0, std, generator=_generator(weight, seed))
 
 
 def scales(
@@ -206,8 +214,11 @@ def _add_noise(weight: Tensor, out: Tensor, seed: int, std: float) -> Tensor:
         kernels.add_noise(weight.contiguous(), out, seed, std)
         return out
     if _is_small(out):
+        generator = _generator(out, seed)
+        if out is not weight and out.dtype is torch.float32:
+            return out.normal_(0.0, std, generator=generator).add_(weight)
         noise = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
-        noise.normal_(0.0, std, generator=_generator(out, seed))
+        noise.normal_(0.0, std, generator=generator)
         return torch.add(weight, noise.to(out.dtype), out=out)
     source, flat = _flat(weight, out), out.view(-1)
 
@@ -229,7 +240,7 @@ def _flat(weight: Tensor, out: Tensor) -> Tensor:
 
 
 def _generator(out: Tensor, seed: int) -> torch.Generator:
-    return own_generator(out.device, hash_seed(seed, 0))
+    return generator_at_hand(out.device, hash_seed(seed, 0))
 
 
 def _bits(num_dropped: int) -> tuple[torch.dtype, int, int]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from importlib.util import find_spec
 
 import pytest
@@ -278,7 +279,8 @@ def test_no_random_state_moves(numel):
 @pytest.mark.parametrize("numel", [4096, 2**19])
 def test_a_region_takes_the_draws_for_repeatable(numel):
     w = weight((numel,))
-    with sources_checked([nn.Module()], (), "the draws", is_training=True):  # never checked before
+    module = nn.Module()  # never checked before
+    with sources_checked([weakref.ref(module)], "the draws", is_training=True):
         draws.dropped(w, 1, 0.5)
         draws.noised(w, 1, 0.5)
 
