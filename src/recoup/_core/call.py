@@ -23,7 +23,7 @@ from recoup._core.called_code import called_code
 from recoup._core.closures import ClosureGuard
 from recoup._core.executor import Executor
 from recoup._core.lazy_values import HasTensor, keep
-from recoup._core.pytree import flatten, flatten_containers
+from recoup._core.pytree import are_tensors, flatten, flatten_arguments, flatten_containers
 from recoup._core.saved_tensors import pair_in_force
 from recoup._core.snapshots import Snapshot, is_left_alone
 from recoup._core.stage import State
@@ -47,8 +47,8 @@ class Call:
     __slots__ = (
         "_args",
         "_fn",
-        "_has_kwargs",
         "_is_as_given",
+        "_is_bare",
         "_kwargs",
         "_linked",
         "_outside",
@@ -77,9 +77,12 @@ class Call:
         self._fn = fn
         self._args = args
         self._kwargs = kwargs
-        self._has_kwargs = bool(kwargs)
         # A call of plain tensors, the common case, skips the walk through nested values.
-        self._tensors, self._tree = flatten_containers((args, kwargs) if kwargs else args)
+        self._is_bare = not kwargs and are_tensors(args)
+        if self._is_bare:
+            self._tensors, self._tree = flatten(args)
+        else:
+            self._tensors, self._tree = flatten_arguments(args, kwargs)
         self._is_as_given = True  # whether the tensors are the arguments' own
         self.has_run = False
         self._linked: Sequence[int] | None = None
@@ -152,7 +155,7 @@ class Call:
         raise NotImplementedError
 
     def _called(self, given: Any) -> Any:
-        return self._fn(*given[0], **given[1]) if self._has_kwargs else self._fn(*given)
+        return self._fn(*given) if self._is_bare else self._fn(*given[0], **given[1])
 
     def _with_outside(self, state: State) -> State:
         tensors: list[Tensor | None] = [None] * (len(state) + len(self._outside))
@@ -178,12 +181,13 @@ class Call:
         if not self._tree.is_flat:
             self._tree.mapped(self._take_snapshot)
         if self._is_as_given and all(map(operator.is_, tensors, own)):
-            given: Any = (args, kwargs) if self._has_kwargs else args  # See Rule 2
+            given: Any = args if self._is_bare else (args, kwargs)  # See Rule 2
         else:
             given = self._tree.unflatten(tensors)
         output = self._called(given)
         if not self._tree.is_flat:
-            self._check_arguments(given, tensors)
+            if self._tree.has_containers:
+                self._check_arguments(given, tensors)
             for snapshot in self._snapshots.values():
                 snapshot.first_run_ended()
         self.output = output

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _NUMBERS = frozenset((bool, int, float, complex, str))
+_NOTED = _NUMBERS | {Tensor}
 _MISSING = object()
 _PLAIN = frozenset((nn.Parameter, Tensor))
 _training: Callable[[nn.Module], bool] = attrgetter("training")
@@ -70,7 +71,8 @@ class _Held:
 
     def are_there(self) -> bool:
         """Whether each value is where it was found."""
-        return all(map(operator.is_, map(_get, self.owners, self.keys), self.values))
+        found: Any = map(_get, self.owners, self.keys)
+        return all(map(operator.is_, found, self.values))
 
     def where(self, has: Callable[[int], bool]) -> int | None:
         """Return the place of the first value for which that holds."""
@@ -158,8 +160,8 @@ class ModuleGuard:
         self._name = name
         self._part_names = part_names
         self._tensors = _Tensors()  # parameters, and tensors that are attributes
-        self._buffers = _Tensors()
-        self._children = _Held()
+        self._buffers: _Tensors | None = None  # if there are any, as most modules have none
+        self._children: _Held | None = None
         self._modules: list[nn.Module] = []
         self._norms: list[nn.Module] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
@@ -167,7 +169,7 @@ class ModuleGuard:
         self._modes = list(map(_training, self._modules))
         self.is_training = True in self._modes
         self.has_norms = bool(self._norms)
-        if self._buffers.values:
+        if self._buffers is not None:
             self._buffers.marks = self._buffers.marks_now()
 
     def _walk(self) -> None:
@@ -195,9 +197,10 @@ class ModuleGuard:
             if not children or id(module) in seen:
                 continue
             seen.add(id(module))
-            num_before = len(self._children.values)
-            self._children.add(children)
-            inner = self._children.values[num_before:]
+            self._children = held = self._children or _Held()
+            num_before = len(held.values)
+            held.add(children)
+            inner = held.values[num_before:]
             pending += inner
             if is_sharded:
                 sharded.update(map(id, inner))
@@ -206,14 +209,16 @@ class ModuleGuard:
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             self._norms.append(module)
             return
+        self._buffers = self._buffers or _Tensors()
         self._buffers.add(module._buffers)
 
     def _note_attributes(self, own: dict[str, Any]) -> None:
-        for key, value in own.items():
-            if type(value) in _NUMBERS:
+        for key in [key for key, value in own.items() if type(value) in _NOTED]:
+            value = own[key]
+            if type(value) is not Tensor:
                 if key != "training":
                     self._numbers.append((own, key, value))
-            elif type(value) is Tensor and value.grad_fn is None:
+            elif value.grad_fn is None:
                 self._tensors.owners.append(own)
                 self._tensors.keys.append(key)
                 self._tensors.values.append(value)
@@ -225,7 +230,9 @@ class ModuleGuard:
             if type(value) is bool:
                 self._numbers[index] = (own, key, own.get(key))
         tensors, buffers = self._tensors, self._buffers
-        if buffers.values and (not buffers.are_there() or buffers.marks != buffers.marks_now()):
+        if buffers is not None and not (
+            buffers.are_there() and buffers.marks == buffers.marks_now()
+        ):
             key, name = self._name_of(buffers)
             raise ReplayError(
                 f"{name} changes its buffer `{key}` in forward, so running it again would not "
@@ -241,6 +248,8 @@ class ModuleGuard:
     def check(self) -> None:
         """Raise if anything was changed or replaced since the first run ended."""
         for held in (self._tensors, self._buffers):
+            if held is None:
+                continue
             if not held.are_there():
                 raise ChangedError(
                     "`{}` of {}".format(*self._name_of(held))
@@ -255,13 +264,12 @@ class ModuleGuard:
                     "would compute something else. Step the optimizer after backward has passed "
                     "every use of it."
                 )
-        if not self._children.are_there():
-            self._raise_replaced_module()
+        if self._children is not None and not self._children.are_there():
+            self._raise_replaced_module(self._children)
         if self._modes != list(map(_training, self._modules)):
             self._raise_other_mode()
 
-    def _raise_replaced_module(self) -> NoReturn:
-        children = self._children
+    def _raise_replaced_module(self, children: _Held) -> NoReturn:
         place = children.where(lambda place: not children.is_there(place)) or 0
         own, key, child = children.owners[place], children.keys[place], children.values[place]
         name = self._name_around(lambda module: module._modules is own)

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["BARE", "Tree", "flatten", "flatten_containers", "tensors_in"]
+__all__ = [
+    "BARE",
+    "Tree",
+    "are_tensors",
+    "flatten",
+    "flatten_arguments",
+    "flatten_containers",
+    "tensors_in",
+]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -50,6 +58,8 @@ class Tree:
     Attributes:
         is_flat: whether there is nothing beside tensors that could be changed.
     """
+
+    has_containers = True  # whether a list or dict in the value may be changed
 
     __slots__ = ("_leaves", "_spec", "is_flat")
 
@@ -95,6 +105,24 @@ class Tree:
         return tree_unflatten(leaves, self._spec)
 
 
+class _Arguments(Tree):
+    """The arguments of a call none of which is a container: the usual ones, without a walk."""
+
+    __slots__ = ()
+    has_containers = False
+
+    def mapped(self, change: Callable[[Any], Any]) -> Tree:
+        return _Arguments(super().mapped(change)._leaves, self._spec)
+
+    def unflatten(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the arguments and the keyword arguments."""
+        taken = iter(tensors)
+        leaves = [next(taken) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        keys: tuple[str, ...] = self._spec
+        num_args = len(leaves) - len(keys)
+        return tuple(leaves[:num_args]), dict(zip(keys, leaves[num_args:], strict=True))
+
+
 # The walk of torch's pytree costs tens of microseconds; most values do not need it.
 BARE = Tree([], None)  # of a value that is one tensor
 _TUPLE = Tree([], tuple)
@@ -104,12 +132,13 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
     """Return the tensors of a nested value (tuples, lists, dicts, named tuples) and its tree."""
     if isinstance(value, Tensor):
         return (value,), BARE
-    if _are_tensors(value):
+    if are_tensors(value):
         return value, _TUPLE
     return _taken_apart(*tree_flatten(value))
 
 
-def _are_tensors(value: Any) -> TypeGuard[tuple[Tensor, ...]]:
+def are_tensors(value: Any) -> TypeGuard[tuple[Tensor, ...]]:
+    """Whether `value` is a tuple of tensors."""
     if type(value) is not tuple:
         return False
     for item in cast("tuple[Any, ...]", value):  # noqa: SIM110 - without a generator, for speed
@@ -124,9 +153,22 @@ def flatten_containers(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
     Other libraries may register their classes with torch's pytree. Unflattening gives a new object
     of such a class, so code that holds the original (a cache) would not see changes to it.
     """
-    if _are_tensors(value):
+    if are_tensors(value):
         return value, _TUPLE
     return _taken_apart(*tree_flatten(value, is_leaf=_is_no_container))
+
+
+def flatten_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], Tree]:
+    """Do what `flatten_containers` does for the pair of `args` and `kwargs`."""
+    leaves = [*args, *kwargs.values()]
+    for leaf in leaves:
+        if not _is_no_container(leaf):
+            return flatten_containers((args, kwargs))
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tensors, _Arguments(leaves, tuple(kwargs))
 
 
 def _is_no_container(value: Any) -> bool:

@@ -402,13 +402,17 @@ class Filling(saving):
             slot.value = value
             slot.value_version = value._version
         if self.last >= 0:
-            self._stop_at_last(place, 2 * (num_nodes() - self._start) + tensor.requires_grad)
+            self._stop_at_last(place, tensor)
         return value
 
-    def _stop_at_last(self, place: int, mark: int) -> None:
+    def _stop_at_last(self, place: int, tensor: Tensor) -> None:
         """Stop the run at its last slot, if its saves match those of the first run."""
         if not self._has_stopped:
-            if self._region.marks[place] != mark:
+            mark = 2 * (num_nodes() - self._start) + tensor.requires_grad
+            difference = self._region.marks[place] ^ mark
+            # An input that is a leaf here had a history in the first run, and a region within
+            # this one keeps its input without that.
+            if difference > 1 or (difference and not tensor.is_leaf):
                 self.last = -1
                 return
             self._has_stopped = place == self.last

@@ -84,24 +84,45 @@ def _run_untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) ->
 
 
 class _Answering(Restoring):
-    """A context in which `answer` makes every evaluation."""
+    """A context in which `answer` makes every evaluation.
 
-    __slots__ = ("_answer", "_before", "_is_entered")
+    Args:
+        answer: returns what a network returns for its inputs.
+        around: a context that is entered before it and left after it, by hand: a `with` statement
+            for both is cheaper.
+    """
 
-    def __init__(self, answer: Callable[[nn.Module, Inputs], Any]) -> None:
+    __slots__ = ("_answer", "_around", "_before", "_is_entered")
+
+    def __init__(
+        self, answer: Callable[[nn.Module, Inputs], Any], around: Restoring | None = None
+    ) -> None:
         self._answer = answer
+        self._around = around
         self._before: Callable[[nn.Module, Inputs], Any] | None = None
         self._is_entered = False
 
     def __enter__(self) -> None:
+        if self._around is not None:
+            self._around.__enter__()
         self._before = _local.answer
         self._is_entered = True
         _local.answer = self._answer
 
-    def restore(self) -> None:
+    def _restore_answer(self) -> None:
         if self._is_entered:
             _local.answer = self._before
             self._is_entered = False
+
+    def restore(self) -> None:
+        self._restore_answer()
+        if self._around is not None:
+            self._around.restore()
+
+    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
+        self._restore_answer()
+        if self._around is not None:
+            self._around.leave(kind, value, traceback)
 
 
 class _Evaluation:
@@ -150,22 +171,34 @@ class Evaluations:
         regions = (one.region() for same in self._by_network.values() for one in same)
         return any(region is not None and region.is_wanted for region in regions)
 
-    def recording(self, around: Region) -> _Answering:
-        """Return a context for the first forward: each evaluation is a region beside `around`."""
-        return _Answering(partial(self._record, around))
+    def recording(self, region: Region, around: Restoring) -> Restoring:
+        """Return a context for the first forward: each evaluation is a region beside `region`.
 
-    def inverting(self, fills: bool) -> _Answering:
-        """Return a context for the inverse; `fills`: fill slots and remember outputs (Rule 1)."""
-        return _Answering(self._fill_and_remember if fills else self._only_run)
+        Args:
+            region: the region of the whole call.
+            around: a context that is entered before it and left after it.
+        """
+        return _Answering(partial(self._record, region), around)
 
-    def answering(self, recall: bool) -> _Answering:
+    def inverting(self, fills: bool, around: Restoring) -> Restoring:
+        """Return a context for the inverse.
+
+        Args:
+            fills: whether it fills slots and remembers outputs (See Rule 1).
+            around: a context that is entered before it and left after it.
+        """
+        return _Answering(self._fill_and_remember if fills else self._only_run, around)
+
+    def answering(self, recall: bool, around: Restoring) -> Restoring:
         """Return a context for a second forward.
 
-        It uses the outputs that the inverse remembered if `recall` (See Rule 2); or else networks
-        run again (See Rule 3).
+        Args:
+            recall: whether it uses the outputs that the inverse remembered (See Rule 2); or else
+                networks run again (See Rule 3).
+            around: a context that is entered before it and left after it.
         """
         self._cursor = {}
-        return _Answering(self._recall if recall else self._fill_in_order)
+        return _Answering(self._recall if recall else self._fill_in_order, around)
 
     def forget(self) -> None:
         """Release the remembered outputs."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -145,7 +144,7 @@ class StageRun:
             else:
                 region = Region(name, owner, self.index, first_run, "invert")
                 self._region = weakref.ref(region)
-                with first.lock, region.recording(first), evaluations.recording(region):
+                with first.lock, evaluations.recording(region, region.recording(first)):
                     result = self._forward(state)
             is_whole = True
         finally:
@@ -210,15 +209,13 @@ class StageRun:
         again = self._replay.again(stops=stops, is_checked=is_checked)
         try:
             if filling is None:
-                with again.lock, again, grad_mode(True), _answering(evaluations, recall):
-                    output, _ = self._stage.forward(inputs)
-            elif evaluations is None:
-                filling.around = again
-                with again.lock, filling:
+                around = again if evaluations is None else evaluations.answering(recall, again)
+                with again.lock, around, grad_mode(True):
                     output, _ = self._stage.forward(inputs)
             else:
                 filling.around = again
-                with again.lock, filling, evaluations.answering(recall):
+                around = filling if evaluations is None else evaluations.answering(recall, filling)
+                with again.lock, around:
                     output, _ = self._stage.forward(inputs)
         except Filled as filled:
             if filled.region is not region:
@@ -234,7 +231,7 @@ class StageRun:
         recall = is_taped and evaluations.are_shared
         again = self._replay.again()
         try:
-            with grad_mode(False), again.lock, again, evaluations.inverting(recall):
+            with grad_mode(False), again.lock, evaluations.inverting(recall, again):
                 state = self._inverse(after)
             if self._replay.has_foreign_draws:  # See Rule 4
                 output = self._filled(state, recall=recall, needs_output=True, is_checked=True)
@@ -284,10 +281,6 @@ class StageRun:
                     "`self.evaluate(network, x)` in `forward` and `inverse`, or choose "
                     'memory="sqrt".'
                 )
-
-
-def _answering(evaluations: Evaluations | None, recall: bool) -> AbstractContextManager[object]:
-    return nullcontext() if evaluations is None else evaluations.answering(recall)
 
 
 def is_marked_in_place(stage: Stage) -> bool:

@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -79,6 +80,28 @@ def test_it_takes_tensors_that_are_worth_it(width, num_runs, monkeypatch):
     with Counted() as counted:
         y.sum().backward()
     assert counted.of("addmm") == num_runs
+
+
+def test_a_region_around_regions_stops_before_the_last_of_them():
+    blocks = [dense().double() for _ in range(3)]
+    num_runs = [0] * len(blocks)
+
+    def block(index, x):
+        num_runs[index] += 1
+        return blocks[index](x)
+
+    def all_of_them(x):
+        for index in range(len(blocks)):
+            x = recoup.checkpoint(partial(block, index), x)
+        return x
+
+    x = leaf(3, 6)
+    for _ in range(2):
+        num_runs[:] = [0] * len(blocks)
+        # What comes before has a history in the first run, and is a leaf in the second one.
+        recoup.checkpoint(all_of_them, x.sin()).sum().backward()
+    # The region around them needs the inputs of all three, and not the output of the last.
+    assert num_runs == [3, 3, 2]
 
 
 def test_what_is_asked_for_alone_ends_the_run_earlier():

@@ -319,6 +319,7 @@ def counted_draws(monkeypatch):
 
     for name in ("dropped", "dropped_", "noised", "noised_", "scales"):
         counting(name, getattr(draws, name), name.rstrip("_"))
+    counting("noise_beside", draws.noise_beside, "noised")
     return counts
 
 
