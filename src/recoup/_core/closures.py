@@ -43,10 +43,11 @@ class ClosureGuard:
         modules: the modules, which a `ModuleGuard` compares.
     """
 
-    __slots__ = ("_fn", "_items", "_locations", "_moved", "modules")
+    __slots__ = ("_fn", "_has_tensors", "_items", "_locations", "_moved", "modules")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
+        self._has_tensors = False
         self._items: list[tuple[str, Any, int]] = []
         self._locations: dict[str, tuple[Any, Location, bool]] = {}
         self._moved: list[Replacement] = []
@@ -60,6 +61,7 @@ class ClosureGuard:
             elif isinstance(value, Tensor):
                 kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
                 self._items.append((path, kept, version_of(value)))
+                self._has_tensors = True
             elif location is None:
                 self._items.append((path, value, 0))
             else:
@@ -82,6 +84,8 @@ class ClosureGuard:
 
     def first_run_ended(self) -> None:
         """Record the versions and values that the first run left (See Rule 2)."""
+        if not self._locations and not self._has_tensors:
+            return  # what is left are arguments that are bound: no run changes those
         now = ClosureGuard(self._fn)
         self._items = now._items
         for path, (before, location, is_own) in self._locations.items():
@@ -172,8 +176,10 @@ def _function(
     if fn.__kwdefaults__:
         for name, value in fn.__kwdefaults__.items():
             _value(f"{path}{name}", value, found, depth, is_cell=True)
-    if (reads.reads or (owner is not None and reads.of_owner)) and _is_users(fn):
-        plain_values(fn, found, owner, path)
+    has_reads = reads.reads or (owner is not None and reads.of_owner)
+    if not has_reads or not _is_users(fn):
+        return
+    plain_values(fn, found, owner, path)
     for name in reads.global_names:
         value = fn.__globals__.get(name)
         if isinstance(value, types.ModuleType):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recoup._core.autocast_off import without_autocast
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.random_sources import own_generator
 
@@ -178,7 +179,7 @@ class DriftComparison:
         sample = value.as_strided(table.size, table.stride, start)
         if not (table.is_half or self._is_autocast):
             return (sample * table.signs).sum(1)
-        with torch.autocast(value.device.type, enabled=False):
+        with without_autocast(value.device.type):
             return (sample.to(table.signs.dtype) * table.signs).sum(1)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recoup._core.autocast_off import without_autocast
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.shapes import check_channels, num_positions
 
@@ -22,9 +23,9 @@ class InvertibleConv1x1(InvertibleModule):
     The matrix starts as a random rotation from torch's default generator. Its log-determinant,
     and in `inverse` its inverse, is computed in each call, O(C^3).
 
-    Autograd keeps the input and a factorisation of the matrix; backward is two 1x1 convolutions.
-    Under autocast the layer stays in the type of its input: mixing in half precision could not
-    be undone.
+    Autograd keeps the input and the matrix; backward is two 1x1 convolutions, and the inverse of
+    the matrix. Under autocast the layer stays in the type of its input: mixing in half precision
+    could not be undone.
 
     Args:
         num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``.
@@ -59,8 +60,9 @@ class InvertibleConv1x1(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
-        return _mix(x, self.weight), self._at_each(log_abs_det, x)
+        # The log-determinant last: a second run ends with the residuals of the product.
+        y = _mix(x, self.weight)
+        return y, self._at_each(_log_abs_det(self.weight), x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
@@ -144,7 +146,7 @@ class InvertibleConv1x1LU(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             weight = self.weight()
         return _mix(x, weight), self._log_det(x)
 
@@ -198,10 +200,50 @@ def _wide(matrix: Tensor) -> Tensor:
     return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
 
 
+def _log_abs_det(weight: Tensor) -> Tensor:
+    # A noisy weight must not be kept, and the compiler takes no function with a `jvp`.
+    if type(weight) not in (nn.Parameter, Tensor) or torch.compiler.is_compiling():
+        found: Tensor = _linalg.slogdet(_wide(weight))[1]
+        return found
+    return cast("Tensor", _LogAbsDet.apply(weight))
+
+
+class _LogAbsDet(torch.autograd.Function):
+    """The logarithm of the absolute determinant of a matrix, of which it keeps the matrix alone.
+
+    ``slogdet`` keeps its factors as well, which a second run would have to make again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor) -> Tensor:
+        found: Tensor = _linalg.slogdet(_wide(weight))[1]
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        del output
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        inverse: Tensor = _linalg.inv(_wide(weight))
+        return (gradients[0] * inverse.mT).to(weight.dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        inverse: Tensor = _linalg.inv(_wide(weight))
+        return (inverse.mT * _wide(tangents[0])).sum()
+
+
 def _mix(x: Tensor, weight: Tensor) -> Tensor:
     check_channels(x, weight.shape[0])
     if torch.is_autocast_enabled(x.device.type):
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return _product(x, weight)
     return _product(x, weight)
 

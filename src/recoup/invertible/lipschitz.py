@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recoup._core.autocast_off import without_autocast
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.saved_tensors import grad_mode
 
@@ -242,7 +243,7 @@ def _normalized(layer: nn.Module, weight: Tensor, coefficient: float, norm_of: A
     key = (layer, torch.is_grad_enabled())
     if shared is not None and key in shared:
         return shared[key]
-    with torch.autocast(weight.device.type, enabled=False):
+    with without_autocast(weight.device.type):
         precise = weight if weight.dtype is torch.float64 else weight.float()
         norm = cast("Tensor", norm_of(precise))
         # Dividing by the larger of the two also covers a weight of zeros.

@@ -9,6 +9,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.autocast_off import without_autocast
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import ConvergenceError
@@ -147,12 +148,12 @@ class InvertibleResidual(InvertibleModule):
     # These are not compiled: a graph that is still being traced cannot be differentiated.
 
     def _forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(x.device.type, enabled=False), one_weight_a_call():
+        with without_autocast(x.device.type), one_weight_a_call():
             value, log_det = self._value_and_log_det(x)
             return x + value, log_det
 
     def _inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(y.device.type, enabled=False), one_weight_a_call():
+        with without_autocast(y.device.type), one_weight_a_call():
             x = self._fixed_point(y)
             return x, -self._value_and_log_det(x)[1]
 
