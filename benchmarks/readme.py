@@ -15,7 +15,7 @@ def write() -> None:
     names = (
         "couplings",
         "chains",
-        "regions",
+        "overhead",
         "weights",
         "gradients",
         "language_model",
@@ -30,9 +30,8 @@ def write() -> None:
         return
     found = dict(zip(names, (json.loads(path.read_text()) for path in paths), strict=True))
     parts = {
-        "Invertible couplings, chains, regions": tables.couplings_table(
-            found["couplings"], found["chains"], found["regions"]
-        ),
+        "Invertible couplings, chains": tables.couplings_table(found["couplings"], found["chains"]),
+        "Small networks": tables.overhead_table(found["overhead"]),
         "Weights": tables.weights_table(found["weights"]),
         "Gradients": tables.gradients_table(found["gradients"]),
         "A language model": tables.language_model_table(

@@ -1,6 +1,6 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
-    python benchmarks/run.py [couplings chains regions weights gradients language_model plans
+    python benchmarks/run.py [couplings chains overhead weights gradients language_model plans
         drift flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
     python benchmarks/run.py mnist                   # an hour on one core
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 SUITES = (
     "couplings",
     "chains",
-    "regions",
+    "overhead",
     "weights",
     "gradients",
     "language_model",

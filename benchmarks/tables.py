@@ -20,7 +20,7 @@ WEIGHTS = (
 )
 
 
-def couplings_table(couplings: dict, chains: dict, regions: dict) -> str:
+def couplings_table(couplings: dict, chains: dict) -> str:
     seconds = {row["name"]: row for row in couplings["seconds"]}
     memory = {(row["name"], row["dropout"]): row["peak_bytes"] for row in couplings["memory"]}
     lines = [
@@ -39,16 +39,13 @@ def couplings_table(couplings: dict, chains: dict, regions: dict) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     sequential = {(row["name"], row["layers"]): row for row in chains["sequential"]}
     sqrt, slots = sequential["recoup sqrt", 100], sequential["recoup 44 slots", 1000]
-    region = {row["name"]: row.get("microseconds_beyond") for row in regions["overhead"]}
     versions = couplings["versions"]
     peer = torch_sequential(sequential)
     sentence = (
         f"`sqrt` over 100 layers peaks at {sqrt['peak_units']:.0f} units with "
         f"{sqrt['num_forwards']} forwards (torch's `checkpoint_sequential`: "
         f"{peer['peak_units']:.0f} and {peer['num_forwards']}); 44 slots over 1000 layers take "
-        f"{slots['num_forwards']} forwards, the optimum. A region adds "
-        f"{region['recoup.checkpoint']:.0f} us to the second run itself (torch: "
-        f"{region['torch checkpoint']:.0f})."
+        f"{slots['num_forwards']} forwards, the optimum."
     )
     conditions = (
         "<sub>Peaks by the allocator's events; time is processor time of one thread at 16 blocks "
@@ -59,6 +56,50 @@ def couplings_table(couplings: dict, chains: dict, regions: dict) -> str:
     )
     lines += ["", sentence, "", conditions]
     return "\n".join(lines)
+
+
+def overhead_table(found: dict) -> str:
+    def of(table: str, name: str, key: str = "over_plain") -> float:
+        return next(row[key] for row in found[table] if row["name"].startswith(name))
+
+    checkpoint, peer = "recoup.checkpoint", "torch checkpoint"
+    small, layer = "20 blocks of `Linear(8, 8)` and tanh", "`Linear(64, 64)`, its weight with"
+    rows = [
+        ("a region of three operators", peer, of("region", checkpoint, "beyond_over_torchs")),
+        (f"{small}, `sqrt`", "plain", of("sequential", "recoup")),
+        (f"{small}, torch's `checkpoint_sequential`", "plain", of("sequential", "torch")),
+        (f"{layer} noise", "plain", of("weights", "noise")),
+        (f"{layer} dropout", "plain", of("weights", "dropout")),
+        (f"{layer} both", "plain", of("weights", "dropout and noise")),
+        ("`GradStore.backward` and `step`, 400 parameters", "plain", of("store", "recoup")),
+        ("the demo's Glow, 16 steps, `sqrt`", "linear", of("glow", "sqrt", "over_linear")),
+        ("the same, `constant`", "linear", of("glow", "constant", "over_linear")),
+    ]
+    rows += [
+        (f"{row['model']} of transformers", peer, row[f"over_{peer}"])
+        for row in found["transformers"]
+        if row["name"] == checkpoint
+    ]
+    lines = ["| work | over | ratio |", "|---|---|---|"]
+    lines += [f"| {work} | {beside} | {value:.2f} |" for work, beside, value in rows]
+    time = {row["name"]: row["microseconds"] for row in found["region"]}
+    without = time["plain"] + time["second run"]
+    flows = {row["name"]: row["over_recoup linear"] for row in found["glow_of_others"]}
+    sentence = (
+        f"A region adds {time[checkpoint] - without:.0f} us to the second run itself (torch: "
+        f"{time[peer] - without:.0f}). A training step of a small Glow takes FrEIA "
+        f"{flows['FrEIA']:.2f} of recoup's; with rotations that are fixed, "
+        f"{flows['FrEIA, fixed rotations']:.2f}, and recoup "
+        f"{flows['recoup linear, fixed rotations']:.2f}."
+    )
+    versions = found["versions"]
+    conditions = (
+        "<sub>Networks so small that Python takes the time. Processor time of one thread, short "
+        f"turns, the median of the ratios of the rounds. {found['device_name']}, {found['date']}, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}, FrEIA "
+        f"{versions['FrEIA']}; `make bench ARGS=overhead`.</sub>"
+    )
+    return "\n".join([*lines, "", sentence, "", conditions])
 
 
 def weights_table(weights: dict) -> str:

@@ -16,7 +16,6 @@ Rule 4. Sharded modules (FSDP2) replace their parameters while they run, so thos
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -26,9 +25,9 @@ from typing import Any, NamedTuple, NoReturn, cast
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from recoup._core.module_entries import Entries, TensorEntries
 from recoup._core.random_sources import DETERMINISTIC
 from recoup._core.restoring import Restoring
-from recoup._core.saved_tensors import storage_address, version_of
 from recoup.errors import ChangedError, ReplayError
 
 __all__ = [
@@ -44,85 +43,8 @@ __all__ = [
 _NUMBERS = frozenset((bool, int, float, complex, str))
 _NOTED = _NUMBERS | {Tensor}
 _MISSING = object()
-_PLAIN = frozenset((nn.Parameter, Tensor))
 _training: Callable[[nn.Module], bool] = attrgetter("training")
-_get: Any = getattr(dict, "get")  # noqa: B009 - its type is not known
-_version: Callable[[Tensor], int] = attrgetter("_version")
 LOCK = threading.RLock()  # held while values are replaced: threads may share a module
-
-
-class _Held:
-    """Values in dictionaries of modules, in parallel lists: map compares them without Python."""
-
-    __slots__ = ("keys", "owners", "values")
-
-    def __init__(self) -> None:
-        self.owners: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-        self.values: list[Any] = []
-
-    def add(self, owner: dict[str, Any]) -> None:
-        """Add all values of a dictionary that are not None."""
-        for key, value in owner.items():
-            if value is not None:
-                self.owners.append(owner)
-                self.keys.append(key)
-                self.values.append(value)
-
-    def are_there(self) -> bool:
-        """Whether each value is where it was found."""
-        found: Any = map(_get, self.owners, self.keys)
-        return all(map(operator.is_, found, self.values))
-
-    def where(self, has: Callable[[int], bool]) -> int | None:
-        """Return the place of the first value for which that holds."""
-        return next(filter(has, range(len(self.values))), None)
-
-    def is_there(self, place: int) -> bool:
-        """Whether one value is where it was found."""
-        return self.owners[place].get(self.keys[place]) is self.values[place]
-
-    def drop_missing(self) -> None:
-        """Drop the values that are no longer where they were found."""
-        left = [place for place in range(len(self.values)) if self.is_there(place)]
-        self.owners = [self.owners[place] for place in left]
-        self.keys = [self.keys[place] for place in left]
-        self.values = [self.values[place] for place in left]
-
-
-class _Tensors(_Held):
-    """Tensors in dictionaries of modules, with marks that differ after a change.
-
-    A change is one in place, or of the memory (``.data``).
-    """
-
-    __slots__ = ("marks",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.marks: tuple[list[int], list[int]] = ([], [])
-
-    def marks_now(self) -> tuple[list[int], list[int]]:
-        """Return the versions and the addresses."""
-        tensors = self.values
-        if _PLAIN.issuperset(map(type, tensors)):
-            try:
-                return list(map(_version, tensors)), list(map(Tensor.data_ptr, tensors))
-            except RuntimeError:  # an inference tensor has no version, a sparse one no address
-                pass
-        addresses = [storage_address(each) if type(each) in _PLAIN else 0 for each in tensors]
-        return list(map(version_of, tensors)), addresses
-
-    def changed(self) -> int | None:
-        """Return the place of the first tensor that was replaced, or else of one changed."""
-        replaced = self.where(lambda place: not self.is_there(place))
-        if replaced is not None:
-            return replaced
-        versions, addresses = self.marks_now()
-        before = self.marks
-        return self.where(
-            lambda at: versions[at] != before[0][at] or addresses[at] != before[1][at]
-        )
 
 
 class ModuleGuard:
@@ -159,9 +81,9 @@ class ModuleGuard:
         self._roots = roots
         self._name = name
         self._part_names = part_names
-        self._tensors = _Tensors()  # parameters, and tensors that are attributes
-        self._buffers: _Tensors | None = None  # if there are any, as most modules have none
-        self._children: _Held | None = None
+        self._tensors = TensorEntries()  # parameters, and tensors that are attributes
+        self._buffers: TensorEntries | None = None  # if there are any, as most modules have none
+        self._children: Entries | None = None
         self._modules: list[nn.Module] = []
         self._norms: list[nn.Module] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
@@ -197,7 +119,7 @@ class ModuleGuard:
             if not children or id(module) in seen:
                 continue
             seen.add(id(module))
-            self._children = held = self._children or _Held()
+            self._children = held = self._children or Entries()
             num_before = len(held.values)
             held.add(children)
             inner = held.values[num_before:]
@@ -209,7 +131,7 @@ class ModuleGuard:
         if isinstance(module, _NormBase) and module.training and module.track_running_stats:
             self._norms.append(module)
             return
-        self._buffers = self._buffers or _Tensors()
+        self._buffers = self._buffers or TensorEntries()
         self._buffers.add(module._buffers)
 
     def _note_attributes(self, own: dict[str, Any]) -> None:
@@ -269,7 +191,7 @@ class ModuleGuard:
         if self._modes != list(map(_training, self._modules)):
             self._raise_other_mode()
 
-    def _raise_replaced_module(self, children: _Held) -> NoReturn:
+    def _raise_replaced_module(self, children: Entries) -> NoReturn:
         place = children.where(lambda place: not children.is_there(place)) or 0
         own, key, child = children.owners[place], children.keys[place], children.values[place]
         name = self._name_around(lambda module: module._modules is own)
@@ -304,7 +226,7 @@ class ModuleGuard:
         """Return the modules whose forward may set attributes."""
         return [module for module in self._modules if type(module) not in DETERMINISTIC]
 
-    def _name_of(self, held: _Tensors) -> tuple[str, str]:
+    def _name_of(self, held: TensorEntries) -> tuple[str, str]:
         """Return the name of the first tensor that was replaced, or else changed, and its call."""
         place = held.changed() or 0
         own, key = held.owners[place], held.keys[place]

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recoup._core.filling import Filling
 from recoup._core.inner_gradients import Advancing, FirstRun
 from recoup._core.pytree import Tree, flatten
 from recoup._core.random_sources import draws_nothing
-from recoup._core.region import Filling, Region
+from recoup._core.region import Region
 from recoup._core.restoring import Restoring
 from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of

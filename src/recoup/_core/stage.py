@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from recoup._core.called_code import CalledCode
 from recoup._core.closures import ClosureGuard
+from recoup._core.filling import Filled, Filling
 from recoup._core.guards import is_in_place
 from recoup._core.inner_gradients import Advancing
-from recoup._core.region import Filled, Filling, Owner, Region
+from recoup._core.region import Owner, Region
 from recoup._core.replay import Replay
 from recoup._core.saved_tensors import (
     as_leaves,

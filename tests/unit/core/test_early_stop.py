@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
-from recoup._core import region
+from recoup._core import filling, region
 from recoup._core.inner_gradients import Advancing, FirstRun
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
@@ -386,7 +386,7 @@ def test_runs_that_a_guard_refuses_before_they_begin_are_no_cycle():
     gc.collect()
     gc.disable()
     try:
-        region.Filling(other, ())
+        filling.Filling(other, ())
         Advancing("another", other.first_run)
         assert gc.collect() == 0
     finally:
@@ -400,10 +400,10 @@ def test_what_stops_another_region_passes():
     def fn(x):
         runs.append(1)
         if len(runs) > 1:
-            raise region.Filled(other)
+            raise filling.Filled(other)
         return x.sin()
 
-    with pytest.raises(region.Filled, match=r"another"):
+    with pytest.raises(filling.Filled, match=r"another"):
         recoup.checkpoint(fn, leaf(4)).sum().backward()
 
 
