@@ -34,6 +34,10 @@ __all__ = ["ClosureGuard"]
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
 _MISSING = object()
+# What the walk finds beside values: a container, to which a run may add; and for the location of a
+# module, a variable that may stand for another one later.
+_CONTAINER: Any = object()
+_REBOUND: Any = object()
 
 
 class ClosureGuard:
@@ -43,25 +47,30 @@ class ClosureGuard:
         modules: the modules, which a `ModuleGuard` compares.
     """
 
-    __slots__ = ("_fn", "_has_tensors", "_items", "_locations", "_moved", "modules")
+    __slots__ = ("_fn", "_items", "_locations", "_may_gain", "_moved", "modules")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        self._has_tensors = False
+        self._may_gain = False  # whether a run may change what is found
         self._items: list[tuple[str, Any, int]] = []
         self._locations: dict[str, tuple[Any, Location, bool]] = {}
         self._moved: list[Replacement] = []
         modules: list[nn.Module] = []
         seen: set[int] = set()
         for path, value, location, is_own in _walked(fn):
-            if isinstance(value, nn.Module):
+            if value is _CONTAINER:
+                self._may_gain = True
+            elif isinstance(value, nn.Module):
+                if location is _REBOUND:
+                    self._items.append((path, value, 0))
+                    self._may_gain |= is_own
                 if id(value) not in seen:
                     seen.add(id(value))
                     modules.append(value)
             elif isinstance(value, Tensor):
                 kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
                 self._items.append((path, kept, version_of(value)))
-                self._has_tensors = True
+                self._may_gain = True
             elif location is None:
                 self._items.append((path, value, 0))
             else:
@@ -70,8 +79,8 @@ class ClosureGuard:
 
     @property
     def reads(self) -> bool:
-        """Whether `fn` reads anything beside modules."""
-        return bool(self._items or self._locations)
+        """Whether `fn` reads anything that may be another one in a second run."""
+        return bool(self._items or self._locations or self._may_gain)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -84,8 +93,8 @@ class ClosureGuard:
 
     def first_run_ended(self) -> None:
         """Record the versions and values that the first run left (See Rule 2)."""
-        if not self._locations and not self._has_tensors:
-            return  # what is left are arguments that are bound: no run changes those
+        if not self._locations and not self._may_gain:
+            return  # what is left are modules, and values that are bound to arguments
         now = ClosureGuard(self._fn)
         self._items = now._items
         for path, (before, location, is_own) in self._locations.items():
@@ -150,7 +159,7 @@ def _walk(fn: Any, found: list[_Walked], path: str, depth: int, owner: object = 
         for key, value in (*enumerate(partial.args), *partial.keywords.items()):
             _value(f"{path}partial[{key}]", value, found, depth, is_cell=True)
     elif isinstance(fn, types.MethodType):
-        _value("self", fn.__self__, found, depth, is_cell=False)
+        _value("self", fn.__self__, found, depth, is_cell=isinstance(fn.__self__, nn.Module))
         _walk(fn.__func__, found, path, depth, fn.__self__)
     elif not isinstance(fn, types.BuiltinFunctionType):
         called = getattr(cast("Any", type(fn)), "__call__", None)  # noqa: B004 - its function
@@ -169,7 +178,10 @@ def _function(
                 value = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-            _value(f"{path}{name}", value, found, depth, is_cell=False)
+            if isinstance(value, nn.Module):
+                found.append((f"{path}{name}", value, _REBOUND, name in reads.written))
+            else:
+                _value(f"{path}{name}", value, found, depth, is_cell=False)
     if fn.__defaults__:
         for index, value in enumerate(fn.__defaults__):
             _value(f"{path}default[{index}]", value, found, depth, is_cell=True)
@@ -184,31 +196,39 @@ def _function(
         value = fn.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             continue
-        if isinstance(value, (nn.Module, Tensor)):
+        if isinstance(value, nn.Module):
+            found.append((f"{path}{name}", value, _REBOUND, name in reads.written))
+        elif isinstance(value, Tensor):
             found.append((f"{path}{name}", value, None, False))
         elif isinstance(value, types.FunctionType) and depth < MAX_DEPTH and _is_users(value):
             _function(value, found, None, f"{path}{name}.", depth + 1)
 
 
 def _value(path: str, value: Any, found: list[_Walked], depth: int, *, is_cell: bool) -> None:
-    if isinstance(value, (nn.Module, Tensor)) or (is_cell and isinstance(value, PLAIN)):
+    if isinstance(value, nn.Module):
+        found.append((path, value, None if is_cell else _REBOUND, False))
+    elif isinstance(value, Tensor) or (is_cell and isinstance(value, PLAIN)):
         found.append((path, value, None, False))
     elif depth >= MAX_DEPTH or isinstance(value, PLAIN):
         return
     elif isinstance(value, (tuple, list)):
+        found.append((path, _CONTAINER, None, False))
         entries = cast("tuple[Any, ...]", value)
         for index, entry in enumerate(entries[:MAX_ENTRIES]):
             _value(f"{path}[{index}]", entry, found, depth + 1, is_cell=False)
     elif isinstance(value, dict):
+        found.append((path, _CONTAINER, None, False))
         mapping = cast("dict[Any, Any]", value)
         for key in list(mapping)[:MAX_ENTRIES]:
             _value(f"{path}[{key!r}]", mapping[key], found, depth + 1, is_cell=False)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         _walk(value, found, f"{path}.", depth + 1)
     elif type(value).__module__.partition(".")[0] not in _OTHERS:
+        found.append((path, _CONTAINER, None, False))
         for key, entry in list(getattr(value, "__dict__", {}).items())[:MAX_ENTRIES]:
             if isinstance(entry, (nn.Module, Tensor)):
-                found.append((f"{path}.{key}", entry, None, False))
+                location = _REBOUND if isinstance(entry, nn.Module) else None
+                found.append((f"{path}.{key}", entry, location, False))
 
 
 def _is_users(fn: types.FunctionType) -> bool:

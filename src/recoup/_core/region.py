@@ -153,6 +153,7 @@ class Region:
         "_beneath",
         "first_run",
         "index",
+        "input_versions",
         "inputs",
         "is_worth_a_stop",
         "keeps_in",
@@ -176,6 +177,7 @@ class Region:
         self.is_worth_a_stop = False  # whether any residual is large
         self.marks: list[int] = []  # of each save, for `Filling` to compare
         self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
+        self.input_versions: list[int] = []
         self.start = 0  # the number of graph nodes before the first run
         self.keeps_in: int | None = None  # the backward in which slots keep their values
         self._beneath: Pair | None = None

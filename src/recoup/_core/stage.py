@@ -38,7 +38,7 @@ from recoup._core.saved_tensors import (
     versions_of,
 )
 from recoup._core.shared_evaluation import Evaluations
-from recoup.errors import ReplayError
+from recoup.errors import ChangedError, ReplayError
 
 __all__ = ["Stage", "StageRun", "State", "is_marked_in_place"]
 
@@ -170,13 +170,21 @@ class StageRun:
     def inputs(self) -> State | None:
         """The inputs of a taped run, which the last slot of the stage frees; None without one."""
         region = self._region() if self._region is not None else None
-        return None if region is None else region.inputs
+        if region is None or region.inputs is None:
+            return None
+        if versions_of(region.inputs) != region.input_versions:
+            raise ChangedError(
+                f"The input of {self._stage.name} was changed in place between two backwards, so "
+                "the second would see other values than forward did. Change a clone."
+            )
+        return region.inputs
 
     @inputs.setter
     def inputs(self, inputs: State | None) -> None:
         region = self._region() if self._region is not None else None
         if region is not None:
             region.inputs = inputs
+            region.input_versions = [] if inputs is None else versions_of(inputs)
 
     # -- later runs ------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self, cast
 
 import torch
@@ -230,14 +231,19 @@ class _LogAbsDet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (weight,) = ctx.saved_tensors
-        inverse: Tensor = _linalg.inv(_wide(weight))
-        return (gradients[0] * inverse.mT).to(weight.dtype)
+        return (gradients[0] * _inverse(weight).mT).to(weight.dtype)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
         (weight,) = ctx.saved_tensors
-        inverse: Tensor = _linalg.inv(_wide(weight))
-        return (inverse.mT * _wide(tangents[0])).sum()
+        return (_inverse(weight).mT * _wide(tangents[0])).sum()
+
+
+def _inverse(weight: Tensor) -> Tensor:
+    """Return the inverse of a matrix, NaN if it is singular: a loop may skip such a step."""
+    found: tuple[Tensor, Tensor] = _linalg.inv_ex(_wide(weight))
+    inverse, failed = found
+    return torch.where(failed == 0, inverse, math.nan)
 
 
 def _mix(x: Tensor, weight: Tensor) -> Tensor:

@@ -88,3 +88,41 @@ def test_autocast_does_not_round_the_mixing(kind):
 def test_unsuitable_inputs_are_refused():
     with pytest.raises(ValueError, match=r"`x` has shape \(2, 4, 1\)"):
         InvertibleConv1x1(3)(torch.randn(2, 4, 1))
+
+
+def test_the_log_determinant_is_that_of_slogdet():
+    layer = InvertibleConv1x1(5, dtype=torch.float64)
+    torch.nn.init.normal_(layer.weight)
+    _, log_det = layer(torch.randn(3, 5, 2, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(log_det.square().sum(), layer.weight, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), layer.weight)
+    expected = 2 * torch.linalg.slogdet(layer.weight)[1].expand(3)
+    (first,) = torch.autograd.grad(expected.square().sum(), layer.weight, create_graph=True)
+    torch.testing.assert_close(gradient, first)
+    torch.testing.assert_close(second, torch.autograd.grad(first.square().sum(), layer.weight)[0])
+
+
+def test_a_singular_matrix_has_no_gradient():
+    layer = InvertibleConv1x1(4)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    y, log_det = layer(torch.randn(2, 4, 3))
+    assert bool((log_det == -math.inf).all())
+    (y.sum() + log_det.sum()).backward()
+    assert bool(layer.weight.grad.isnan().any())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of jacfwd
+def test_the_log_determinant_under_transforms():
+    layer = InvertibleConv1x1(3, dtype=torch.float64)
+    x = torch.randn(2, 3, 2, dtype=torch.float64)
+
+    def log_det(weight):
+        return torch.func.functional_call(layer, {"weight": weight}, (x,))[1].sum()
+
+    weight = layer.weight.detach()
+    expected = 4 * torch.linalg.inv(weight).T
+    for transform in (torch.func.grad, torch.func.jacfwd, torch.func.jacrev):
+        torch.testing.assert_close(transform(log_det)(weight), expected)
+    both = torch.func.vmap(torch.func.grad(log_det))(torch.stack([weight, 2 * weight]))
+    torch.testing.assert_close(both, torch.stack([expected, expected / 2]))

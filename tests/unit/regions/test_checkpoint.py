@@ -664,3 +664,60 @@ def test_a_loop_variable_that_is_bound_late():
     ys = [recoup.checkpoint(lambda x: (x * n).sin(), x) for n in (1, 2, 3)]  # noqa: B023
     with pytest.raises(ChangedError, match="`n`"):
         sum(y.sum() for y in ys).backward()
+
+
+def test_a_loop_variable_that_is_a_module():
+    x = torch.randn(5, 4, requires_grad=True)
+    outputs = [
+        recoup.checkpoint(lambda x: layer(x).tanh(), x).sum()  # noqa: B023
+        for layer in (nn.Linear(4, 4), nn.Linear(4, 4))
+    ]
+    with pytest.raises(ChangedError, match=r"`layer`.*given another value"):
+        sum(outputs).backward()
+
+
+def test_a_module_that_the_first_run_binds():
+    layer = None
+
+    def lazy(x):
+        nonlocal layer
+        layer = nn.Identity() if layer is None else layer
+        return layer(x).exp()
+
+    x = torch.randn(5, requires_grad=True)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(recoup.checkpoint(lazy, x).sum(), x)
+        torch.testing.assert_close(gradient, x.detach().exp())
+
+
+@pytest.mark.parametrize("default", [(), (2.0,)])
+def test_a_tensor_that_the_first_run_has_put_into_a_dict(default):
+    cache = {}
+
+    def scaled(x, power=None):
+        if "scale" not in cache:
+            cache["scale"] = torch.ones(1)
+        return (x + cache["scale"]).exp()
+
+    scaled.__defaults__ = (*default, None)[:1]
+    x = torch.randn(5, requires_grad=True)
+    y = recoup.checkpoint(scaled, x).sum()
+    cache["scale"].mul_(3)
+    with pytest.raises(ChangedError, match=r"cache\['scale'\].*changed in place"):
+        y.backward()
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "inputs", "sqrt"])
+def test_an_input_changed_between_two_backwards(memory):
+    x = torch.randn(5, requires_grad=True)
+    h = x * 1
+    stages = [nn.Sequential(nn.Tanh(), nn.Softplus()) for _ in range(4)]
+    if memory == "checkpoint":
+        y = recoup.checkpoint(stages[0], h).sum()
+    else:
+        y = recoup.Sequential(*stages, memory=memory)(h).sum()
+    torch.autograd.grad(y, h, retain_graph=True)
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(ChangedError, match="changed in place"):
+        torch.autograd.grad(y, h)
