@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,9 @@ class InvertibleConv1x1(InvertibleModule):
     The matrix starts as a random rotation from torch's default generator. Its log-determinant,
     and in `inverse` its inverse, is computed in each call, O(C^3).
 
-    Autograd keeps the input and the matrix; backward is two 1x1 convolutions, and the inverse of
-    the matrix. Under autocast the layer stays in the type of its input: mixing in half precision
-    could not be undone.
+    Autograd keeps the input and a factorisation of the matrix; backward is two 1x1 convolutions.
+    Under autocast the layer stays in the type of its input: mixing in half precision could not
+    be undone.
 
     Args:
         num_channels: C, the size of dimension 1 of the input ``(N, C, ...)``.
@@ -61,9 +60,8 @@ class InvertibleConv1x1(InvertibleModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the channels of `x` of shape ``(N, C, ...)``; returns ``(y, log_det)``."""
-        # The log-determinant last: a second run ends with the residuals of the product.
-        y = _mix(x, self.weight)
-        return y, self._at_each(_log_abs_det(self.weight), x)
+        log_abs_det: Tensor = _linalg.slogdet(_wide(self.weight))[1]
+        return _mix(x, self.weight), self._at_each(log_abs_det, x)
 
     def inverse(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `forward` on `y` of shape ``(N, C, ...)``; returns ``(x, log_det)``."""
@@ -199,51 +197,6 @@ def _rotation(num_channels: int) -> Tensor:
 def _wide(matrix: Tensor) -> Tensor:
     """Cast a half-precision matrix to single precision: half precision has no factorisations."""
     return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
-
-
-def _log_abs_det(weight: Tensor) -> Tensor:
-    # A noisy weight must not be kept, and the compiler takes no function with a `jvp`.
-    if type(weight) not in (nn.Parameter, Tensor) or torch.compiler.is_compiling():
-        found: Tensor = _linalg.slogdet(_wide(weight))[1]
-        return found
-    return cast("Tensor", _LogAbsDet.apply(weight))
-
-
-class _LogAbsDet(torch.autograd.Function):
-    """The logarithm of the absolute determinant of a matrix, of which it keeps the matrix alone.
-
-    ``slogdet`` keeps its factors as well, which a second run would have to make again.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor) -> Tensor:
-        found: Tensor = _linalg.slogdet(_wide(weight))[1]
-        return found
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        del output
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
-        return (gradients[0] * _inverse(weight).mT).to(weight.dtype)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        (weight,) = ctx.saved_tensors
-        return (_inverse(weight).mT * _wide(tangents[0])).sum()
-
-
-def _inverse(weight: Tensor) -> Tensor:
-    """Return the inverse of a matrix, NaN if it is singular: a loop may skip such a step."""
-    found: tuple[Tensor, Tensor] = _linalg.inv_ex(_wide(weight))
-    inverse, failed = found
-    return torch.where(failed == 0, inverse, math.nan)
 
 
 def _mix(x: Tensor, weight: Tensor) -> Tensor:
