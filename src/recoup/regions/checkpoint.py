@@ -31,7 +31,7 @@ def checkpoint(
     """Call `fn`, and run it again in backward instead of keeping its residuals.
 
     Kept: the tensors in the arguments, wherever they are nested, and 5 KB of random state if `fn`
-    draws from a default generator. Backward pays one more run of `fn`, and less than 100
+    draws from a default generator. Backward pays one more run of `fn`, and 100 to 200
     microseconds. A drop-in replacement for
     ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an error where
     torch's function is silently wrong. It takes the same keywords; as in torch, a keyword of `fn`
