@@ -81,7 +81,7 @@ def stored():
     ("build", "bound"),
     [
         (checkpointed, 130),
-        (square_root, 560),
+        (square_root, 570),
         (constant, 3250),
         (noisy, 80),
         (dropped_and_noisy, 170),
