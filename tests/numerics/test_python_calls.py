@@ -85,7 +85,7 @@ def stored():
         (constant, 3250),
         (noisy, 80),
         (dropped_and_noisy, 170),
-        (stored, 930),
+        (stored, 1045),
     ],
 )
 def test_a_step_makes_at_most_so_many_calls(build, bound):

@@ -23,7 +23,7 @@ from recoup._core.called_code import called_code
 from recoup._core.closures import ClosureGuard
 from recoup._core.executor import Executor
 from recoup._core.lazy_values import HasTensor, keep
-from recoup._core.pytree import are_tensors, flatten, flatten_arguments, flatten_containers
+from recoup._core.pytree import flatten, flatten_arguments, flatten_containers
 from recoup._core.saved_tensors import pair_in_force
 from recoup._core.snapshots import Snapshot, is_left_alone
 from recoup._core.stage import State
@@ -48,7 +48,6 @@ class Call:
         "_args",
         "_fn",
         "_is_as_given",
-        "_is_bare",
         "_kwargs",
         "_linked",
         "_outside",
@@ -77,12 +76,7 @@ class Call:
         self._fn = fn
         self._args = args
         self._kwargs = kwargs
-        # A call of plain tensors, the common case, skips the walk through nested values.
-        self._is_bare = not kwargs and are_tensors(args)
-        if self._is_bare:
-            self._tensors, self._tree = flatten(args)
-        else:
-            self._tensors, self._tree = flatten_arguments(args, kwargs)
+        self._tensors, self._tree = flatten_arguments(args, kwargs)
         self._is_as_given = True  # whether the tensors are the arguments' own
         self.has_run = False
         self._linked: Sequence[int] | None = None
@@ -155,7 +149,7 @@ class Call:
         raise NotImplementedError
 
     def _called(self, given: Any) -> Any:
-        return self._fn(*given) if self._is_bare else self._fn(*given[0], **given[1])
+        return self._fn(*given) if self._tree.is_flat else self._fn(*given[0], **given[1])
 
     def _with_outside(self, state: State) -> State:
         tensors: list[Tensor | None] = [None] * (len(state) + len(self._outside))
@@ -181,7 +175,7 @@ class Call:
         if not self._tree.is_flat:
             self._tree.mapped(self._take_snapshot)
         if self._is_as_given and all(map(operator.is_, tensors, own)):
-            given: Any = args if self._is_bare else (args, kwargs)  # See Rule 2
+            given: Any = args if self._tree.is_flat else (args, kwargs)  # See Rule 2
         else:
             given = self._tree.unflatten(tensors)
         output = self._called(given)

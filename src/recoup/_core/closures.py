@@ -4,14 +4,17 @@ NOTE [ What can be seen ]
 
 Rule 1. The search follows closure cells, defaults, `functools.partial`, the owner of a method, the
         globals that a function reads, functions among these, the attributes of plain objects,
-        and the first entries of tuples, lists and dicts. Modules and tensors found there are
-        compared before a second run.
+        and the first entries of tuples, lists and dicts. Modules and tensors found there must be
+        the same ones before a second run, and unchanged. What is bound to the function (its
+        arguments, the owner of a method) cannot be another one.
 Rule 2. Numbers, strings and None are compared if the code reads them (NOTE [ The reads of code ]).
         This catches a loop variable that has moved on. A value that the first run has changed
         itself (a counter) has in a second run the value from before the first run, and is put back
         after it; a flag has the value that the first run left, as in NOTE [ Correct or an error ].
 Rule 3. Other reads (deeper than a few levels, files, devices) are not seen.
 Rule 4. A tensor with a history is held weakly: it would hold the graph that holds the region.
+Rule 5. A first run may add a tensor to a container, or put a module in a variable. The search is
+        done again when it has ended, unless there was neither.
 """
 
 from __future__ import annotations
@@ -34,10 +37,6 @@ __all__ = ["ClosureGuard"]
 # Packages whose functions and objects are not searched.
 _OTHERS = frozenset(("builtins", "torch", "numpy", "functools", "types", "collections"))
 _MISSING = object()
-# What the walk finds beside values: a container, to which a run may add; and for the location of a
-# module, a variable that may stand for another one later.
-_CONTAINER: Any = object()
-_REBOUND: Any = object()
 
 
 class ClosureGuard:
@@ -47,40 +46,30 @@ class ClosureGuard:
         modules: the modules, which a `ModuleGuard` compares.
     """
 
-    __slots__ = ("_fn", "_items", "_locations", "_may_gain", "_moved", "modules")
+    __slots__ = ("_fn", "_items", "_locations", "_may_change", "_moved", "modules")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        self._may_gain = False  # whether a run may change what is found
         self._items: list[tuple[str, Any, int]] = []
         self._locations: dict[str, tuple[Any, Location, bool]] = {}
         self._moved: list[Replacement] = []
-        modules: list[nn.Module] = []
-        seen: set[int] = set()
-        for path, value, location, is_own in _walked(fn):
-            if value is _CONTAINER:
-                self._may_gain = True
-            elif isinstance(value, nn.Module):
-                if location is _REBOUND:
-                    self._items.append((path, value, 0))
-                    self._may_gain |= is_own
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    modules.append(value)
+        found = _found_in(fn)
+        self._may_change = found.may_change  # in the first run (See Rule 5)
+        for path, value, location, is_own in found.values:
+            if location is not None:
+                self._locations[path] = (value, location, is_own)
             elif isinstance(value, Tensor):
                 kept = value if value.grad_fn is None else weakref.ref(value)  # See Rule 4
                 self._items.append((path, kept, version_of(value)))
-                self._may_gain = True
-            elif location is None:
-                self._items.append((path, value, 0))
+                self._may_change = True
             else:
-                self._locations[path] = (value, location, is_own)
-        self.modules = tuple(modules)
+                self._items.append((path, value, 0))
+        self.modules = tuple(found.modules.values())
 
     @property
     def reads(self) -> bool:
         """Whether `fn` reads anything that may be another one in a second run."""
-        return bool(self._items or self._locations or self._may_gain)
+        return bool(self._items or self._locations or self._may_change)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -93,8 +82,8 @@ class ClosureGuard:
 
     def first_run_ended(self) -> None:
         """Record the versions and values that the first run left (See Rule 2)."""
-        if not self._locations and not self._may_gain:
-            return  # what is left are modules, and values that are bound to arguments
+        if not self._locations and not self._may_change:
+            return  # what is left are modules and bound values
         now = ClosureGuard(self._fn)
         self._items = now._items
         for path, (before, location, is_own) in self._locations.items():
@@ -110,7 +99,7 @@ class ClosureGuard:
         """Raise if anything has changed since the first run ended (See Rules 1 and 2)."""
         if not self._items:
             return
-        now = {path: value for path, value, _, _ in _walked(self._fn)}
+        now = {path: value for path, value, _, _ in _found_in(self._fn).values}
         for path, kept, version in self._items:
             value = cast("Any", kept() if isinstance(kept, weakref.ref) else kept)
             found = now.get(path, _MISSING)
@@ -134,43 +123,65 @@ def _is_same(before: Any, now: Any) -> bool:
     return before is now or (type(before) is type(now) and (before == now or before != before))
 
 
-_Walked = tuple[str, Any, "Location | None", bool]
-
-# The walk appends what it finds to a list: generators that pass it on would take twice as long, and
-# each call of a function looks for its closure.
+# The search adds what it finds to one object: generators that pass it on would take twice as long,
+# and each call of a function searches its closure.
 
 
-def _walked(fn: Any) -> list[_Walked]:
-    """Return what `fn` reads: path, value, location, and whether `fn` itself writes it."""
-    found: list[_Walked] = []
+class _Found:
+    """What a function reads beside its arguments.
+
+    Attributes:
+        values: the values that may be others in a second run: path, value, the location of a
+            number or string that can be put back, and whether the function itself writes it.
+        modules: the modules, by id.
+        may_change: whether a run may change what there is to find (See Rule 5).
+    """
+
+    __slots__ = ("may_change", "modules", "values")
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, Any, Location | None, bool]] = []
+        self.modules: dict[int, nn.Module] = {}
+        self.may_change = False
+
+    def add_module(
+        self, path: str, module: nn.Module, *, is_bound: bool, is_written: bool = False
+    ) -> None:
+        """Add a module; one that is bound cannot be another one in a second run."""
+        self.modules[id(module)] = module
+        if not is_bound:
+            self.values.append((path, module, None, is_written))
+            self.may_change |= is_written
+
+
+def _found_in(fn: Any) -> _Found:
+    found = _Found()
     _walk(fn, found, "", 0)
     return found
 
 
-def _walk(fn: Any, found: list[_Walked], path: str, depth: int, owner: object = None) -> None:
+def _walk(fn: Any, found: _Found, path: str, depth: int, owner: object = None) -> None:
     """Find what `fn`, a method of `owner` if that is given, reads (See Rule 1)."""
     if isinstance(fn, types.FunctionType):
         _function(fn, found, owner, path, depth)
     elif isinstance(fn, nn.Module):
-        found.append((path or "module", fn, None, False))
+        found.add_module(path or "module", fn, is_bound=True)
     elif isinstance(fn, functools.partial):
         partial = cast("functools.partial[Any]", fn)
         _walk(partial.func, found, path, depth)
         for key, value in (*enumerate(partial.args), *partial.keywords.items()):
-            _value(f"{path}partial[{key}]", value, found, depth, is_cell=True)
+            _value(f"{path}partial[{key}]", value, found, depth, is_bound=True)
     elif isinstance(fn, types.MethodType):
-        _value("self", fn.__self__, found, depth, is_cell=isinstance(fn.__self__, nn.Module))
+        _value("self", fn.__self__, found, depth, is_bound=True)
         _walk(fn.__func__, found, path, depth, fn.__self__)
     elif not isinstance(fn, types.BuiltinFunctionType):
         called = getattr(cast("Any", type(fn)), "__call__", None)  # noqa: B004 - its function
         if isinstance(called, types.FunctionType) and _is_users(called):
-            _value("self", fn, found, depth, is_cell=False)
+            _value("self", fn, found, depth, is_bound=True)
             _function(called, found, fn, path, depth)
 
 
-def _function(
-    fn: types.FunctionType, found: list[_Walked], owner: object, path: str, depth: int
-) -> None:
+def _function(fn: types.FunctionType, found: _Found, owner: object, path: str, depth: int) -> None:
     reads = reads_of(fn.__code__)
     if fn.__closure__:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):
@@ -178,57 +189,62 @@ def _function(
                 value = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-            if isinstance(value, nn.Module):
-                found.append((f"{path}{name}", value, _REBOUND, name in reads.written))
-            else:
-                _value(f"{path}{name}", value, found, depth, is_cell=False)
+            _value(f"{path}{name}", value, found, depth, is_written=name in reads.written)
     if fn.__defaults__:
         for index, value in enumerate(fn.__defaults__):
-            _value(f"{path}default[{index}]", value, found, depth, is_cell=True)
+            _value(f"{path}default[{index}]", value, found, depth, is_bound=True)
     if fn.__kwdefaults__:
         for name, value in fn.__kwdefaults__.items():
-            _value(f"{path}{name}", value, found, depth, is_cell=True)
+            _value(f"{path}{name}", value, found, depth, is_bound=True)
     has_reads = reads.reads or (owner is not None and reads.of_owner)
     if not has_reads or not _is_users(fn):
         return
-    plain_values(fn, found, owner, path)
+    plain_values(fn, found.values, owner, path)
     for name in reads.global_names:
         value = fn.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             continue
         if isinstance(value, nn.Module):
-            found.append((f"{path}{name}", value, _REBOUND, name in reads.written))
+            is_written = name in reads.written
+            found.add_module(f"{path}{name}", value, is_bound=False, is_written=is_written)
         elif isinstance(value, Tensor):
-            found.append((f"{path}{name}", value, None, False))
+            found.values.append((f"{path}{name}", value, None, False))
         elif isinstance(value, types.FunctionType) and depth < MAX_DEPTH and _is_users(value):
             _function(value, found, None, f"{path}{name}.", depth + 1)
 
 
-def _value(path: str, value: Any, found: list[_Walked], depth: int, *, is_cell: bool) -> None:
+def _value(
+    path: str,
+    value: Any,
+    found: _Found,
+    depth: int,
+    *,
+    is_bound: bool = False,
+    is_written: bool = False,
+) -> None:
     if isinstance(value, nn.Module):
-        found.append((path, value, None if is_cell else _REBOUND, False))
-    elif isinstance(value, Tensor) or (is_cell and isinstance(value, PLAIN)):
-        found.append((path, value, None, False))
+        found.add_module(path, value, is_bound=is_bound, is_written=is_written)
+    elif isinstance(value, Tensor) or (is_bound and isinstance(value, PLAIN)):
+        found.values.append((path, value, None, False))
     elif depth >= MAX_DEPTH or isinstance(value, PLAIN):
         return
     elif isinstance(value, (tuple, list)):
-        found.append((path, _CONTAINER, None, False))
+        found.may_change = True
         entries = cast("tuple[Any, ...]", value)
         for index, entry in enumerate(entries[:MAX_ENTRIES]):
-            _value(f"{path}[{index}]", entry, found, depth + 1, is_cell=False)
+            _value(f"{path}[{index}]", entry, found, depth + 1)
     elif isinstance(value, dict):
-        found.append((path, _CONTAINER, None, False))
+        found.may_change = True
         mapping = cast("dict[Any, Any]", value)
         for key in list(mapping)[:MAX_ENTRIES]:
-            _value(f"{path}[{key!r}]", mapping[key], found, depth + 1, is_cell=False)
+            _value(f"{path}[{key!r}]", mapping[key], found, depth + 1)
     elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         _walk(value, found, f"{path}.", depth + 1)
     elif type(value).__module__.partition(".")[0] not in _OTHERS:
-        found.append((path, _CONTAINER, None, False))
+        found.may_change = True
         for key, entry in list(getattr(value, "__dict__", {}).items())[:MAX_ENTRIES]:
             if isinstance(entry, (nn.Module, Tensor)):
-                location = _REBOUND if isinstance(entry, nn.Module) else None
-                found.append((f"{path}.{key}", entry, location, False))
+                _value(f"{path}.{key}", entry, found, depth + 1)
 
 
 def _is_users(fn: types.FunctionType) -> bool:

@@ -9,7 +9,9 @@ Rule 1. A second run whose output is not needed stops at the last slot that auto
 Rule 2. The total number of its saves is then unknown. So it stops only if each save came after as
         many nodes of the graph as in the first run, and requires a gradient if that one did. A run
         for which this does not hold may still be right (autocast caches casts in a first run
-        only), and goes on to its end.
+        only), and goes on to its end. Of a tensor without history the second half is not asked:
+        an input is a leaf in a second run, also if it had a history in the first, and a region
+        within keeps its input without that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.region import Region, Slot
-from recoup._core.restoring import Restoring
 from recoup._core.saved_tensors import num_nodes, saving, set_grad_enabled, storage_address
 from recoup.errors import ChangedError, ReplayError
 
@@ -46,9 +47,6 @@ class Filling(saving):
         inputs: the inputs of the run.
         stops: whether the run may end with `Filled` when the last slot is filled; `last` is then
             the place of that slot, or -1 if a stop is not worth it.
-
-    Attributes:
-        around: a context that is entered before it and left after it.
     """
 
     __slots__ = (
@@ -58,7 +56,6 @@ class Filling(saving):
         "_num_saves",
         "_region",
         "_start",
-        "around",
         "last",
     )
 
@@ -71,11 +68,8 @@ class Filling(saving):
         self._num_saves = 0
         self._start = 0
         self._before: bool | None = None
-        self.around: Restoring | None = None
 
     def __enter__(self) -> None:
-        if self.around is not None:
-            self.around.__enter__()
         self._before = torch.is_grad_enabled()
         self._pack = self._fill
         super().__enter__()
@@ -83,32 +77,23 @@ class Filling(saving):
         self._start = num_nodes()
 
     def restore(self) -> None:
-        if self._before is not None:
-            set_grad_enabled(self._before)
-            self._before = None
+        self._restore_own()
         super().restore()
-        self._pack = _itself  # or this object would hold itself: a reference cycle
-        if self.around is not None:
-            self.around.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        super().leave(kind, value, traceback)
+        self._restore_own()
+        is_whole = not self._has_stopped and self._num_saves == len(self._region.slots)
+        if kind is not None or is_whole:
+            super().leave(kind, value, traceback)
+            return
+        super().leave(Filled, None, None)
+        raise Filled(self._region) if self._has_stopped else self._miscounted()
+
+    def _restore_own(self) -> None:
         if self._before is not None:
             set_grad_enabled(self._before)
             self._before = None
-        self._pack = _itself
-        try:
-            if kind is None:
-                if self._has_stopped:
-                    raise Filled(self._region)
-                if self._num_saves != len(self._region.slots):
-                    raise self._miscounted()
-        except Exception as error:
-            if self.around is not None:
-                self.around.leave(type(error), error, traceback)
-            raise
-        if self.around is not None:
-            self.around.leave(kind, value, traceback)
+        self._pack = _itself  # or this object would hold itself: a reference cycle
 
     @never_compiled
     def _fill(self, tensor: Tensor) -> Tensor:
@@ -138,8 +123,6 @@ class Filling(saving):
         if not self._has_stopped:
             mark = 2 * (num_nodes() - self._start) + tensor.requires_grad
             difference = self._region.marks[place] ^ mark
-            # An input that is a leaf here had a history in the first run, and a region within
-            # this one keeps its input without that.
             if difference > 1 or (difference and not tensor.is_leaf):
                 self.last = -1
                 return

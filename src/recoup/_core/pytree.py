@@ -161,7 +161,12 @@ def flatten_containers(value: Any) -> tuple[tuple[Tensor, ...], Tree]:
 def flatten_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Tensor, ...], Tree]:
-    """Do what `flatten_containers` does for the pair of `args` and `kwargs`."""
+    """Do what `flatten_containers` does for the pair of `args` and `kwargs`.
+
+    If all are tensors without a keyword, the tree is flat and stands for `args` alone.
+    """
+    if not kwargs and are_tensors(args):
+        return args, _TUPLE
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if not _is_no_container(leaf):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -255,20 +255,14 @@ class _Release:
             region.owner.lock.release()
 
 
-# Each of these two enters the context around it by hand: a `with` statement for both is cheaper.
-
-
 class _Recording(saving):
-    __slots__ = ("_around", "_region")
+    __slots__ = ("_region",)
 
     def __init__(self, region: Region, around: Restoring | None) -> None:
-        super().__init__(region.pack)
+        super().__init__(region.pack, around=around)
         self._region = region
-        self._around = around
 
     def __enter__(self) -> None:
-        if self._around is not None:
-            self._around.__enter__()
         super().__enter__()
         region = self._region
         region._beneath = pair = self._beneath
@@ -278,13 +272,3 @@ class _Recording(saving):
             if type(outer) is Region:
                 region._beneath = outer._beneath
         region.start = num_nodes()
-
-    def restore(self) -> None:
-        super().restore()
-        if self._around is not None:
-            self._around.restore()
-
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        super().leave(kind, value, traceback)
-        if self._around is not None:
-            self._around.leave(kind, value, traceback)

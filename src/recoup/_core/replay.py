@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -73,16 +74,15 @@ class Replay:
         """Return a context for the first run."""
         return _First(self)
 
-    def again(self, *, stops: bool = False, is_checked: bool = False) -> _Again:
+    def again(self, *, stops: bool = False) -> _Again:
         """Return a context for a later run, which then computes what the first one did.
 
         Args:
             stops: whether the run may stop half way, by an exception. Then attributes of modules
                 are put back: a flag that a forward sets, and clears at its end, would otherwise
                 stay set.
-            is_checked: whether nothing can have changed, since another run has just ended.
         """
-        return _Again(self, stops, is_checked)
+        return _Again(self, stops)
 
     @property
     def has_foreign_draws(self) -> bool:
@@ -137,15 +137,13 @@ class _Again(Replaying):
 
     __slots__ = ("_attributes", "_modules", "_replaced", "_settings", "lock")
 
-    def __init__(self, replay: Replay, stops: bool, is_checked: bool) -> None:
+    def __init__(self, replay: Replay, stops: bool) -> None:
         super().__init__(replay._draws)
         guard, closure = replay._guard, replay._closure
-        if not is_checked:
-            guard.check()
-            if closure is not None:
-                closure.check(replay._name)
+        guard.check()
         values = guard.to_replace()
         if closure is not None:
+            closure.check(replay._name)
             values += closure.to_replace()
         self._replaced = Replaced(values) if values else None
         self.lock = LOCK if values else new_lock()
@@ -252,6 +250,6 @@ class _Settings(Restoring):
 
 def autocast_nesting() -> int:
     """Return the depth of nested autocast contexts; at depth 0 torch clears its cache."""
-    nesting = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return nesting
+    # Torch has no way to ask. In one call of C, between whose parts nothing interrupts.
+    both = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+    return list(map(operator.call, both))[1]

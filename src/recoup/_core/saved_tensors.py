@@ -101,20 +101,28 @@ class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_h
     Args:
         pack: returns the object that autograd holds in place of a tensor.
         unpack: returns the tensor for that object; by default its `get` does.
+        around: a context that is entered before it and left after it, by hand: a `with` statement
+            for both is cheaper.
     """
 
-    __slots__ = ("_beneath", "_is_entered", "_pack", "_unpack")
+    __slots__ = ("_beneath", "_is_entered", "_pack", "_unpack", "around")
 
     def __init__(
-        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor] = unpack
+        self,
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[[Any], Tensor] = unpack,
+        around: Restoring | None = None,
     ) -> None:
         self._pack = pack
         self._unpack = unpack
+        self.around = around
         self._beneath: Pair | None = None
         self._is_entered = False
 
     @never_compiled
     def __enter__(self) -> None:
+        if self.around is not None:
+            self.around.__enter__()
         self._beneath = _top(False)
         self._is_entered = True
         _push(self._pack, self._unpack)
@@ -126,12 +134,16 @@ class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_h
         elif self._is_entered:  # then the pair is the innermost one
             _pop()
             self._is_entered = False
+        if self.around is not None:
+            self.around.leave(kind, value, traceback)
 
     @never_compiled
     def restore(self) -> None:
         if self._is_entered:
             pop_down_to(self._beneath)
             self._is_entered = False
+        if self.around is not None:
+            self.around.restore()
 
 
 def pop_down_to(beneath: Pair | None) -> None:

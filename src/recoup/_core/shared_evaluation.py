@@ -60,7 +60,7 @@ def evaluate(network: nn.Module, inputs: Inputs) -> Any:
     _local.answer = None  # networks within this one are its own
     try:
         return answer(network, inputs)
-    finally:  # the context that set `answer` restores what was before it, also if this is cut off
+    finally:  # if this line is cut off, the context that set `answer` restores what was before
         _local.answer = answer
 
 

@@ -203,9 +203,7 @@ class StageRun:
         """
         return self._filled(state, recall=False, needs_output=needs_output)
 
-    def _filled(
-        self, state: State, *, recall: bool, needs_output: bool, is_checked: bool = False
-    ) -> State:
+    def _filled(self, state: State, *, recall: bool, needs_output: bool) -> State:
         inputs = self._inputs(state)
         evaluations = self._evaluations
         region = self._wanted_region()
@@ -215,7 +213,7 @@ class StageRun:
             stops = not needs_output and (evaluations is None or recall)
             filling = Filling(region, inputs, stops=stops)
         stops = filling is not None and filling.last >= 0
-        again = self._replay.again(stops=stops, is_checked=is_checked)
+        again = self._replay.again(stops=stops)
         try:
             if filling is None:
                 around = again if evaluations is None else evaluations.answering(recall, again)
@@ -243,11 +241,11 @@ class StageRun:
             with grad_mode(False), again.lock, evaluations.inverting(recall, again):
                 state = self._inverse(after)
             if self._replay.has_foreign_draws:  # See Rule 4
-                output = self._filled(state, recall=recall, needs_output=True, is_checked=True)
+                output = self._filled(state, recall=recall, needs_output=True)
                 self._check_same(output, after)
             elif is_taped and (not recall or self._wanted_region() is not None):
                 del after  # a whole state, which `_filled` does not need
-                self._filled(state, recall=recall, needs_output=False, is_checked=True)
+                self._filled(state, recall=recall, needs_output=False)
         finally:
             evaluations.forget()
         return state

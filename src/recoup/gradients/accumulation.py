@@ -117,9 +117,6 @@ class Entries:
             is_ours |= converted is not gradient
             gradient = owned(converted) if is_ours else converted.clone()
             del converted
-            if into is None and alpha == 1:  # the first of many small ones
-                self.gradients[target] = gradient
-                return
         elif gradient.device != into.device or gradient.is_sparse:
             gradient = gradient.to(device=into.device, dtype=into.dtype)
         self.gradients[target] = _sum(into, gradient, alpha)

@@ -24,10 +24,7 @@ def tensors_in(argument: str, given: object) -> tuple[Tensor, ...]:
         )
     found: dict[int, Tensor] = {}
     for each in cast("Iterable[Any]", given):
-        if isinstance(each, Tensor):
-            found[id(each)] = each
-            continue
-        tensor = each[1] if _is_named(each) else each
+        tensor = each[1] if not isinstance(each, Tensor) and _is_named(each) else each
         if not isinstance(tensor, Tensor):
             raise ValueError(
                 f"`{argument}` has a {type(tensor).__name__} in it, but must be tensors, or pairs "

@@ -105,11 +105,9 @@ def noised_(weight: Tensor, seed: int, std: float) -> Tensor:
 
 
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
-    """Return what `noised` adds to `weight`, or None where that takes another pass or is large."""
-    if not _is_small(weight) or weight.dtype is not torch.float32 or not weight.is_contiguous():
-        return None
+    """Return what `noised` adds to `weight`; None where it is more than a piece."""
     _check(weight.dtype, seed)
-    return torch.empty_like(weight).normal_(0.0, std, generator=_generator(weight, seed))
+    return _little_noise(weight, seed, std) if _is_small(weight) else None
 
 
 def scales(
@@ -214,12 +212,7 @@ def _add_noise(weight: Tensor, out: Tensor, seed: int, std: float) -> Tensor:
         kernels.add_noise(weight.contiguous(), out, seed, std)
         return out
     if _is_small(out):
-        generator = _generator(out, seed)
-        if out is not weight and out.dtype is torch.float32:
-            return out.normal_(0.0, std, generator=generator).add_(weight)
-        noise = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
-        noise.normal_(0.0, std, generator=generator)
-        return torch.add(weight, noise.to(out.dtype), out=out)
+        return torch.add(weight, _little_noise(out, seed, std), out=out)
     source, flat = _flat(weight, out), out.view(-1)
 
     def write(chunks: _Chunks, num_at_once: int) -> None:
@@ -266,6 +259,13 @@ def _few(out: Tensor, seed: int, num_dropped: int) -> Tensor:
     words = torch.empty(-(-numel // num_each), dtype=torch.int64, device=out.device)
     lanes = _drawn(words, _generator(out, seed)).view(kind)
     return (lanes if numel % num_each == 0 else lanes[:numel]).ge_(least).view_as(out)
+
+
+def _little_noise(like: Tensor, seed: int, std: float) -> Tensor:
+    """Return noise of one piece, in the shape and dtype of `like`, contiguous."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    noise = torch.empty(like.shape, dtype=dtype, device=like.device)
+    return noise.normal_(0.0, std, generator=_generator(like, seed)).to(like.dtype)
 
 
 def _masks(

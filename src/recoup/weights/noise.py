@@ -75,6 +75,8 @@ class WeightNoise(Reparametrization):
         return add_noise(weight, drawn.seed, drawn.magnitude)
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        # An addition keeps nothing, and costs less than a function of our own.
-        noise = draws.noise_beside(weight, drawn.seed, drawn.magnitude)
-        return super().apply(weight, operands, drawn) if noise is None else weight + noise
+        if weight.is_contiguous():  # or the sum would not be
+            noise = draws.noise_beside(weight, drawn.seed, drawn.magnitude)
+            if noise is not None:
+                return weight + noise  # keeps nothing, and costs less than a function of our own
+        return super().apply(weight, operands, drawn)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.errors import ReplayError
+from recoup.errors import ChangedError, ReplayError
 from recoup.invertible import Chain, InvertibleModule
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
 from tests.zoo import leaf, net
@@ -143,3 +143,28 @@ def test_an_inverse_that_changes_what_it_is_given():
     model = Chain(Shift(), Changes(), memory="constant").double()
     with pytest.raises(ReplayError, match=r"`inverse` of module `1` .* changed its input in place"):
         loss_of_all(model(leaf(4, 6))).backward()
+
+
+class ScalesBuffer(Shift):
+    """Its inverse changes a buffer that forward reads, but that autograd does not save."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+    def there(self, a):
+        return self.evaluate(self.network, a).sin() + self.scale
+
+    back = there
+
+    def inverse(self, y):
+        self.scale.add_(1.0)
+        return super().inverse(y)
+
+
+def test_an_inverse_that_changes_a_buffer_is_an_error():
+    chain = Chain(Shift(), ScalesBuffer(), Shift(), memory="constant").double()
+    loss = loss_of_all(chain(leaf(2, 6)))
+    with pytest.raises(ChangedError, match="`scale` of module `1`"):
+        loss.backward()
+    assert hooks_in_force() is None

@@ -130,6 +130,9 @@ def test_noised_is_weight_plus_noise(shape, dtype):
     raw = w.clone()
     found = draws.noised(w, 11, 0.1)
     assert torch.equal(found, w + draws.noised_(torch.zeros_like(w), 11, 0.1))
+    noise = draws.noise_beside(w, 11, 0.1)
+    assert (noise is None) == (w.numel() > 2**15)
+    assert noise is None or torch.equal(found, w + noise)
     assert found.shape == w.shape
     assert found.dtype is dtype
     assert found.is_contiguous()
