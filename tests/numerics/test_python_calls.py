@@ -82,7 +82,7 @@ def stored():
     [
         (checkpointed, 130),
         (square_root, 570),
-        (constant, 3250),
+        (constant, 3530),
         (noisy, 80),
         (dropped_and_noisy, 170),
         (stored, 1045),

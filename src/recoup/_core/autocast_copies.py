@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recoup._core.memory_layout import Geometry, geometry_of
 from recoup._core.saved_tensors import version_of
 
-__all__ = ["Cast", "Geometry", "cast_of", "geometry_of", "laid_out"]
+__all__ = ["Cast", "cast_of"]
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _MOST_VIEWS = 8
 
 
@@ -33,21 +33,6 @@ class Cast(NamedTuple):
         """Make the copy again."""
         copy = made.new_empty_strided(self.size, self.stride, dtype=self.dtype)
         return copy.copy_(made.as_strided(*self.before))
-
-
-def laid_out(tensor: Tensor, geometry: Geometry) -> Tensor:
-    """Return `tensor` with the memory layout `geometry`, since slots are views of its storage."""
-    if geometry_of(tensor) == geometry:
-        return tensor
-    size, stride, offset = geometry
-    length = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    storage = tensor.new_empty(max(length, 0) if tensor.numel() else 0)
-    return storage.as_strided(size, stride, offset).copy_(tensor)
-
-
-def geometry_of(tensor: Tensor) -> Geometry:
-    """Return the size, stride and storage offset of `tensor`."""
-    return tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
 
 
 def cast_of(tensor: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, Cast] | None:

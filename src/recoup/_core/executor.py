@@ -27,11 +27,11 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_comparison import DriftComparison
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.lazy_values import HasTensor, Source, as_value, keep
+from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.offload import moved_to_host
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.restoring import new_lock

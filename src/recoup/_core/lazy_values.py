@@ -33,8 +33,9 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from recoup._core.autocast_copies import Cast, cast_of, geometry_of
+from recoup._core.autocast_copies import Cast, cast_of
 from recoup._core.compile import never_compiled
+from recoup._core.memory_layout import geometry_of
 from recoup._core.pytree import tensors_in
 from recoup._core.restoring import new_lock
 from recoup._core.save_observer import Way, current

@@ -11,7 +11,8 @@ Rule 3. A network is recognized by identity. A network that one forward evaluate
         ambiguous, since an inverse may evaluate in another order; then nothing is shared, and
         backward runs inverse and forward in full.
 Rule 4. The draws of a network come from a seed of its own, in every memory mode, so that they
-        do not depend on which direction runs first.
+        do not depend on which direction runs first. They are made in the order of memory, so a
+        network that runs again gets its inputs in the memory layout of forward.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from recoup._core.filling import Filling
 from recoup._core.inner_gradients import Advancing, FirstRun
+from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.pytree import Tree, flatten
 from recoup._core.random_sources import draws_nothing
 from recoup._core.region import Region
@@ -38,28 +40,36 @@ from recoup.errors import ReplayError
 __all__ = ["Evaluations", "evaluate", "is_answered"]
 
 Inputs = tuple[Tensor, ...]
+Then = Callable[[Any], Any] | None
+_Answer = Callable[[nn.Module, Inputs, Then], Any]
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.answer: Callable[[nn.Module, Inputs], Any] | None = None
+        self.answer: _Answer | None = None
 
 
 _local = _Local()
 
 
-def evaluate(network: nn.Module, inputs: Inputs) -> Any:
-    """Return the output of `network`, shared by the running region if any (Rules 1 and 2)."""
+def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
+    """Return the output of `network`, shared by the running region if any (Rules 1 and 2).
+
+    Args:
+        network: the network.
+        inputs: its inputs.
+        then: computes from its output what is returned instead, as a part of the evaluation.
+    """
     if torch.compiler.is_compiling():
-        return network(*inputs)  # seeds do not go into a graph; compiled draws are its own anyway
+        return _called(network, inputs, then)  # compiled draws belong to the graph anyway
     answer = _local.answer
     if answer is None:
         if draws_nothing(network):
-            return network(*inputs)
-        return _run(network, inputs, SeededCall())
+            return _called(network, inputs, then)
+        return _run(network, inputs, then, SeededCall())
     _local.answer = None  # networks within this one are its own
     try:
-        return answer(network, inputs)
+        return answer(network, inputs, then)
     finally:  # if this line is cut off, the context that set `answer` restores what was before
         _local.answer = answer
 
@@ -69,19 +79,24 @@ def is_answered() -> bool:
     return _local.answer is not None
 
 
-def _run(network: nn.Module, inputs: Inputs, call: SeededCall) -> Any:
+def _called(network: nn.Module, inputs: Inputs, then: Then) -> Any:
+    output = network(*inputs)
+    return output if then is None else then(output)
+
+
+def _run(network: nn.Module, inputs: Inputs, then: Then, call: SeededCall) -> Any:
     if not call.is_known and draws_nothing(network):
         call.draws_nothing()
     if call.is_plain:
-        return network(*inputs)
-    return call.run(lambda: network(*inputs))  # See Rule 4
+        return _called(network, inputs, then)
+    return call.run(lambda: _called(network, inputs, then))  # See Rule 4
 
 
-def _run_untaped(network: nn.Module, inputs: Inputs, evaluation: _Evaluation) -> Any:
-    inputs = as_leaves(inputs, evaluation.requires_grad)
+def _run_untaped(network: nn.Module, inputs: Inputs, then: Then, evaluation: _Evaluation) -> Any:
+    inputs = evaluation.leaves(inputs)
     first_run = FirstRun((weakref.ref(network),), is_training=network.training)
     with Advancing(f"a {type(network).__name__} that is evaluated", first_run):
-        return _run(network, inputs, evaluation.call)
+        return _run(network, inputs, then, evaluation.call)
 
 
 class _Answering(Restoring):
@@ -95,12 +110,10 @@ class _Answering(Restoring):
 
     __slots__ = ("_answer", "_around", "_before", "_is_entered")
 
-    def __init__(
-        self, answer: Callable[[nn.Module, Inputs], Any], around: Restoring | None = None
-    ) -> None:
+    def __init__(self, answer: _Answer, around: Restoring | None = None) -> None:
         self._answer = answer
         self._around = around
-        self._before: Callable[[nn.Module, Inputs], Any] | None = None
+        self._before: _Answer | None = None
         self._is_entered = False
 
     def __enter__(self) -> None:
@@ -129,16 +142,30 @@ class _Answering(Restoring):
 class _Evaluation:
     """One evaluation: its region, its seeded call, and its output while that is needed."""
 
-    __slots__ = ("call", "output", "region", "requires_grad", "tree", "versions", "wants_grad")
+    __slots__ = (
+        "_requires_grad",
+        "_strides",
+        "call",
+        "output",
+        "region",
+        "tree",
+        "versions",
+        "wants_grad",
+    )
 
     def __init__(self, inputs: Inputs, region: Region) -> None:
-        self.requires_grad = list(map(requires_grad_of, inputs))
+        self._requires_grad = list(map(requires_grad_of, inputs))
+        self._strides = strides_of(inputs)
         self.call = SeededCall()
         self.region = weakref.ref(region)
         self.output: tuple[Tensor, ...] | None = None
         self.versions: list[int] = []
         self.wants_grad: list[bool] = []
         self.tree: Tree | None = None
+
+    def leaves(self, inputs: Inputs) -> Inputs:
+        """Return the inputs of a later run, as those of the first (See Rule 4)."""
+        return as_leaves(in_order(inputs, self._strides), self._requires_grad)
 
     def returned(self, output: tuple[Tensor, ...]) -> Any:
         """Return `output` as the network returned it, with its structure and `requires_grad`."""
@@ -207,13 +234,13 @@ class Evaluations:
             for evaluation in same:
                 evaluation.output = None
 
-    def _record(self, around: Region, network: nn.Module, inputs: Inputs) -> Any:
+    def _record(self, around: Region, network: nn.Module, inputs: Inputs, then: Then) -> Any:
         region = Region(around.name, around.owner, around.index, around.first_run, around.way)
         evaluation = _Evaluation(inputs, region)
         self._by_network.setdefault(network, []).append(evaluation)
         self._num_evaluations += 1
         with region.recording():
-            output = _run(network, inputs, evaluation.call)
+            output = _run(network, inputs, then, evaluation.call)
         values, evaluation.tree = flatten(output)
         evaluation.wants_grad = list(map(requires_grad_of, values))
         return output
@@ -227,25 +254,25 @@ class Evaluations:
             )
         return found[0]
 
-    def _fill_and_remember(self, network: nn.Module, inputs: Inputs) -> Any:
+    def _fill_and_remember(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
-        output = self._fill(evaluation, network, inputs)
+        output = self._fill(evaluation, network, inputs, then)
         evaluation.output = output
         evaluation.versions = versions_of(output)
         return output[0] if evaluation.tree is None else evaluation.tree.unflatten(output)
 
     def _fill(
-        self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs
+        self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs, then: Then
     ) -> tuple[Tensor, ...]:
         region = evaluation.region()
         if region is None or not region.is_wanted:
-            return detached(flatten(_run_untaped(network, inputs, evaluation))[0])
-        taped = as_leaves(inputs, evaluation.requires_grad)
+            return detached(flatten(_run_untaped(network, inputs, then, evaluation))[0])
+        taped = evaluation.leaves(inputs)
         with Filling(region, taped):
-            output = flatten(_run(network, taped, evaluation.call))[0]
+            output = flatten(_run(network, taped, then, evaluation.call))[0]
         return detached(output)
 
-    def _only_run(self, network: nn.Module, inputs: Inputs) -> Any:
+    def _only_run(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
         if len(self._by_network[network]) > 1 and evaluation.call.draws:
             raise ReplayError(
@@ -253,11 +280,11 @@ class Evaluations:
                 "draws random numbers: which draw belongs to which evaluation cannot be told in "
                 'the inverse. Use two networks, or memory="sqrt".'
             )
-        values, tree = flatten(_run_untaped(network, inputs, evaluation))
+        values, tree = flatten(_run_untaped(network, inputs, then, evaluation))
         return tree.unflatten(detached(values))
 
-    def _recall(self, network: nn.Module, inputs: Inputs) -> Any:
-        del inputs
+    def _recall(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
+        del inputs, then
         evaluation = self._only(network)
         output = evaluation.output
         if output is None or versions_of(output) != evaluation.versions:
@@ -268,9 +295,9 @@ class Evaluations:
             )
         return evaluation.returned(output)
 
-    def _fill_in_order(self, network: nn.Module, inputs: Inputs) -> Any:
+    def _fill_in_order(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
         self._only(network)
         place = self._cursor.get(network, 0)
         self._cursor[network] = place + 1
         evaluation = self._by_network[network][place]
-        return evaluation.returned(self._fill(evaluation, network, inputs))
+        return evaluation.returned(self._fill(evaluation, network, inputs, then))

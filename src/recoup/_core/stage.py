@@ -12,6 +12,8 @@ Rule 3. An inverse runs without a graph; each network that it evaluates is taped
 Rule 4. Draws in an inverted stage that no seed repeats come from the generators' state, in the
         order in which forward drew. If the inverse draws in another order, the output of the
         second forward differs from that of the first, which is checked.
+Rule 5. An inverse may return the input of forward in another memory layout. It is then copied to
+        the layout of forward, in which the second forward draws the same masks.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from recoup._core.closures import ClosureGuard
 from recoup._core.filling import Filled, Filling
 from recoup._core.guards import is_in_place
 from recoup._core.inner_gradients import Advancing
+from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.region import Owner, Region
 from recoup._core.replay import Replay
 from recoup._core.saved_tensors import (
@@ -99,6 +102,7 @@ class StageRun:
         "_requires_grad",
         "_shapes",
         "_stage",
+        "_strides",
         "changes_input",
         "index",
     )
@@ -113,6 +117,7 @@ class StageRun:
         self._evaluations = Evaluations(stage.name) if is_inverted else None
         self._requires_grad = list(map(requires_grad_of, state))
         self._shapes = [value.shape for value in state] if is_inverted else []
+        self._strides = strides_of(state) if is_inverted else []
         self.changes_input = False
 
     # -- the first run ---------------------------------------------------------------------
@@ -276,7 +281,7 @@ class StageRun:
                 f"`inverse` of {name} made shapes {[tuple(s) for s in shapes]} where forward was "
                 f"given {[tuple(s) for s in self._shapes]}. An inverse must undo forward."
             )
-        return before
+        return in_order(before, self._strides)  # See Rule 5
 
     def _check_same(self, again: State, after: State) -> None:
         for value, expected in zip(again, after, strict=True):

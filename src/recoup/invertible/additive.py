@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -110,8 +111,8 @@ class AdditiveCoupling(Coupling):
     def _shift(
         self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> Tensor:
-        shift = self._evaluate_network(network, given, changed, 1, context)
-        return _to_grid(shift, self.fraction_bits) if self.exact else shift
+        then = partial(_to_grid, fraction_bits=self.fraction_bits) if self.exact else None
+        return self._evaluate_network(network, given, changed, 1, context, then)
 
     def _input_on_grid(self, x: Tensor) -> Tensor:
         if not x.is_floating_point() or _grid_bound(x.dtype, self.fraction_bits) < 4:

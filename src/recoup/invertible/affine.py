@@ -64,21 +64,23 @@ class AffineCoupling(Coupling):
     def _change(
         self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        shift, log_scale = self._shift_and_log_scale(network, given, changed, context)
-        return torch.addcmul(shift, changed, log_scale.exp()), per_sample(log_scale)
+        shift, scale, log_det = self._evaluate_network(
+            network, given, changed, 2, context, self._shift_scale_and_log_det
+        )
+        return torch.addcmul(shift, changed, scale), log_det
 
     def _change_back(
         self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        shift, log_scale = self._shift_and_log_scale(network, given, changed, context)
-        negative = -log_scale
-        return (changed - shift) * negative.exp(), per_sample(negative)
+        shift, scale, log_det = self._evaluate_network(
+            network, given, changed, 2, context, self._shift_scale_and_log_det
+        )
+        return (changed - shift) / scale, -log_det
 
-    def _shift_and_log_scale(
-        self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        shift, raw = self._evaluate_network(network, given, changed, 2, context).chunk(2, dim=1)
-        return shift, self.bound * torch.tanh(raw / self.bound)
+    def _shift_scale_and_log_det(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shift, raw = values.chunk(2, dim=1)
+        log_scale = self.bound * torch.tanh(raw / self.bound)
+        return shift, log_scale.exp(), per_sample(log_scale)
 
     def extra_repr(self) -> str:
         """Show which half is the condition, and the bound."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -54,12 +55,24 @@ class InvertibleModule(nn.Module):
     cast("Any", inverse).is_missing = True  # inherited by a subclass that does not define one
     cast("Any", forward).is_missing = True
 
-    def evaluate(self, network: nn.Module, *inputs: Tensor) -> Any:
+    def evaluate(
+        self, network: nn.Module, *inputs: Tensor, then: Callable[[Any], Any] | None = None
+    ) -> Any:
         """Call `network` so that forward, inverse and backward share one evaluation.
 
         In constant memory the inverse that backward runs also produces the residuals of `network`,
         which so runs once in forward and once in backward. Its random layers draw from a seed of
         their own, in every memory mode. A network that is called directly gives the same results,
         but runs twice in backward.
+
+        Args:
+            network: The network.
+            inputs: Its inputs.
+            then: Computes from the output of the network what both directions need of it (the
+                scales of a coupling), so that this is evaluated once, too. It must not read tensors
+                with a history.
+
+        Returns:
+            What `then` returns; without it, what `network` returns.
         """
-        return evaluate(network, inputs)
+        return evaluate(network, inputs, then)

@@ -208,9 +208,7 @@ def _mix(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    if x.dim() == 2:
-        return functional.linear(x, weight)
     # One product of matrices: for so few channels a convolution takes two to three times as long
-    # on a CPU, and on CUDA it would round to TF32, which cannot be inverted.
-    columns = x.transpose(0, 1)
-    return (weight @ columns.flatten(1)).view(columns.shape).transpose(0, 1)
+    # on a CPU, and on CUDA it would round to TF32, which cannot be inverted. With the channels
+    # last, which the result is from then on, the convolutions of couplings are faster, too.
+    return functional.linear(x.movedim(1, -1), weight).movedim(-1, 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal, cast
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,27 +98,36 @@ class Coupling(InvertibleModule):
         changed: Tensor,
         copies: int,
         context: Tensor | None,
-    ) -> Tensor:
-        """Run `network` on `given`; it must return `copies` values for each entry of `changed`."""
+        then: Callable[[Tensor], Any] | None = None,
+    ) -> Any:
+        """Return the output of `network` for `given`, or what `then` makes of it.
+
+        The network must return `copies` values for each entry of `changed`.
+        """
         is_board = self.split == "checkerboard"
         if is_board:
             given = self._join(given, torch.zeros_like(changed))
         takes_context = context is not None and _takes_context(network)
         inputs = (given, cast("Tensor", context)) if takes_context else (given,)
-        values = self.evaluate(network, *inputs)
         num_samples, num_channels, *sizes = changed.shape
         needed = (num_samples, copies * num_channels, *(given.shape[2:] if is_board else sizes))
-        if values.shape != needed:
-            raise ValueError(
-                f"The network of {type(self).__name__} returned shape {tuple(values.shape)} for "
-                f"an input of shape {tuple(given.shape)}, but {tuple(needed)} is needed. "
-                f"Give it {needed[1]} output channels and keep the other sizes."
-            )
-        if is_board:
-            values = self._halves(values)[1]
-        # Networks may run in half precision under autocast; the coupling stays in x's own type,
-        # or the inverse would not reproduce the input.
-        return values if values.dtype is changed.dtype else values.to(changed.dtype)
+        shape, dtype = given.shape, changed.dtype
+
+        def of_values(values: Tensor) -> Any:
+            if values.shape != needed:
+                raise ValueError(
+                    f"The network of {type(self).__name__} returned shape {tuple(values.shape)} "
+                    f"for an input of shape {tuple(shape)}, but {tuple(needed)} is needed. "
+                    f"Give it {needed[1]} output channels and keep the other sizes."
+                )
+            if is_board:
+                values = self._halves(values)[1]
+            # Networks may run in half precision under autocast; the coupling stays in x's own
+            # type, or the inverse would not reproduce the input.
+            values = values if values.dtype is dtype else values.to(dtype)
+            return values if then is None else then(values)
+
+        return self.evaluate(network, *inputs, then=of_values)
 
     def extra_repr(self) -> str:
         """Show which part is the condition."""

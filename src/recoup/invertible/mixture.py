@@ -104,17 +104,23 @@ class MixtureCoupling(Coupling):
         self, network: nn.Module, given: Tensor, changed: Tensor, context: Tensor | None
     ) -> tuple[_Bend, Tensor, Tensor]:
         """Return the bend, the shift and the log-scale that the network sets for `changed`."""
-        k, size = self.num_components, changed.shape
-        values = self._evaluate_network(network, given, changed, 3 * k + 2, context)
-        blocks = values.reshape(size[0], 3 * k + 2, *size[1:])
+        num_values = 3 * self.num_components + 2
+        log_weights, means, rates, shift, log_scale = self._evaluate_network(
+            network, given, changed, num_values, context, self._parts
+        )
+        return _Bend(log_weights, means, rates, self.least_slope), shift, log_scale
+
+    def _parts(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        k, size = self.num_components, values.shape
+        blocks = values.reshape(size[0], 3 * k + 2, size[1] // (3 * k + 2), *size[2:])
         # One split: backward then concatenates the gradients; slices would pad each with zeros.
         parts = cast("tuple[Tensor, ...]", blocks.split((k, k, k, 1, 1), dim=1))
         logits, means, raw_scales, shift, raw_scale = parts
         apart = torch.linspace(-1, 1, k, dtype=means.dtype, device=means.device)
         apart = apart.view(-1, *(1,) * (len(size) - 1)) if k > 1 else 0.0
         rates = torch.exp(-self._bounded(raw_scales))
-        bend = _Bend(logits.log_softmax(1), means + apart, rates, self.least_slope)
-        return bend, shift.squeeze(1), self._bounded(raw_scale.squeeze(1))
+        log_scale = self._bounded(raw_scale.squeeze(1))
+        return logits.log_softmax(1), means + apart, rates, shift.squeeze(1), log_scale
 
     def _bounded(self, raw: Tensor) -> Tensor:
         return self.bound * torch.tanh(raw / self.bound)

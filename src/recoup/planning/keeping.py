@@ -34,11 +34,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.autocast_copies import geometry_of, laid_out
 from recoup._core.call import Call
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.generators import States, generator_states, same_states, set_generator_states
+from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.operators import has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Pair, num_nodes, pair_in_force

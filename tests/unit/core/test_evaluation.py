@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from recoup.errors import ChangedError, ReplayError
-from recoup.invertible import Chain, InvertibleModule
+from recoup.invertible import AffineCoupling, Chain, InvertibleConv1x1, InvertibleModule
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
 from tests.zoo import leaf, net
 
@@ -168,3 +169,73 @@ def test_an_inverse_that_changes_a_buffer_is_an_error():
     with pytest.raises(ChangedError, match="`scale` of module `1`"):
         loss.backward()
     assert hooks_in_force() is None
+
+
+class Turned(InvertibleModule):
+    """The same values, in another memory layout, which the inverse does not undo."""
+
+    def forward(self, x):
+        return x.transpose(0, 1).contiguous().transpose(0, 1), x.new_zeros(len(x))
+
+    def inverse(self, y):
+        return y.contiguous(memory_format=torch.channels_last), y.new_zeros(len(y))
+
+
+class Draws(InvertibleModule):
+    """It draws on its own, not in a network that is evaluated."""
+
+    def forward(self, x):
+        return x + functional.dropout(torch.ones_like(x), 0.4), x.new_zeros(len(x))
+
+    def inverse(self, y):
+        return y - functional.dropout(torch.ones_like(y), 0.4), y.new_zeros(len(y))
+
+
+def dropping_coupling():
+    return AffineCoupling(nn.Sequential(nn.Dropout(0.4), nn.Conv2d(2, 4, 3, padding=1)))
+
+
+@pytest.mark.parametrize("part", [Draws, dropping_coupling])
+def test_masks_do_not_depend_on_the_memory_layout_that_an_inverse_leaves(part):
+    torch.manual_seed(0)
+    parts = [InvertibleConv1x1(4), part(), Turned(), part(), InvertibleConv1x1(4)]
+    chain = Chain(*parts, drift="raise").double()
+    x = torch.randn(3, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+    plain = run_step(chain, x, memory="linear")
+    assert_same_step(run_step(chain, x, memory="constant"), plain, rtol=1e-10)
+
+
+class Scales(Shift):
+    """It scales by numbers that `then` computes, with dropout in the network."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3))
+        self.num_calls = []
+
+    def scale_and_log_det(self, values):
+        self.num_calls.append(1)
+        log_scale = values.tanh()
+        return log_scale.exp(), log_scale.sum(1)
+
+    def forward(self, x):
+        a, b = x.chunk(2, dim=1)
+        scale, log_det = self.evaluate(self.network, a, then=self.scale_and_log_det)
+        return torch.cat([a, b * scale], dim=1), log_det
+
+    def inverse(self, y):
+        a, b = y.chunk(2, dim=1)
+        scale, log_det = self.evaluate(self.network, a, then=self.scale_and_log_det)
+        return torch.cat([a, b / scale], dim=1), -log_det
+
+
+def test_what_is_computed_from_an_output_is_a_part_of_the_evaluation():
+    chain = Chain(Scales(), Shift(), Scales(), drift="raise").double()
+    plain = run_step(chain, leaf(4, 6), memory="linear")
+    assert_same_step(run_step(chain, leaf(4, 6), memory="constant"), plain, rtol=1e-10)
+    chain.memory = "constant"
+    chain[0].num_calls.clear()
+    loss = loss_of_all(chain(leaf(4, 6)))
+    assert len(chain[0].num_calls) == 1
+    loss.backward()
+    assert len(chain[0].num_calls) == 2

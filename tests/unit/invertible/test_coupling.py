@@ -86,9 +86,9 @@ def test_networks_are_asked_through_evaluate():
     asked = []
 
     class Spy(AdditiveCoupling):
-        def evaluate(self, network, *inputs):
+        def evaluate(self, network, *inputs, then=None):
             asked.append(network)
-            return super().evaluate(network, *inputs)
+            return super().evaluate(network, *inputs, then=then)
 
     f, g = Says(1.0, 2), Says(2.0, 2)
     layer = Spy(f, g)
