@@ -231,11 +231,12 @@ class Scales(Shift):
 
 def test_what_is_computed_from_an_output_is_a_part_of_the_evaluation():
     chain = Chain(Scales(), Shift(), Scales(), drift="raise").double()
-    plain = run_step(chain, leaf(4, 6), memory="linear")
-    assert_same_step(run_step(chain, leaf(4, 6), memory="constant"), plain, rtol=1e-10)
+    x = leaf(4, 6)
+    plain = run_step(chain, x, memory="linear")
+    assert_same_step(run_step(chain, x, memory="constant"), plain, rtol=1e-10)
     chain.memory = "constant"
     chain[0].num_calls.clear()
-    loss = loss_of_all(chain(leaf(4, 6)))
+    loss = loss_of_all(chain(x))
     assert len(chain[0].num_calls) == 1
     loss.backward()
     assert len(chain[0].num_calls) == 2
