@@ -6,7 +6,7 @@ is kept where it is random. The other functions list and remove them, and contro
 
 from __future__ import annotations
 
-from recoup.weights.application import applied, remove
+from recoup.weights.application import applied, remove, update
 from recoup.weights.contexts import disabled, enabled, same_draw, step
 from recoup.weights.dropout import weight_dropout
 from recoup.weights.noise import weight_noise
@@ -19,6 +19,7 @@ __all__ = [
     "remove",
     "same_draw",
     "step",
+    "update",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

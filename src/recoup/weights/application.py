@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
+from recoup.weights.checking import check, check_types, has_forward
 from recoup.weights.compiled import register_operators
-from recoup.weights.matching import (
-    check,
-    check_is_module,
-    check_types,
-    has_forward,
-    matching,
-    named,
-)
+from recoup.weights.matching import Named, Where, check_is_module, matching, named, suited
 from recoup.weights.parametrized_module import attach, attached_to, restore_class, swap_class
 from recoup.weights.parametrized_weight import ParametrizedWeight
-from recoup.weights.reparametrization import Reparametrization
+from recoup.weights.reparametrization import Magnitude, Reparametrization
 
-__all__ = ["Applied", "applied", "apply_to", "parametrized_weights", "remove"]
+__all__ = [
+    "Applied",
+    "AppliedList",
+    "applied",
+    "apply_to",
+    "parametrized_weights",
+    "remove",
+    "update",
+]
 
 
-def apply_to(module: nn.Module, pattern: str, make: Callable[[], Reparametrization]) -> nn.Module:
-    """Apply a reparametrization from `make` to each parameter of `module` that `pattern` matches.
+def apply_to(module: nn.Module, where: Where, make: Callable[[], Reparametrization]) -> nn.Module:
+    """Apply a reparametrization from `make` to each parameter of `module` that `where` chooses.
 
     Everything is checked before anything is changed.
     """
-    found = matching(module, pattern)
+    found, left_out = suited(module, where)
     register_operators()
     steps: list[Reparametrization] = []
     for each in found:
         step = make()
         if not steps:
-            check_types(step.kind, pattern, found)
+            check_types(step.kind, found)
+            step.application.left_out = left_out
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
         steps.append(step)
@@ -94,7 +97,23 @@ class Applied:
         return f"{self.name}: {self.reparametrization!r}"
 
 
-def applied(module: nn.Module) -> list[Applied]:
+class AppliedList(list[Applied]):
+    """The reparametrizations of a tree, in the order in which they run.
+
+    Attributes:
+        left_out: the parameters that a pattern matched and that were left out, and why, by name.
+    """
+
+    def __init__(self, entries: Iterable[Applied], left_out: dict[str, str]) -> None:
+        super().__init__(entries)
+        self.left_out = left_out
+
+    def __repr__(self) -> str:
+        left_out = "".join(f"; left out: {name} {why}" for name, why in self.left_out.items())
+        return f"{super().__repr__()}{left_out}"
+
+
+def applied(module: nn.Module) -> AppliedList:
     """Return the reparametrizations of the parameters of `module`, in the order in which they run.
 
     Args:
@@ -102,7 +121,8 @@ def applied(module: nn.Module) -> list[Applied]:
 
     Returns:
         An entry for each reparametrization of each use of a parameter. Set its `step` when training
-        is resumed, so that a schedule continues.
+        is resumed, so that a schedule continues. The list names in `left_out` what a pattern
+        matched that has no floating-point numbers or is frozen.
 
     Example:
         >>> import recoup, torch
@@ -113,11 +133,14 @@ def applied(module: nn.Module) -> list[Applied]:
     check_is_module(module)
     seen: set[int] = set()
     found: list[Applied] = []
+    left_out: dict[str, str] = {}
     for name, weight in _named_weights(module):
         if id(weight) not in seen:
             seen.add(id(weight))
             found.extend(Applied(name, step) for step in weight.steps)
-    return found
+            for application in weight.applications:
+                left_out.update(application.left_out)
+    return AppliedList(found, left_out)
 
 
 def parametrized_weights(module: nn.Module) -> Iterator[ParametrizedWeight]:
@@ -133,7 +156,72 @@ def _named_weights(module: nn.Module) -> Iterator[tuple[str, ParametrizedWeight]
             yield name, attached.weights[key]
 
 
-def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
+def update(
+    module: nn.Module,
+    where: Where = ".*",
+    *,
+    p: Magnitude | None = None,
+    std: Magnitude | None = None,
+) -> nn.Module:
+    """Change the rate of weight dropout, or the deviation of weight noise, from the next draw on.
+
+    Args:
+        module: a module, or a tree of modules.
+        where: chooses parameters, as `pattern` of `weight_dropout` does.
+        p: the new probability of weight dropout; None leaves it.
+        std: the new standard deviation of weight noise; None leaves it.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ValueError: when neither `p` nor `std` is given, one is out of its range, or no parameter
+            that is chosen has such a reparametrization; then nothing is changed.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer = recoup.weight_dropout(torch.nn.Linear(4, 4), p=0.5)
+        >>> recoup.weights.applied(recoup.weights.update(layer, p=0.3))
+        [weight: weight_dropout(p=0.3)]
+    """
+    changes = {name: value for name, value in (("p", p), ("std", std)) if value is not None}
+    if not changes:
+        raise ValueError("Neither `p` nor `std` is given, so nothing would change. Give one.")
+    weights = [weight for _, weight in _reparametrized(module, where, "where")]
+    steps = [step for weight in weights for step in weight.steps]
+    for name, value in changes.items():
+        found = [step for step in steps if step.argument == name]
+        if not found:
+            raise ValueError(
+                f"`{name}` is given, and no parameter that `where` {where!r} chooses has such a "
+                "reparametrization. See recoup.weights.applied(module)."
+            )
+        for step in found:
+            step.check_magnitude(value)
+    for step in steps:
+        if step.argument in changes:
+            setattr(step, step.argument, changes[step.argument])
+    return module
+
+
+def _reparametrized(
+    module: nn.Module, where: Where, argument: str
+) -> list[tuple[Named, ParametrizedWeight]]:
+    """Return the reparametrized weights that `where` chooses, or raise if there are none."""
+    found = [
+        (each, attached.weights[each.key])
+        for each in matching(module, where, argument)
+        if (attached := attached_to(each.owner)) is not None and each.key in attached.weights
+    ]
+    if not found:
+        raise ValueError(
+            f"`{argument}` {where!r} matches no parameter of {type(module).__name__} to which "
+            "anything is applied. See recoup.weights.applied(module)."
+        )
+    return found
+
+
+def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
     """Remove the reparametrizations of the parameters of `module` that `pattern` matches.
 
     Weight norm leaves the product of magnitude and direction in the weight; the others leave the
@@ -141,13 +229,13 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
 
     Args:
         module: a module, or a tree of modules.
-        pattern: a regular expression for qualified names of parameters (fullmatch).
+        pattern: chooses parameters, as `pattern` of `weight_dropout` does.
 
     Returns:
         `module` itself.
 
     Raises:
-        ValueError: when no parameter that matches is reparametrized.
+        ValueError: when no parameter that is chosen is reparametrized.
 
     Example:
         >>> import recoup, torch
@@ -155,16 +243,7 @@ def remove(module: nn.Module, pattern: str = ".*") -> nn.Module:
         >>> recoup.weights.applied(recoup.weights.remove(layer))
         []
     """
-    found = [
-        (each.owner, each.key)
-        for each in matching(module, pattern)
-        if (attached := attached_to(each.owner)) is not None and each.key in attached.weights
-    ]
-    if not found:
-        raise ValueError(
-            f"`pattern` {pattern!r} matches no parameter of {type(module).__name__} to which "
-            "anything is applied. See recoup.weights.applied(module)."
-        )
+    found = [(each.owner, each.key) for each, _ in _reparametrized(module, pattern, "pattern")]
     _check_untied(module, found)
     for owner, key in found:
         weight = attach(owner).weights.pop(key)

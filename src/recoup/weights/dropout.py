@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from recoup.weights import draws
 from recoup.weights.application import apply_to
+from recoup.weights.matching import Where
 from recoup.weights.reparametrization import (
     Application,
     Drawn,
@@ -22,7 +23,7 @@ __all__ = ["WeightDropout", "weight_dropout"]
 
 def weight_dropout(
     module: nn.Module,
-    pattern: str = "weight",
+    pattern: Where = "weight",
     p: Magnitude = 0.5,
     *,
     axes: tuple[int, ...] = (),
@@ -36,7 +37,10 @@ def weight_dropout(
 
     Args:
         module: the module, or a tree of modules. One forward of it has one draw.
-        pattern: a regular expression for the qualified names of its parameters (fullmatch).
+        pattern: chooses parameters: a regular expression for the whole of their qualified names, a
+            type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
+            list of these. Frozen parameters, and those without floating-point numbers, are chosen
+            by a function or by their name in full only; `applied` names what is left out.
         p: the probability that an entry is dropped, rounded to a multiple of 2^-16; the others are
             scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the step (forwards
             in training so far) to a number.

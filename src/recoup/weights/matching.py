@@ -1,31 +1,18 @@
-"""Matching the parameters of a tree by a pattern, and checking that they can be reparametrized."""
+"""Choosing parameters of a tree: by patterns, types of modules, functions, or lists of these."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.parallel import DistributedDataParallel as Ddp
-from torch.nn.parameter import is_lazy
 
-from recoup.weights.parametrized_module import attached_to
-from recoup.weights.reparametrization import Reparametrization
+__all__ = ["DTYPES", "Named", "Where", "check_is_module", "matching", "named", "suited"]
 
-__all__ = [
-    "Named",
-    "check",
-    "check_is_module",
-    "check_types",
-    "has_forward",
-    "matching",
-    "named",
-]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Where = str | type[nn.Module] | Callable[[str, nn.Parameter, nn.Module], bool] | Sequence[Any]
 
 
 class Named(NamedTuple):
@@ -37,29 +24,109 @@ class Named(NamedTuple):
     parameter: nn.Parameter
 
 
-def matching(module: nn.Module, pattern: str) -> list[Named]:
-    """Return the parameters that `pattern` matches, those of a shared module once."""
+def matching(module: nn.Module, where: Where, argument: str = "pattern") -> list[Named]:
+    """Return the parameters that `where` chooses, those of a shared module once.
+
+    Args:
+        module: the tree.
+        where: a regular expression that matches the whole of a qualified name, a type of modules
+            (whose weights are chosen), a function from a qualified name, the parameter and the
+            module that owns it to a bool, or a list of these.
+        argument: the name of `where` in error messages.
+
+    Raises:
+        ValueError: when `where`, or an entry of it, is none of these or chooses nothing.
+    """
+    return [each for each, _ in _chosen(module, where, argument)]
+
+
+def suited(module: nn.Module, where: Where) -> tuple[list[Named], dict[str, str]]:
+    """Return the parameters to reparametrize, and why others are left out, by name.
+
+    A pattern or a type leaves out what has no floating-point type or is frozen. A parameter that a
+    name in full or a function chooses is meant.
+    """
+    found: list[Named] = []
+    left_out: dict[str, str] = {}
+    for each, is_meant in _chosen(module, where, "pattern"):
+        if not is_meant and each.parameter.dtype not in DTYPES:
+            left_out[each.name] = f"is {each.parameter.dtype}"
+        elif not is_meant and not each.parameter.requires_grad:
+            left_out[each.name] = "requires no gradient"
+        else:
+            found.append(each)
+    if not found:
+        name, reason = next(iter(left_out.items()))
+        raise ValueError(
+            f"`{name}` {reason}, and `pattern` matches nothing else. Choose floating-point "
+            "parameters that require a gradient; for a frozen one give its name in full."
+        )
+    return found, left_out
+
+
+def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
+    """Return what `where` chooses, and whether it means just that parameter."""
     check_is_module(module)
+    candidates = list(named(module))
+    entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
+    if not entries:
+        raise ValueError(f"`{argument}` is {where!r}, which chooses nothing. Give one pattern.")
+    found: dict[int, bool] = {}  # by the place among the candidates
+    for entry in entries:
+        chooses = _choice(entry, argument)
+        places = [place for place, each in enumerate(candidates) if chooses(each)]
+        if not places:
+            raise _chooses_nothing(module, entry, argument, candidates)
+        for place in places:
+            is_meant = _is_function(entry) or entry == candidates[place].name
+            found[place] = found.get(place, False) or is_meant
+    uses: dict[tuple[int, str], tuple[Named, bool]] = {}
+    for place in sorted(found):
+        each = candidates[place]
+        uses.setdefault((id(each.owner), each.key), (each, found[place]))
+    return list(uses.values())
+
+
+def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
+    """Return, as a function, whether an entry of `where` chooses a parameter."""
+    if _is_type(entry):
+        return lambda each: isinstance(each.owner, entry) and _is_weight(each)
+    if _is_function(entry):
+        return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:
-        matches = re.compile(pattern).fullmatch
-        matches("")  # a pattern of bytes compiles, too
+        pattern: re.Pattern[str] = re.compile(entry)
+        pattern.fullmatch("")  # a pattern of bytes compiles, too
     except (re.error, TypeError) as error:
         raise ValueError(
-            f"`pattern` is {pattern!r}, but must be a regular expression: {error}."
+            f"`{argument}` is {entry!r}, but must be a regular expression, a type of modules, a "
+            f"function of (name, parameter, module), or a list of these: {error}."
         ) from None
-    candidates = list(named(module))
-    found: dict[tuple[int, str], Named] = {}
-    for each in candidates:
-        if matches(each.name):
-            found.setdefault((id(each.owner), each.key), each)
-    if not found:
-        names = ", ".join(each.name for each in candidates[:8]) or "none"
-        more = ", ..." if len(candidates) > 8 else ""
-        raise ValueError(
-            f"`pattern` {pattern!r} matches no parameter of {type(module).__name__}. It must match "
-            f"the whole of a qualified name; there are: {names}{more}"
-        )
-    return list(found.values())
+    return lambda each: pattern.fullmatch(each.name) is not None
+
+
+def _is_weight(each: Named) -> bool:
+    is_magnitude = each.key.endswith("_g") and each.key[:-2] in each.owner._parameters
+    return "weight" in each.key and not is_magnitude  # of weight norm
+
+
+def _is_type(entry: object) -> bool:
+    return isinstance(entry, type) and issubclass(entry, nn.Module)
+
+
+def _is_function(entry: object) -> bool:
+    return callable(entry) and not isinstance(entry, type)
+
+
+def _chooses_nothing(
+    module: nn.Module, entry: Any, argument: str, candidates: list[Named]
+) -> ValueError:
+    names = ", ".join(each.name for each in candidates[:8]) or "none"
+    more = ", ..." if len(candidates) > 8 else ""
+    how = "It must match the whole of a qualified name; there" if type(entry) is str else "There"
+    return ValueError(
+        f"`{argument}` {getattr(entry, '__name__', repr(entry))} matches no parameter of "
+        f"{type(module).__name__}. {how} are: {names}{more}"
+    )
 
 
 def named(module: nn.Module) -> Iterator[Named]:
@@ -77,79 +144,3 @@ def check_is_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         got = module.__name__ if isinstance(module, type) else type(module).__name__
         raise ValueError(f"`module` is {got}, but must be an nn.Module (an instance, not a class).")
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether `module` has a forward of its class that runs when it is called."""
-    return type(module).forward is not nn.Module.forward and "forward" not in vars(module)
-
-
-def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
-    """Raise if `step` cannot be applied to a parameter of the tree `module`."""
-    _check_parameter(step, each)
-    for part in (module, each.owner):
-        _check_class(part)
-    if isinstance(module, NonDynamicallyQuantizableLinear):
-        raise ValueError(
-            "`module` is the projection of a MultiheadAttention, which reads its weight and never "
-            'calls it. Apply to the attention: pattern "out_proj.weight".'
-        )
-    if step.changes_weight and any(isinstance(part, Ddp) for part in module.modules()):
-        raise ValueError(
-            f"{step.kind} adds a parameter to `{each.name}`, which DistributedDataParallel would "
-            "not reduce. Apply it before you wrap the model."
-        )
-    hooks = cast("dict[int, Any]", each.owner._forward_pre_hooks)
-    for hook in hooks.values():
-        if type(hook).__module__.startswith("torch.nn.utils."):
-            raise ValueError(
-                f"`{each.name}` is read by a hook ({type(hook).__name__}) before the forward, "
-                "which would not see the noise. Remove that first; recoup.weight_norm stands for "
-                "torch.nn.utils.weight_norm."
-            )
-    attached = attached_to(each.owner)
-    weight = None if attached is None else attached.weights.get(each.key)
-    for other in () if weight is None else weight.steps:
-        if other.kind == step.kind:
-            raise ValueError(
-                f"`{each.name}` has {other!r} already. Change what that was given (a 0-dim tensor, "
-                "or a function of the step), or call recoup.weights.remove first."
-            )
-
-
-def check_types(kind: str, pattern: str, found: list[Named]) -> None:
-    """Raise if parameters have an unsupported type, and suggest a pattern that leaves them out."""
-    others = [each for each in found if each.parameter.dtype not in _DTYPES]
-    if not others:
-        return
-    names = "|".join(re.escape(each.name) for each in others)
-    text = pattern if type(pattern) is str else ".*"
-    way_out = f"Leave it out with pattern=r'(?!({names})$)({text})'."
-    if len(others) == len(found):
-        way_out = "Choose a `pattern` that matches floating-point parameters."
-    raise ValueError(
-        f"`{others[0].name}` is {others[0].parameter.dtype}, and {kind} needs a floating-point "
-        f"type of 16 bits or more. {way_out}"
-    )
-
-
-def _check_parameter(step: Reparametrization, each: Named) -> None:
-    if is_lazy(each.parameter):
-        raise ValueError(
-            f"`{each.name}` is an uninitialized parameter without a shape. Run a batch through its "
-            f"{type(each.owner).__name__} first."
-        )
-
-
-def _check_class(module: nn.Module) -> None:
-    if "forward" in vars(module):
-        raise ValueError(
-            f"`module` has a {type(module).__name__} whose `forward` was replaced on the instance "
-            "(a compiled or hooked module), so recoup cannot extend it. Apply this before "
-            "`forward` is replaced."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(
-            "`module` contains a ScriptModule, which recoup cannot extend. Apply this before "
-            "scripting."
-        )

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from recoup.weights import draws
 from recoup.weights.application import apply_to
+from recoup.weights.matching import Where
 from recoup.weights.reparametrization import (
     Application,
     Drawn,
@@ -18,7 +19,7 @@ __all__ = ["WeightNoise", "weight_noise"]
 
 
 def weight_noise(
-    module: nn.Module, pattern: str = "weight", std: Magnitude = 0.01, *, mode: str = "training"
+    module: nn.Module, pattern: Where = "weight", std: Magnitude = 0.01, *, mode: str = "training"
 ) -> nn.Module:
     """Add Gaussian noise to weights in each forward, and keep nothing for it but a seed.
 
@@ -28,7 +29,10 @@ def weight_noise(
 
     Args:
         module: the module, or a tree of modules. One forward of it has one draw.
-        pattern: a regular expression for the qualified names of its parameters (fullmatch).
+        pattern: chooses parameters: a regular expression for the whole of their qualified names, a
+            type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
+            list of these. Frozen parameters, and those without floating-point numbers, are chosen
+            by a function or by their name in full only; `applied` names what is left out.
         std: the standard deviation of the noise, in the units of the weight. A number, a 0-dim
             tensor, or a function from the step (forwards in training so far) to a number.
         mode: "training", or "always" to draw in evaluation too.

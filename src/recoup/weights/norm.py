@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup._core.saved_tensors import Kept
 from recoup.weights.application import apply_to
+from recoup.weights.matching import Where
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
 __all__ = ["WeightNorm", "weight_norm"]
 
 
-def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0) -> nn.Module:
+def weight_norm(module: nn.Module, pattern: Where = "weight", dim: int | None = 0) -> nn.Module:
     """Give weights a magnitude of their own: forward uses ``g * v / ||v||``.
 
     The parameter `weight` becomes the direction v and remains the same object. A new parameter
@@ -27,7 +28,10 @@ def weight_norm(module: nn.Module, pattern: str = "weight", dim: int | None = 0)
 
     Args:
         module: the module, or a tree of modules.
-        pattern: a regular expression for the qualified names of its parameters (fullmatch).
+        pattern: chooses parameters: a regular expression for the whole of their qualified names, a
+            type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
+            list of these. Frozen parameters, and those without floating-point numbers, are chosen
+            by a function or by their name in full only; `applied` names what is left out.
         dim: the axis with a magnitude for each of its indices; None for a single magnitude.
 
     Returns:

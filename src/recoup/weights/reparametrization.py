@@ -31,10 +31,16 @@ _MODES = ("training", "always")
 
 
 class Application:
-    """One call that applied a reparametrization to a module tree; its draws go together."""
+    """One call that applied a reparametrization to a module tree; its draws go together.
+
+    Attributes:
+        step: the number of forwards in training so far.
+        left_out: the parameters that were matched and left out, by name, and why.
+    """
 
     def __init__(self) -> None:
         self.step = 0
+        self.left_out: dict[str, str] = {}
 
 
 class Reparametrization:
@@ -82,11 +88,17 @@ class Reparametrization:
         """Return the magnitude at a step, or raise if it is not valid; at 0 nothing is applied."""
         if not self.argument:
             return 1.0
-        value: Any = getattr(self, self.argument)
+        return self._number_of(getattr(self, self.argument), step)
+
+    def check_magnitude(self, value: Magnitude) -> None:
+        """Raise if `value` could not be the magnitude now."""
+        self._number_of(value, self.application.step)
+
+    def _number_of(self, value: Any, step: int) -> float:
         if type(value) is float and 0.0 <= value <= self.most and math.isfinite(value):
             return value  # without the checks of the other forms
         needed = "0 or more" if self.most == math.inf else f"from 0 to {self.most:g}"
-        if self.has_schedule:
+        if callable(value) and not isinstance(value, Tensor):
             value = cast("Callable[[int], Any]", value)(step)
         return _number(value, self.argument, needed, self.most)
 

@@ -78,10 +78,10 @@ def test_no_parameter_matches(apply):
     refused(half, lambda: apply(half, "bias"), "`pattern`", "weight")
 
 
-@pytest.mark.parametrize("pattern", ["*", "(", None, 3, b"weight", ["weight"]])
+@pytest.mark.parametrize("pattern", ["*", "(", None, 3, b"weight", [], ["weight", 3], [["weight"]]])
 def test_no_regular_expression(apply, pattern):
     linear = nn.Linear(2, 2)
-    refused(linear, lambda: apply(linear, pattern), "`pattern`", "regular expression")
+    refused(linear, lambda: apply(linear, pattern), "`pattern`", "pattern")
 
 
 def test_a_compiled_pattern(apply):
@@ -262,20 +262,29 @@ def test_types_without_noise(apply, dtype):
     """Whole numbers and the like, and those for which torch has no arithmetic."""
     module = nn.Linear(2, 2)
     module.whole = nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
-    refused(module, lambda: apply(module, "whole"), "`whole`", "`pattern`")
-    refused(module, lambda: apply(module, ".*"), "`whole`")
+    refused(module, lambda: apply(module, "whole"), "`whole`", "pattern")
+    refused(module, lambda: apply(module, "who.*"), "`whole`", "nothing else")
+    refused(module, lambda: apply(module, lambda name, *_: name == "whole"), "`whole`")
+    assert applied(apply(module, "weight|whole")).left_out == {"whole": f"is {dtype}"}
 
 
-def test_types_without_noise_among_others(apply):
-    """Left out without a word, they would be taken for noisy; the error has the pattern."""
+def test_a_pattern_leaves_out_what_it_cannot_mean(apply):
+    """And `applied` names it, or it would be taken for noisy."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].whole = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
     model[1].complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"`0\.whole` is torch.int64") as error:
-        apply(model, r".*weight|.*whole|.*complex")
-    pattern = re.search(r"r'(.*)'", str(error.value))[1]
-    names = [each.name for each in applied(apply(model, pattern))]
-    assert names == ["0.weight", "1.weight"]
+    model[1].weight.requires_grad_(requires_grad=False)
+    found = applied(apply(model, r".*weight|.*whole|.*complex"))
+    assert [each.name for each in found] == ["0.weight"]
+    assert found.left_out == {
+        "0.whole": "is torch.int64",
+        "1.weight": "requires no gradient",
+        "1.complex": "is torch.complex64",
+    }
+    assert repr(found).endswith("1.complex is torch.complex64")
+    again = copy.deepcopy(model)
+    assert applied(again).left_out == found.left_out
+    assert [each.name for each in applied(apply(model[1], "weight"))] == ["weight"]
 
 
 def test_a_forward_replaced_on_the_instance(apply):
