@@ -1,4 +1,4 @@
-"""The plain values (numbers, strings, None) that code reads beside its arguments.
+"""The plain values (numbers, strings, None), and modules, that code reads at the end of a path.
 
 NOTE [ The reads of code ]
 
@@ -9,6 +9,7 @@ Rule 1. The instructions of a function, and of functions defined within it, show
 Rule 2. Computed reads (an attribute of the result of a call, an entry at a varying index) are not
         followed.
 Rule 3. Methods and properties of the owner are followed, some levels deep.
+Rule 4. A module at the end of a path (`self.blocks[0]`) is found, too, but not put back.
 """
 
 from __future__ import annotations
@@ -192,12 +193,12 @@ def _follow(value: Any, read: Read, found: list[Found], prefix: str, depth: int)
             if is_last and depth < MAX_DEPTH and not _is_of_others(before):
                 plain_values(function, found, before, f"{name.rpartition('.')[0]}: ", depth + 1)
             return
-    if (
-        isinstance(value, PLAIN)
-        and location is not None
-        and not isinstance(location.owner, nn.Module)
-    ):
+    if location is None or isinstance(location.owner, nn.Module):
+        return  # a module is compared as a whole
+    if isinstance(value, PLAIN):
         found.append((name, value, location, False))
+    elif isinstance(value, nn.Module):
+        found.append((name, value, None, False))
 
 
 def _attribute(value: Any, key: str) -> tuple[Any, Location | None]:
@@ -210,7 +211,7 @@ def _attribute(value: Any, key: str) -> tuple[Any, Location | None]:
     for kind in (value if isinstance(value, type) else cast("Any", type(value))).__mro__:
         if key in vars(kind):
             found = vars(kind)[key]
-            return found, Location(kind, key) if isinstance(found, PLAIN) else None
+            return found, Location(kind, key) if isinstance(found, (*PLAIN, nn.Module)) else None
     return None, None
 
 

@@ -3,10 +3,11 @@
 NOTE [ What can be seen ]
 
 Rule 1. The search follows closure cells, defaults, `functools.partial`, the owner of a method, the
-        globals that a function reads, functions among these, the attributes of plain objects,
-        and the first entries of tuples, lists and dicts. Modules and tensors found there must be
-        the same ones before a second run, and unchanged. What is bound to the function (its
-        arguments, the owner of a method) cannot be another one.
+        first entries of tuples, lists and dicts, and functions among these; of the globals that
+        a function reads, and of the attributes of plain objects, those that are modules or tensors
+        (of globals also functions). Modules and tensors found there must be the same ones before
+        a second run, and unchanged. What is bound to the function itself (its arguments, the owner
+        of a method) cannot be another one.
 Rule 2. Numbers, strings and None are compared if the code reads them (NOTE [ The reads of code ]).
         This catches a loop variable that has moved on. A value that the first run has changed
         itself (a counter) has in a second run the value from before the first run, and is put back
@@ -14,7 +15,8 @@ Rule 2. Numbers, strings and None are compared if the code reads them (NOTE [ Th
 Rule 3. Other reads (deeper than a few levels, files, devices) are not seen.
 Rule 4. A tensor with a history is held weakly: it would hold the graph that holds the region.
 Rule 5. A first run may add a tensor to a container, or put a module in a variable. The search is
-        done again when it has ended, unless there was neither.
+        done again when it has ended, unless there was neither. A module in the place of another
+        one is an error: a second run would begin with it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from recoup._core.closure_values import MAX_DEPTH, MAX_ENTRIES, PLAIN, plain_values, reads_of
 from recoup._core.guards import Location, Replacement
 from recoup._core.saved_tensors import version_of
-from recoup.errors import ChangedError
+from recoup.errors import ChangedError, ReplayError
 
 __all__ = ["ClosureGuard"]
 
@@ -64,6 +66,8 @@ class ClosureGuard:
                 self._may_change = True
             else:
                 self._items.append((path, value, 0))
+                if isinstance(value, nn.Module):
+                    found.modules[id(value)] = value
         self.modules = tuple(found.modules.values())
 
     @property
@@ -80,11 +84,18 @@ class ClosureGuard:
         ]
         return [value for value in found if isinstance(value, Tensor)]
 
-    def first_run_ended(self) -> None:
-        """Record the versions and values that the first run left (See Rule 2)."""
+    def first_run_ended(self, name: str) -> None:
+        """Record what the first run left; raise if it replaced a module (See Rules 2 and 5)."""
         if not self._locations and not self._may_change:
             return  # what is left are modules and bound values
         now = ClosureGuard(self._fn)
+        left = {path: value for path, value, _ in now._items}
+        for path, value, _ in self._items:
+            if isinstance(value, nn.Module) and left.get(path) is not value:
+                raise ReplayError(
+                    f"{name} replaces `{path}`, a {type(value).__name__} that it reads, so running "
+                    "it again would begin with another one. Replace it after backward."
+                )
         self._items = now._items
         for path, (before, location, is_own) in self._locations.items():
             after = now._locations.get(path, (None, location, False))[0]
@@ -170,14 +181,14 @@ def _walk(fn: Any, found: _Found, path: str, depth: int, owner: object = None) -
         partial = cast("functools.partial[Any]", fn)
         _walk(partial.func, found, path, depth)
         for key, value in (*enumerate(partial.args), *partial.keywords.items()):
-            _value(f"{path}partial[{key}]", value, found, depth, is_bound=True)
+            _value(f"{path}partial[{key}]", value, found, depth, is_argument=True)
     elif isinstance(fn, types.MethodType):
-        _value("self", fn.__self__, found, depth, is_bound=True)
+        _value(f"{path}self", fn.__self__, found, depth, is_argument=True)
         _walk(fn.__func__, found, path, depth, fn.__self__)
     elif not isinstance(fn, types.BuiltinFunctionType):
-        called = getattr(cast("Any", type(fn)), "__call__", None)  # noqa: B004 - its function
-        if isinstance(called, types.FunctionType) and _is_users(called):
-            _value("self", fn, found, depth, is_bound=True)
+        called = _called_by(fn)
+        if called is not None:
+            _value(f"{path}self", fn, found, depth, is_argument=True)
             _function(called, found, fn, path, depth)
 
 
@@ -192,10 +203,10 @@ def _function(fn: types.FunctionType, found: _Found, owner: object, path: str, d
             _value(f"{path}{name}", value, found, depth, is_written=name in reads.written)
     if fn.__defaults__:
         for index, value in enumerate(fn.__defaults__):
-            _value(f"{path}default[{index}]", value, found, depth, is_bound=True)
+            _value(f"{path}default[{index}]", value, found, depth, is_argument=True)
     if fn.__kwdefaults__:
         for name, value in fn.__kwdefaults__.items():
-            _value(f"{path}{name}", value, found, depth, is_bound=True)
+            _value(f"{path}{name}", value, found, depth, is_argument=True)
     has_reads = reads.reads or (owner is not None and reads.of_owner)
     if not has_reads or not _is_users(fn):
         return
@@ -219,12 +230,14 @@ def _value(
     found: _Found,
     depth: int,
     *,
-    is_bound: bool = False,
+    is_argument: bool = False,
     is_written: bool = False,
 ) -> None:
+    """Find what a value is, or holds; an argument is bound to a function of that depth."""
     if isinstance(value, nn.Module):
+        is_bound = is_argument and depth == 0  # a variable may stand for another function later
         found.add_module(path, value, is_bound=is_bound, is_written=is_written)
-    elif isinstance(value, Tensor) or (is_bound and isinstance(value, PLAIN)):
+    elif isinstance(value, Tensor) or (is_argument and isinstance(value, PLAIN)):
         found.values.append((path, value, None, False))
     elif depth >= MAX_DEPTH or isinstance(value, PLAIN):
         return
@@ -245,6 +258,15 @@ def _value(
         for key, entry in list(getattr(value, "__dict__", {}).items())[:MAX_ENTRIES]:
             if isinstance(entry, (nn.Module, Tensor)):
                 _value(f"{path}.{key}", entry, found, depth + 1)
+        called = _called_by(value)
+        if called is not None:
+            _function(called, found, value, f"{path}.", depth + 1)
+
+
+def _called_by(value: object) -> types.FunctionType | None:
+    """Return the function that a call of `value` runs, if it is the user's."""
+    called = getattr(cast("Any", type(value)), "__call__", None)  # noqa: B004 - its function
+    return called if isinstance(called, types.FunctionType) and _is_users(called) else None
 
 
 def _is_users(fn: types.FunctionType) -> bool:

@@ -55,15 +55,17 @@ def in_order(tensors: tuple[Tensor, ...], strides: list[Strides]) -> tuple[Tenso
 def _in_order(tensor: Tensor, strides: Strides) -> Tensor:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return tensor
-    dims, now = range(tensor.dim() - 1, -1, -1), tensor.stride()
-    order = sorted(dims, key=strides.__getitem__)  # that of the smallest stride first
-    if order == sorted(dims, key=now.__getitem__):
+    dims, now = range(tensor.dim()), tensor.stride()
+    if 0 not in (*strides, *now) and (
+        sorted(dims, key=strides.__getitem__) == sorted(dims, key=now.__getitem__)
+    ):
         return tensor
-    order = [dim for dim in order if tensor.shape[dim] > 1]
-    if order == [dim for dim in sorted(dims, key=now.__getitem__) if tensor.shape[dim] > 1]:
+    dense = _dense(tensor.shape, strides)
+    if dense == _dense(tensor.shape, now):
         return tensor
-    dense, size = [1] * tensor.dim(), 1
-    for dim in order:
-        dense[dim] = size
-        size *= tensor.shape[dim]
     return tensor.new_empty_strided(tensor.shape, dense).copy_(tensor)
+
+
+def _dense(shape: Sequence[int], strides: Strides) -> Strides:
+    """Return the strides of what torch makes of such a tensor: without gaps, and not expanded."""
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()

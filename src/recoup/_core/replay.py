@@ -129,7 +129,7 @@ class _First(Recording):
         if kind is None:
             replay._guard.first_run_ended()
             if replay._closure is not None:
-                replay._closure.first_run_ended()
+                replay._closure.first_run_ended(replay._name)
 
 
 class _Again(Replaying):

@@ -18,14 +18,16 @@ Rule 4. The draws of a network come from a seed of its own, in every memory mode
 from __future__ import annotations
 
 import threading
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recoup._core.closures import ClosureGuard
 from recoup._core.filling import Filling
 from recoup._core.inner_gradients import Advancing, FirstRun
 from recoup._core.memory_layout import in_order, strides_of
@@ -173,6 +175,31 @@ class _Evaluation:
         return values[0] if self.tree is None else self.tree.unflatten(values)
 
 
+_checked: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+
+
+def _check_reads(then: Callable[[Any], Any], name: str) -> None:
+    """Raise if `then` reads a tensor that may be another one in the inverse; once for its code."""
+    code = getattr(then, "__code__", None)  # of a method, too
+    if code is None or code in _checked:
+        return
+    guard = ClosureGuard(then)
+    own = {id(each) for module in guard.modules for each in _tensors_of(module)}
+    for value in guard.tensors:
+        if id(value) not in own and not isinstance(value, nn.Parameter):
+            raise ReplayError(
+                f"`then` of an evaluation in {name} reads a tensor of shape {tuple(value.shape)} "
+                "beside its argument, which may be another one in the inverse. Let it read "
+                "parameters and buffers of the module only, and do the rest after `evaluate`."
+            )
+    _checked.add(code)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
 class Evaluations:
     """The evaluations of one call of an invertible module.
 
@@ -235,6 +262,8 @@ class Evaluations:
                 evaluation.output = None
 
     def _record(self, around: Region, network: nn.Module, inputs: Inputs, then: Then) -> Any:
+        if then is not None:
+            _check_reads(then, self._name)
         region = Region(around.name, around.owner, around.index, around.first_run, around.way)
         evaluation = _Evaluation(inputs, region)
         self._by_network.setdefault(network, []).append(evaluation)

@@ -69,8 +69,9 @@ class InvertibleModule(nn.Module):
             network: The network.
             inputs: Its inputs.
             then: Computes from the output of the network what both directions need of it (the
-                scales of a coupling), so that this is evaluated once, too. It must not read tensors
-                with a history.
+                scales of a coupling), so that this is evaluated once, too. Beside that output it
+                may read parameters and buffers, but no other tensors: those may differ in the
+                inverse.
 
         Returns:
             What `then` returns; without it, what `network` returns.

@@ -240,3 +240,46 @@ def test_what_is_computed_from_an_output_is_a_part_of_the_evaluation():
     assert len(chain[0].num_calls) == 1
     loss.backward()
     assert len(chain[0].num_calls) == 2
+
+
+class ReadsOtherHalf(Shift):
+    """What its `then` reads is another tensor in the inverse."""
+
+    def parts(self, a, b):
+        b = b.detach()
+        return self.evaluate(self.network, a, then=lambda v: (v, (v.tanh() * b).sum(1)))
+
+    def forward(self, x):
+        a, b = x.chunk(2, dim=1)
+        shift, log_det = self.parts(a, b)
+        return torch.cat([a, b + shift], dim=1), log_det
+
+    def inverse(self, y):
+        a, b = y.chunk(2, dim=1)
+        shift, log_det = self.parts(a, b)
+        return torch.cat([a, b - shift], dim=1), -log_det
+
+
+def test_what_is_computed_from_an_output_may_read_no_other_tensor():
+    chain = Chain(Shift(), ReadsOtherHalf(), Shift()).double()
+    run_step(chain, leaf(4, 6), memory="sqrt")
+    chain.memory = "constant"
+    with pytest.raises(ReplayError, match="`then` of an evaluation in module `1`"):
+        chain(leaf(4, 6))
+    assert hooks_in_force() is None
+
+
+@pytest.mark.parametrize("expanded", [(3, 1, 6, 6), (1, 4, 6, 6), (1, 1, 6, 1)])
+def test_masks_of_an_expanded_input(expanded):
+    torch.manual_seed(0)
+    chain = Chain(*[dropping_coupling() for _ in range(3)], drift="raise").double()
+    x = torch.randn(expanded, dtype=torch.float64).expand(3, 4, 6, 6)
+    grads = []
+    for memory in ("linear", "constant"):
+        chain.memory = memory
+        chain.zero_grad()
+        torch.manual_seed(1)
+        loss_of_all(chain(x)).backward()
+        grads.append([p.grad for p in chain.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -676,6 +676,92 @@ def test_a_loop_variable_that_is_a_module():
         sum(outputs).backward()
 
 
+def tanh_of(layer, x):
+    return layer(x).tanh()
+
+
+class Holds:
+    """An object that calls, or whose code reads, a module in some place."""
+
+    shared = nn.Linear(4, 4)
+
+    def __init__(self, layer):
+        self.layers, self.by_name, self.scale = [layer], {"a": layer}, 2.0
+
+    def in_list(self, x):
+        return self.layers[-1](x).tanh()
+
+    def in_dict(self, x):
+        return self.by_name["a"](x).tanh()
+
+    def of_class(self, x):
+        return self.shared(x).tanh()
+
+    def __call__(self, x):
+        return self.layers[0](x).tanh() * self.scale
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda layer: layer.forward,
+        lambda layer: functools.partial(tanh_of, layer),
+        lambda layer: functools.partial(functools.partial(tanh_of, layer)),
+        lambda layer: lambda x, layer=layer: layer(x),
+        lambda layer: [layer.forward],
+    ],
+)
+def test_a_loop_variable_to_which_a_module_is_bound(made):
+    """The function that a variable holds may be another one, and with it what is bound to it."""
+    x = torch.randn(5, 4)
+    outputs = [
+        recoup.checkpoint(lambda x: (f[0] if isinstance(f, list) else f)(x).tanh(), x).sum()  # noqa: B023
+        for f in map(made, (nn.Linear(4, 4), nn.Linear(4, 4)))
+    ]
+    with pytest.raises(ChangedError, match="given another value"):
+        sum(outputs).backward()
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (lambda held: held.in_list, lambda held: held.layers.append(nn.Linear(4, 4))),
+        (lambda held: held.in_dict, lambda held: held.by_name.update(a=nn.Linear(4, 4))),
+        (lambda held: held.of_class, lambda held: setattr(Holds, "shared", nn.Linear(4, 4))),
+        (lambda held: held, lambda held: held.layers.insert(0, nn.Linear(4, 4))),
+        (lambda held: lambda x: held(x), lambda held: setattr(held, "scale", 3.0)),
+        (lambda held: lambda x: held.in_list(x), lambda held: held.layers.pop()),
+    ],
+)
+def test_a_module_at_the_end_of_a_path(read, change):
+    held = Holds(nn.Linear(4, 4))
+    again = recoup.checkpoint(read(held), torch.randn(5, 4)).sum()
+    again.backward()
+    y = recoup.checkpoint(read(held), torch.randn(5, 4)).sum()
+    change(held)
+    with pytest.raises(ChangedError, match="given another value"):
+        y.backward()
+
+
+def test_a_module_that_the_first_run_replaces():
+    """A second run would begin with the other one."""
+    layer, layers = nn.Linear(4, 4), [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    def swaps(x):
+        nonlocal layer
+        y = layer(x).tanh()
+        layer = nn.Linear(4, 4)
+        return y
+
+    def pops(x):
+        return layers.pop()(x).tanh()
+
+    for fn, name in ((swaps, "layer"), (pops, "layers")):
+        with pytest.raises(ReplayError, match=f"replaces `{name}"):
+            recoup.checkpoint(fn, torch.randn(5, 4))
+    assert hooks_in_force() is None
+
+
 def test_a_module_that_the_first_run_binds():
     layer = None
 
