@@ -88,6 +88,16 @@ def test_noise_on_a_layer_is_not_held(name, how):
         assert beyond_the_law(name, precision, OURS[how]) <= 0, precision
 
 
+def multiplied(module, pattern):
+    return recoup.weights.apply(module, lambda w, draw: w * (1 + 0.1 * draw.normal()), pattern)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_function_makes_of_a_weight_is_not_held(name):
+    for precision in PRECISIONS:
+        assert beyond_the_law(name, precision, multiplied) <= 0, precision
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", NAIVE)
 def test_the_law_is_broken_by_what_keeps_noisy_weights(how):

@@ -9,11 +9,14 @@ from __future__ import annotations
 from recoup.weights.application import applied, remove, update
 from recoup.weights.contexts import disabled, enabled, same_draw, step
 from recoup.weights.dropout import weight_dropout
+from recoup.weights.function import Draw, apply
 from recoup.weights.noise import weight_noise
 from recoup.weights.norm import weight_norm
 
 __all__ = [
+    "Draw",
     "applied",
+    "apply",
     "disabled",
     "enabled",
     "remove",

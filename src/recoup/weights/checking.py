@@ -32,7 +32,7 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
             "`module` is the projection of a MultiheadAttention, which reads its weight and never "
             'calls it. Apply to the attention: pattern "out_proj.weight".'
         )
-    if step.changes_weight and any(isinstance(part, Ddp) for part in module.modules()):
+    if step.adds_parameters and any(isinstance(part, Ddp) for part in module.modules()):
         raise ValueError(
             f"{step.kind} adds a parameter to `{each.name}`, which DistributedDataParallel would "
             "not reduce. Apply it before you wrap the model."
@@ -48,7 +48,7 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
     attached = attached_to(each.owner)
     weight = None if attached is None else attached.weights.get(each.key)
     for other in () if weight is None else weight.steps:
-        if other.kind == step.kind:
+        if step.is_same_as(other):
             raise ValueError(
                 f"`{each.name}` has {other!r} already. Change what that was given (a 0-dim tensor, "
                 "or a function of the step), or call recoup.weights.remove first."

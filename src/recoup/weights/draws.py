@@ -36,7 +36,7 @@ from torch import Tensor
 from recoup._core.random_sources import generator_at_hand, own_generator
 from recoup._core.rng import hash_seed
 
-__all__ = ["dropped", "dropped_", "noise_beside", "noised", "noised_", "scales"]
+__all__ = ["dropped", "dropped_", "noise_beside", "noised", "noised_", "scales", "uniforms"]
 
 _CHUNK = 2**17  # entries (See Rule 1)
 _PIECE = 2**15  # entries that an operator works on (See Rule 3)
@@ -145,6 +145,38 @@ def scales(
 
     _share(out, seed, write)
     return out
+
+
+def uniforms(
+    shape: tuple[int, ...], seed: int, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return numbers that are uniform from 0 to 1; below 1 before they are rounded to `dtype`.
+
+    Args:
+        shape: the shape of the result.
+        seed: as for `dropped`.
+        dtype: the dtype of the result.
+        device: the device of the result.
+
+    Raises:
+        ValueError: as for `dropped`.
+    """
+    _check(dtype, seed)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    flat = out.view(-1)
+
+    def write(chunks: _Chunks, num_at_once: int) -> None:
+        del num_at_once
+        for generator, start, end in chunks:
+            part = torch.empty(end - start, dtype=_at_least_float(dtype), device=device)
+            flat[start:end] = part.uniform_(generator=generator)
+
+    _share(out, seed, write)
+    return out
+
+
+def _at_least_float(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _empty_like(weight: Tensor) -> Tensor:
@@ -263,8 +295,7 @@ def _few(out: Tensor, seed: int, num_dropped: int) -> Tensor:
 
 def _little_noise(like: Tensor, seed: int, std: float) -> Tensor:
     """Return noise of one piece, in the shape and dtype of `like`, contiguous."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    noise = torch.empty(like.shape, dtype=dtype, device=like.device)
+    noise = torch.empty(like.shape, dtype=_at_least_float(like.dtype), device=like.device)
     return noise.normal_(0.0, std, generator=_generator(like, seed)).to(like.dtype)
 
 
@@ -290,8 +321,8 @@ def _masks(
 def _normals(chunks: _Chunks, out: Tensor, std: float) -> Iterator[tuple[slice, Tensor]]:
     """Yield pieces of noise with their places."""
     piece = _PIECE if out.device.type == "cpu" else _GPU_PIECE
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    noise = torch.empty(min(piece, out.numel()), dtype=dtype, device=out.device)
+    kind = _at_least_float(out.dtype)
+    noise = torch.empty(min(piece, out.numel()), dtype=kind, device=out.device)
     for generator, start, end in chunks:
         for begin in range(start, end, piece):
             place = slice(begin, min(begin + piece, end))

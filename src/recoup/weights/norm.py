@@ -60,6 +60,7 @@ class WeightNorm(Reparametrization):
     order = 0
     is_random = False
     changes_weight = True
+    adds_parameters = True
 
     def __init__(self, application: Application, dim: int | None) -> None:
         super().__init__(application, "always")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recoup._core.call import Call, recomputing_executor
 from recoup._core.compile import never_compiled
 from recoup._core.lazy_values import Source, as_value, read_anew
 from recoup._core.rng import is_repeated, remembered
@@ -136,7 +138,8 @@ class ParametrizedWeight:
         stub = before.stub if before is not None and is_same else None
         weight = self._compute(module, raw, drawn, stub)
         is_run_again = is_same or isinstance(module, nn.RNNCellBase)
-        if stub is None and not is_run_again and outermost.owner is not module:
+        needs_stub = stub is None and not is_run_again and outermost.owner is not module
+        if needs_stub and not _functions_of(drawn):
             stub = _stub_of(weight)
         kept = weight if is_run_again else None
         outermost.computed[self] = _Computed(
@@ -166,6 +169,8 @@ class ParametrizedWeight:
             for each in drawn:
                 weight = each.step.apply_by_operators(weight, operands, each)
             return weight
+        if _functions_of(drawn):
+            return _in_region(self.name, raw, operands, drawn)
         if stub is None:
             for each in drawn:
                 weight = each.step.apply(weight, operands, each)
@@ -180,6 +185,29 @@ class ParametrizedWeight:
 
 def _is_random(drawn: tuple[Drawn, ...]) -> bool:
     return any(each.step.is_random for each in drawn)
+
+
+def _in_region(name: str, raw: Tensor, operands: Operands, drawn: tuple[Drawn, ...]) -> Tensor:
+    """Return a weight of which a function of the user's is a step (NOTE [ Any function ])."""
+    run = partial(_run_steps, drawn, operands, _functions_of(drawn))
+    call = Call(f"the reparametrization of {name}", run, (raw,), {})
+    state, _ = recomputing_executor(stops=True).execute_to_values((call,), call.state)
+    weight = cast("Tensor", call.take_output(state))
+    reverse_at_once(weight)
+    return weight
+
+
+def _run_steps(
+    drawn: tuple[Drawn, ...], operands: Operands, functions: list[Any], weight: Tensor
+) -> Tensor:
+    del functions  # they are among the arguments for the guard, which looks at what these read
+    for each in drawn:
+        weight = each.step.apply(weight, operands, each)
+    return weight
+
+
+def _functions_of(drawn: tuple[Drawn, ...]) -> list[Any]:
+    return [each.step.function for each in drawn if each.step.function is not None]
 
 
 def _without_graph(weight: Tensor, operands: Operands, drawn: tuple[Drawn, ...]) -> Tensor:

@@ -58,6 +58,8 @@ class Reparametrization:
     is_random: ClassVar[bool] = True
     is_additive: ClassVar[bool] = False  # whether a draw is added to a weight, or scales it
     changes_weight: ClassVar[bool] = False  # whether removing it leaves another raw weight
+    function: Callable[..., Tensor] | None = None  # of the user's, which autograd differentiates
+    adds_parameters = False  # beside the weight
     drops_rows = False  # whether it may be applied to the rows of an embedding after the lookup
 
     def __init__(self, application: Application, mode: str) -> None:
@@ -101,6 +103,10 @@ class Reparametrization:
         if callable(value) and not isinstance(value, Tensor):
             value = cast("Callable[[int], Any]", value)(step)
         return _number(value, self.argument, needed, self.most)
+
+    def is_same_as(self, other: Reparametrization) -> bool:
+        """Whether a weight that has `other` cannot have this one, too."""
+        return other.kind == self.kind
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
         """Adapt to the weight `key` of `module`, or raise if it cannot be applied to it."""

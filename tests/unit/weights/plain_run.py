@@ -14,6 +14,7 @@ from torch.func import functional_call
 from recoup._core import rng as seeds
 from recoup.weights import applied, draws, forwards
 from recoup.weights.dropout import WeightDropout
+from recoup.weights.function import Draw, WeightFunction
 from recoup.weights.noise import WeightNoise
 from recoup.weights.norm import WeightNorm
 from recoup.weights.reparametrization import Drawn
@@ -62,9 +63,14 @@ def mask(weight: Tensor, drawn: Drawn, axes: tuple[int, ...] = ()) -> Tensor:
     )
 
 
-def reparametrized(weight: Tensor, drawn: Drawn, norms: Tensor | None = None) -> Tensor:
+def reparametrized(
+    weight: Tensor, drawn: Drawn, norms: Tensor | None = None, own: dict[str, Tensor] | None = None
+) -> Tensor:
     """What a reparametrization makes of a weight, by differentiable operators of torch."""
     step = drawn.step
+    if isinstance(step, WeightFunction):
+        given = (weight, Draw(weight, drawn.seed))
+        return functional_call(step.function, own, given) if own else step.function(*given)
     if isinstance(step, WeightNorm):
         if weight.dim() == 0:
             return weight * (norms / weight.abs())
@@ -90,9 +96,11 @@ def weights_used(module: nn.Module, made: list[Drawn], raw: dict[str, Tensor]) -
     # A magnitude before the weight that it belongs to.
     for entry in sorted(applied(module), key=lambda entry: not entry.name.endswith("_g")):
         if entry.reparametrization in drawn:
-            used[entry.name] = reparametrized(
-                used[entry.name], drawn[entry.reparametrization], used.get(f"{entry.name}_g")
-            )
+            step = entry.reparametrization
+            prefix = f"{entry.name}_{type(getattr(step, 'function', None)).__name__.lower()}."
+            own = {k.removeprefix(prefix): v for k, v in raw.items() if k.startswith(prefix)}
+            norms = used.get(f"{entry.name}_g")
+            used[entry.name] = reparametrized(used[entry.name], drawn[step], norms, own)
     return used
 
 

@@ -1,0 +1,188 @@
+"""Reparametrizations by a function of the user's own, whose result is never kept.
+
+NOTE [ Any function ]
+
+Rule 1. A function is differentiated by autograd, and may use any operators and parameters. So it
+        runs as `recompute` runs a function: a region makes its residuals, and the weight that it
+        returns, again in backward; what it reads is guarded.
+Rule 2. The steps before it (norm, dropout, noise) run within that region, so that their results
+        are not kept for it.
+Rule 3. Functions run after the other kinds, in the order in which they were applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.rng import hash_seed
+from recoup._core.saved_tensors import version_of
+from recoup.weights import draws
+from recoup.weights.application import apply_to
+from recoup.weights.matching import Where
+from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
+
+__all__ = ["Draw", "WeightFunction", "apply"]
+
+
+class Draw:
+    """The random numbers that a function of a weight uses: the same ones in backward.
+
+    They come from the seed of the forward, so nothing is kept for them. Each call is a draw of its
+    own. The results have the type and the device of the weight and, without a `shape`, its shape.
+    """
+
+    def __init__(self, weight: Tensor, seed: int) -> None:
+        self._shape = tuple(weight.shape)
+        self._kind: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        self._seed = seed
+        self._num_draws = 0
+
+    def _next_seed(self) -> int:
+        self._num_draws += 1
+        return hash_seed(self._seed, self._num_draws) >> 1
+
+    def normal(self, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return numbers from the standard normal distribution."""
+        zeros = torch.zeros(self._shape if shape is None else shape, **self._kind)
+        return draws.noised_(zeros, self._next_seed(), 1.0)
+
+    def uniform(self, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return numbers that are uniform from 0 to 1."""
+        return draws.uniforms(
+            self._shape if shape is None else shape, self._next_seed(), **self._kind
+        )
+
+    def bernoulli(self, p: float, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return 1 with the probability `p`, rounded to a multiple of 2^-16, and 0 otherwise."""
+        if not 0 <= p <= 1:
+            raise ValueError(f"`p` is {p}, but must be a probability from 0 to 1.")
+        shape = self._shape if shape is None else shape
+        return draws.scales(shape, self._next_seed(), 1 - p, **self._kind).sign_()
+
+
+Function = Callable[[Tensor, Draw], Tensor]
+
+
+def apply(
+    module: nn.Module, fn: Function, where: Where = "weight", *, mode: str = "training"
+) -> nn.Module:
+    """Reparametrize weights by a function of your own, and keep nothing of what it makes.
+
+    Each forward uses ``fn(weight, draw)`` in place of a weight. Kept: 8 bytes a weight; neither the
+    result nor what `fn` makes on the way. Backward pays one more run of `fn`. The parameters remain
+    the same objects under the same names. Norm, dropout and noise run first; several functions run
+    in the order in which they were applied.
+
+    Args:
+        module: the module, or a tree of modules. One forward of it has one draw.
+        fn: a function of a weight and a `Draw` that returns the weight to use, of any shape. It
+            must draw from the `Draw` alone. If it is a module, it is registered beside each weight
+            (a `LoRA` for `weight` as `weight_lora`), so that its parameters are trained and saved.
+            One module for several weights is shared by them; for one each, call `apply` for each.
+        where: chooses parameters, as `pattern` of `weight_dropout` does.
+        mode: "training" for forwards in training mode, or "always".
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ValueError: when no parameter is chosen, `fn` is no function of this kind, or one of the
+            weights has this very `fn` already.
+        ChangedError: in backward, when the weight, or a value that `fn` reads, has changed.
+        ReplayError: when `fn` changes a buffer, which a second run would change again.
+
+    Example:
+        >>> import recoup, torch
+        >>> def quantised(weight, draw):  # with noise before rounding, and a straight gradient
+        ...     rounded = (weight * 8 + draw.uniform()).floor() / 8
+        ...     return weight + (rounded - weight).detach()
+        >>> layer = recoup.weights.apply(torch.nn.Linear(4, 4), quantised, mode="always")
+        >>> recoup.weights.applied(layer)
+        [weight: apply(quantised, mode="always")]
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([4, 4])
+    """
+    if not callable(fn) or isinstance(fn, type):
+        raise ValueError(
+            f"`fn` is {fn!r}, but must be a function of a weight and a draw, or a module (an "
+            "instance) whose forward is one."
+        )
+    application = Application()
+    return apply_to(module, where, lambda: WeightFunction(application, fn, mode))
+
+
+class WeightFunction(Reparametrization):
+    """A function of a weight that the user states."""
+
+    kind = "apply"
+    order = 3  # See Rule 3
+
+    def __init__(self, application: Application, fn: Function, mode: str) -> None:
+        super().__init__(application, mode)
+        self.function = fn
+        self._name = ""
+
+    def __repr__(self) -> str:
+        mode = "" if self.mode == "training" else f', mode="{self.mode}"'
+        return f"apply({_name_of(self.function)}{mode})"
+
+    @property
+    def adds_parameters(self) -> bool:
+        return isinstance(self.function, nn.Module) and any(
+            True for _ in self.function.parameters()
+        )
+
+    def is_same_as(self, other: Reparametrization) -> bool:
+        return isinstance(other, WeightFunction) and other.function is self.function
+
+    def fit(self, module: nn.Module, key: str, name: str) -> None:
+        """Find a name for the module, or raise if the name is taken."""
+        if isinstance(self.function, nn.Module):
+            self._name = f"{key}_{type(self.function).__name__.lower()}"
+            if hasattr(module, self._name):
+                raise ValueError(
+                    f"`{name}` is to have a {type(self.function).__name__}, which would be called "
+                    f"`{self._name}`, and that name is taken. Rename the class, or what has it."
+                )
+
+    def applied_to(self, module: nn.Module, key: str) -> None:
+        if isinstance(self.function, nn.Module):
+            module.add_module(self._name, self.function)
+
+    def removed_from(self, module: nn.Module, key: str) -> None:
+        if self._name:
+            delattr(module, self._name)
+
+    def compute(
+        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+    ) -> Tensor:
+        return self.apply(weight, operands, drawn)
+
+    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        version = version_of(weight)
+        fn = cast("Function", self.function)
+        made: Any = fn(weight, Draw(weight, drawn.seed))
+        if not isinstance(made, Tensor) or not made.is_floating_point():
+            got = made.dtype if isinstance(made, Tensor) else type(made).__name__
+            raise ValueError(
+                f"`fn` ({_name_of(fn)}) returned {got}, but must return a floating-point "
+                "tensor, the weight to use."
+            )
+        if version_of(weight) != version:
+            raise ValueError(
+                f"`fn` ({_name_of(fn)}) changed the weight that it was given in place. Compute a "
+                "new tensor from it."
+            )
+        return made
+
+    def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
+        return self.apply(weight, operands, drawn)
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
