@@ -33,6 +33,16 @@ class Draw:
 
     They come from the seed of the forward, so nothing is kept for them. Each call is a draw of its
     own. The results have the type and the device of the weight and, without a `shape`, its shape.
+
+    Args:
+        weight: the weight that the numbers are for.
+        seed: from 0 to 2**63 - 1.
+
+    Example:
+        >>> import recoup, torch
+        >>> draw = recoup.weights.Draw(torch.zeros(2, 3), seed=5)
+        >>> draw.normal().shape, draw.bernoulli(0.5, (2, 1)).shape
+        (torch.Size([2, 3]), torch.Size([2, 1]))
     """
 
     def __init__(self, weight: Tensor, seed: int) -> None:
