@@ -405,3 +405,34 @@ def test_a_norm_in_a_compiled_method():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(module.used, fullgraph=True, backend="aot_eager")(x)
+
+
+def multiplied(weight, draw):
+    return weight * (1 + 0.3 * draw.normal())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: recoup.weights.apply(nn.Linear(8, 8), multiplied),
+        lambda: recoup.weights.apply(Between(), multiplied, nn.Linear),
+        lambda: recoup.weight_noise(
+            recoup.weights.apply(Between(), multiplied, nn.Linear), nn.Linear, std=0.3
+        ),
+    ],
+)
+def test_a_function_of_a_weight_runs_outside_of_the_graph(build):
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(BATCH, 8)
+    compiled = torch.compile(model, backend="aot_eager")
+    steps = []
+    for each in (compiled, model):
+        model.zero_grad()
+        with recoup.weights.same_draw(seed=2):
+            y = each(x)
+        y.square().sum().backward()
+        steps.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
+    for got, want in zip(*steps, strict=True):
+        torch.testing.assert_close(got, want)
+    assert not torch.equal(compiled(x), compiled(x))
+    assert torch.equal(compiled.eval()(x), model(x))

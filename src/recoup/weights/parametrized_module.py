@@ -49,7 +49,7 @@ class Attached:
         self.covered: list[Application] = []
         self.roots: list[Application] = []  # those that were applied to this module itself
         self.applications: tuple[Application, ...] = ()
-        self.breaks = False  # whether a graph of its forward breaks at a recurrent layer
+        self.breaks = False  # whether a graph of its forward breaks at a layer
 
     def check(self, module: nn.Module) -> None:
         """Raise if a parameter was removed, which would lose its reparametrizations."""
@@ -87,9 +87,17 @@ def swap_class(module: nn.Module) -> None:
     """Give `module` the class for the parameters that it carries."""
     attached = attach(module)
     attached.refresh()
-    attached.breaks = any(isinstance(part, nn.RNNBase) for part in module.modules())
+    attached.breaks = any(map(_breaks_graph, module.modules()))
     base = vars(type(module))[_BASE] if is_swapped(module) else type(module)
     module.__class__ = _class_for(base, tuple(sorted(attached.weights)))
+
+
+def _breaks_graph(part: nn.Module) -> bool:
+    """Whether a graph breaks at a part: a recurrent layer, or one with a function of the user's."""
+    attached = attached_to(part)
+    weights = {} if attached is None else attached.weights
+    functions = (step.function for each in weights.values() for step in each.steps)
+    return isinstance(part, nn.RNNBase) or any(each is not None for each in functions)
 
 
 def restore_class(module: nn.Module) -> None:
@@ -176,7 +184,7 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
             return in_progress(self, attached, args, kwargs)
         if may_be_compiled and not attached.breaks:
             return forward_in_graph(run, self, attached.applications, args, kwargs)
-        # With a recurrent layer within, the code around that layer is compiled, and the forward
+        # With a layer within that breaks the graph, the code around it is compiled, and the forward
         # is in force for all of it.
         return uncompiled(in_progress, recursive=not may_be_compiled)(self, attached, args, kwargs)
 
