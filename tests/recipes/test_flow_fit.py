@@ -161,7 +161,7 @@ def test_the_results_are_written_where_others_find_them(capsys, tiny):
     # The test is that of the best weights, and the same whenever it is made.
     assert main(["flow", "evaluate", "--checkpoint", "mine/checkpoints/best.ckpt"]) == 0
     evaluated = capsys.readouterr().out
-    assert f"{results['test_latent']:.2f}" in evaluated
+    assert f"{results['test_latent']:.4f}" in evaluated
 
 
 def test_short_names_are_frozen():

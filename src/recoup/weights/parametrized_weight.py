@@ -57,19 +57,28 @@ class ParametrizedWeight:
         self.path = path
         self.name = name
         self.steps: list[Reparametrization] = []
+        self._has_functions = False
         self.handle = new_handle(self)
         self._decisions = Decisions(_is_random)
 
     def add(self, step: Reparametrization) -> None:
         """Add a reparametrization; they run in their own order, not in that of the calls."""
         self.steps = sorted([*self.steps, step], key=lambda other: other.order)
+        self._has_functions |= step.function is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"key": self.key, "path": self.path, "name": self.name, "steps": self.steps}
+        return {
+            "key": self.key,
+            "path": self.path,
+            "name": self.name,
+            "steps": self.steps,
+            "has_functions": self._has_functions,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["key"], state["path"], state["name"])
         self.steps = state["steps"]
+        self._has_functions = state.get("has_functions", False)
 
     @property
     def applications(self) -> tuple[Application, ...]:
@@ -139,7 +148,7 @@ class ParametrizedWeight:
         weight = self._compute(module, raw, drawn, stub)
         is_run_again = is_same or isinstance(module, nn.RNNCellBase)
         needs_stub = stub is None and not is_run_again and outermost.owner is not module
-        if needs_stub and not _functions_of(drawn):
+        if needs_stub and not (self._has_functions and _functions_of(drawn)):
             stub = _stub_of(weight)
         kept = weight if is_run_again else None
         outermost.computed[self] = _Computed(
@@ -169,7 +178,7 @@ class ParametrizedWeight:
             for each in drawn:
                 weight = each.step.apply_by_operators(weight, operands, each)
             return weight
-        if _functions_of(drawn):
+        if self._has_functions and _functions_of(drawn):
             return _in_region(self.name, raw, operands, drawn)
         if stub is None:
             for each in drawn:
