@@ -14,6 +14,7 @@ from recoup.planning.plan import applied_plans
 from recoup.planning.search import plan
 from recoup.regions.checkpoint import checkpoint
 from recoup.regions.recompute import recompute
+from recoup.regions.recomputed_modules import Recompute, recompute_
 from recoup.regions.recomputing import recomputing
 from recoup.regions.sequential import Sequential
 from recoup.weights import weight_dropout, weight_noise, weight_norm
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GradStore",
+    "Recompute",
     "Sequential",
     "__version__",
     "applied_plans",
@@ -33,6 +35,7 @@ __all__ = [
     "measure",
     "plan",
     "recompute",
+    "recompute_",
     "recomputing",
     "residuals",
     "schedules",

@@ -17,6 +17,7 @@ import recoup
 
 PUBLIC = {
     "GradStore",
+    "Recompute",
     "Sequential",
     "__version__",
     "applied_plans",
@@ -28,6 +29,7 @@ PUBLIC = {
     "measure",
     "plan",
     "recompute",
+    "recompute_",
     "recomputing",
     "residuals",
     "schedules",

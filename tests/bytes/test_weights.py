@@ -92,6 +92,35 @@ def multiplied(module, pattern):
     return recoup.weights.apply(module, lambda w, draw: w * (1 + 0.1 * draw.normal()), pattern)
 
 
+DEVIATIONS = {
+    "tensor": {"learned": "tensor"},
+    "row": {"learned": "row"},
+    "weight": {"learned": "weight"},
+    "relative": {"relative": True},
+    "relative rows": {"learned": "row", "relative": True},
+}
+
+
+@pytest.mark.parametrize("how", DEVIATIONS)
+@pytest.mark.parametrize("name", [*SOME, "conv2d", "encoder layer"])
+def test_noise_with_a_deviation_of_its_own_is_not_held(name, how):
+    def apply(module, pattern):
+        return recoup.weight_noise(module, pattern, 0.1, **DEVIATIONS[how])
+
+    for precision in PRECISIONS:
+        assert beyond_the_law(name, precision, apply) <= 0, precision
+
+
+@pytest.mark.parametrize("prior", [{"prior_std": None}, {"prior_std": 1.0, "prior_mean": 0.5}])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("learned", ["row", "weight", None])
+def test_a_divergence_holds_no_weight_and_no_deviation(learned, normed, prior):
+    layer = recoup.weight_noise(nn.Linear(128, 96), std=0.1, learned=learned)
+    layer = recoup.weight_norm(layer) if normed else layer
+    held = held_after(lambda: recoup.weights.kl_divergence(layer, **prior)).num_bytes
+    assert held <= BYTES_A_WEIGHT + (layer.weight_g.nbytes if normed else 0)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_a_function_makes_of_a_weight_is_not_held(name):
     for precision in PRECISIONS:
@@ -117,6 +146,21 @@ def test_a_weight_norm_keeps_norms_for_any_axis(build, dim):
     held = held_after(lambda: module(x)).num_bytes - plain
     # The fused operator keeps the norms; elsewhere their ratio to the magnitudes is kept, too.
     assert held <= (1 if dim in (0, 3) else 2) * module.weight_g.nbytes
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("how", ["dropout", "noise", "both"])
+def test_rows_of_a_large_embedding(how, is_sparse):
+    """Not a byte more is held than of a plain lookup, and no table is made on the way."""
+    module, ids = nn.Embedding(5000, 64, sparse=is_sparse), torch.tensor([[7, 4999], [7, 30]])
+    plain = held_after(lambda: module(ids)).num_bytes
+    plain_step = step_of(module, [ids], with_gradients=False)
+    for each in ("noise", "dropout") if how == "both" else (how,):
+        OURS[each](module, "weight")
+    assert held_after(lambda: module(ids)).num_bytes == plain
+    step = step_of(module, [ids], with_gradients=False)
+    for peak, plain_peak in zip(step[::2], plain_step[::2], strict=True):
+        assert peak - plain_peak < 32 * ids.numel() * 64  # of a table, 1.3 MB
 
 
 class Ten(nn.Module):

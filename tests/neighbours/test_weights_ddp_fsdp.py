@@ -8,7 +8,8 @@ from tests.neighbours.workers import both, found_by, furthest
 
 pytestmark = pytest.mark.slow
 
-WAYS = ["dropout", "noise", "rows", "stacked"]
+WAYS = ["dropout", "noise", "rows", "stacked", "learned"]
+ADDING = ("stacked", "learned")
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +27,15 @@ def test_the_same_noise_on_every_rank(found, way, call):
 @pytest.mark.parametrize("call", ["plainly", "torch", "reentrant", "ours"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seed_for_each_step(found, way, call):
-    assert furthest(found, f"ddp {way} {call} same_draw") < 1e-6
+    # Rounding in float32: a reentrant checkpoint sums in another order.
+    assert furthest(found, f"ddp {way} {call} same_draw") < 3e-6
 
 
 @pytest.mark.parametrize("when", ["before", "after", "inside"])
 @pytest.mark.parametrize("way", WAYS)
 def test_applied_before_and_after_it_is_wrapped(found, way, when):
-    if way == "stacked" and when != "before":
-        pytest.skip("a norm adds parameters, which the wrapper has to know")
+    if way in ADDING and when != "before":
+        pytest.skip("it adds parameters, which the wrapper has to know")
     assert furthest(found, f"ddp {way} {when}") < 1e-6
 
 
@@ -47,9 +49,23 @@ def test_micro_batches(found):
     assert furthest(found, "ddp accumulates") < 1e-6
 
 
-def test_a_norm_after_wrapping(found):
-    for said in both(found, "ddp late norm"):
+@pytest.mark.parametrize("added", ["weight_g", "weight_std"])
+def test_what_adds_parameters_after_wrapping(found, added):
+    for said in both(found, f"ddp late {added}"):
         assert said == "reduced" or "DistributedDataParallel" in said
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_twin_of_a_model_that_is_wrapped(found, when):
+    assert both(found, f"ddp twin {when}") == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("when", "message"), [("before", "mixed torch.Tensor and DTensor"), ("after", "is sharded by")]
+)
+def test_a_twin_of_a_model_that_is_sharded(found, when, message):
+    for said in both(found, f"fsdp twin {when}"):
+        assert message in said
 
 
 @pytest.mark.parametrize("draw", ["manual_seed", "same_draw"])
@@ -73,10 +89,11 @@ def test_applied_after_sharding(found, way, how):
 
 
 @pytest.mark.parametrize("how", ["layers", "root"])
-def test_a_norm_after_sharding(found, how):
-    for value in both(found, f"fsdp stacked {how} late"):
+@pytest.mark.parametrize("way", ADDING)
+def test_what_adds_parameters_after_sharding(found, way, how):
+    for value in both(found, f"fsdp {way} {how} late"):
         assert isinstance(value, str)
-        assert "linear.weight" in value
+        assert "weight" in value
         assert "before" in value
 
 

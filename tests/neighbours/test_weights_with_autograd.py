@@ -509,6 +509,34 @@ def test_a_function_that_saves_the_weight(function, way):
     case.same(act)
 
 
+class ThroughRecompute(Through):
+    def forward(self, x):
+        return recoup.recompute(self.function.apply)(x, self.weight)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_an_own_function_in_recompute(way):
+    """The weight that it saves is not kept, which it is otherwise."""
+    case = Case("linear", way)
+    case.module = ThroughRecompute(Product).double()
+    OURS[way](case.module, "weight")
+
+    def act(run, parameters, x):
+        loss_of_all(run(x)).backward()
+        return gradients(parameters, x)
+
+    case.same(act)
+    held = []
+    for kind in (Through, ThroughRecompute):
+        layer = kind(Product)
+        layer.weight = nn.Parameter(torch.randn(64, 64))
+        OURS[way](layer, "weight")
+        x = torch.randn(2, 64)
+        held.append(recoup.measure(lambda layer=layer, x=x: layer(x).square().sum()).held_bytes)
+    assert held[0] >= 64 * 64 * 4
+    assert held[1] < 64 * 64
+
+
 @pytest.mark.parametrize("function", [Product, Remembers])
 def test_a_function_that_saves_a_value(function):
     x = torch.randn(3, 5, requires_grad=True)

@@ -86,7 +86,11 @@ WAYS: dict[str, Callable[..., Any]] = {
         m, prefix + r"words\.weight", p=0.5, axes=(1,)
     ),
     "stacked": stacked,
+    "learned": lambda m, prefix="": recoup.weight_noise(
+        m, prefix + PATTERN, std=0.1, learned="row", relative=True
+    ),
 }
+ADDING = ("stacked", "learned")  # parameters, which a wrapper has to know
 
 
 def build(way: str | None = None, *, recurrent: bool = False) -> Model:
@@ -250,18 +254,40 @@ def ddp_accumulates(rank: int) -> float:
     return worst
 
 
-def ddp_of_a_norm_that_comes_late(rank: int) -> str:
+def ddp_of_what_comes_late(added: str, rank: int) -> str:
     """A parameter that the wrapper does not know would not be reduced."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)))
     try:
-        recoup.weight_norm(model, r"module\.0\.weight")
+        if added == "weight_g":
+            recoup.weight_norm(model, r"module\.0\.weight")
+        else:
+            recoup.weight_noise(model, r"module\.0\.weight", learned="row")
     except ValueError as error:
         return str(error)
     model(torch.randn(4, 8) + rank).square().sum().backward()
-    mine = model.module[0].weight_g.grad
+    mine = model.module[0].get_parameter(added).grad
     both = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(both, mine)
     return "reduced" if torch.equal(*both) else "silently not reduced"
+
+
+def ddp_with_a_twin(when: str, rank: int) -> bool:
+    """Whether the twin is the model in evaluation, after each step of the wrapped model."""
+    inner = build("stacked", recurrent=True)
+    twin = recoup.weights.twin(inner) if when == "before" else None
+    model = DistributedDataParallel(inner)
+    twin = twin or recoup.weights.twin(model.module)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    is_equal = True
+    for step in range(STEPS):
+        ids, target = batch(step)
+        optimizer.zero_grad()
+        loss_of(model, ids[rank::2], target[rank::2]).backward()
+        optimizer.step()
+        got = twin(ids)
+        is_equal &= torch.equal(got, model.eval()(ids)) and not twin.training
+        model.train()
+    return is_equal
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
@@ -323,13 +349,28 @@ def fsdp_trains(rank: int, mesh: Any) -> float:
     return difference([got], [dict(single.named_parameters())])
 
 
+def fsdp_with_a_twin(when: str, rank: int, mesh: Any) -> str:
+    """What is said where a model is sharded, and its twin cannot be."""
+    model = build("dropout")
+    try:
+        if when == "before":
+            twin = recoup.weights.twin(model)
+            sharded(model, "layers", mesh)
+        else:
+            twin = recoup.weights.twin(sharded(model, "layers", mesh))
+        twin(batch(0)[0])
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
 def cases(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {}
     for way in WAYS:
         for when in ("before", "after", "inside"):
-            if way == "stacked" and when != "before":
-                continue  # its norm adds parameters
+            if way in ADDING and when != "before":
+                continue
             found[f"ddp {way} {when}"] = said(ddp, way, when, "manual_seed", "plainly", rank)
         for call in CALLS:
             for draw in DRAWS:
@@ -339,7 +380,11 @@ def cases(rank: int) -> dict[str, Any]:
     found["ddp noises apart"] = apart
     found["ddp generators differ"] = ddp_generators_that_differ(rank)
     found["ddp accumulates"] = ddp_accumulates(rank)
-    found["ddp late norm"] = ddp_of_a_norm_that_comes_late(rank)
+    for added in ("weight_g", "weight_std"):
+        found[f"ddp late {added}"] = ddp_of_what_comes_late(added, rank)
+    for when in ("before", "after"):
+        found[f"ddp twin {when}"] = ddp_with_a_twin(when, rank)
+        found[f"fsdp twin {when}"] = fsdp_with_a_twin(when, rank, mesh)
     for way in WAYS:
         for how in ("layers", "root"):
             for draw in DRAWS:

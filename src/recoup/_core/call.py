@@ -8,6 +8,8 @@ Rule 2. The first run gets the caller's own objects, and the caller gets the obj
         returned. A later run gets other tensors in their places, and copies from before the first
         run of objects that it changed (See NOTE [ The arguments of a second run ]).
 Rule 3. A later run returns the tensors that this stage passes to the next one.
+Rule 4. A tensor that is among the arguments twice is one tensor in a later run too, since code may
+        ask (an attention does, whether its query is its key).
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from recoup._core.lazy_values import HasTensor, keep
 from recoup._core.pytree import flatten, flatten_arguments, flatten_containers
 from recoup._core.saved_tensors import pair_in_force
 from recoup._core.snapshots import Snapshot, is_left_alone
-from recoup._core.stage import State
+from recoup._core.stage import State, with_views
 from recoup.errors import ReplayError
 from recoup.schedules import constant
 
-__all__ = ["Call", "recomputing_executor", "run_again"]
+__all__ = ["Call", "recomputing_executor", "run_again", "run_to_value"]
 
 
 class Call:
@@ -51,6 +53,7 @@ class Call:
         "_kwargs",
         "_linked",
         "_outside",
+        "_places",
         "_snapshots",
         "_tensors",
         "_tree",
@@ -81,6 +84,7 @@ class Call:
         self.has_run = False
         self._linked: Sequence[int] | None = None
         self._outside: list[tuple[int, HasTensor, bool]] = []
+        self._places: list[int] | None = None  # where each tensor is first, if one is there twice
         self._snapshots: dict[int, Snapshot] = {}
         self.picks: Sequence[int] | None = None
         self.output: Any = None
@@ -118,10 +122,7 @@ class Call:
             # A parameter would be mistaken for the module's own (NOTE [ Regions and slots ]).
             if any(isinstance(value, nn.Parameter) for value in self._tensors):
                 self._is_as_given = False
-                self._tensors = tuple(
-                    value.view_as(value) if isinstance(value, nn.Parameter) else value
-                    for value in self._tensors
-                )
+                self._tensors = with_views(self._tensors)
         return tuple(self._tensors[place] for place in places)
 
     def take_output(self, state: State) -> Any:
@@ -138,6 +139,8 @@ class Call:
         if not self.has_run:
             return self._first(state), None
         tensors = state if self._linked is None else self._with_outside(state)
+        if self._places is not None:  # See Rule 4
+            tensors = tuple([tensors[place] for place in self._places])
         tree = self._tree
         if self._snapshots:
             tree = tree.mapped(self._as_it_was)
@@ -170,6 +173,9 @@ class Call:
             for place, value in zip(self._linked, state, strict=True):
                 placed[place] = value
             tensors = tuple(placed)
+        if len(set(map(id, tensors))) < len(tensors):
+            ids = list(map(id, tensors))
+            self._places = list(map(ids.index, ids))
         args, kwargs = self._args, self._kwargs
         self._args, self._kwargs = (), {}
         if not self._tree.is_flat:
@@ -214,6 +220,12 @@ def run_again(call: Call, *, stops: bool = True) -> Any:
         stops: whether the second run may end with the last residual.
     """
     state, _ = recomputing_executor(stops).execute((call,), call.state)
+    return call.take_output(state)
+
+
+def run_to_value(call: Call) -> Any:
+    """Run `call` as `run_again` does, without keeping its result either."""
+    state, _ = recomputing_executor(stops=True).execute_to_values((call,), call.state)
     return call.take_output(state)
 
 

@@ -17,6 +17,9 @@ Rule 6. Stages that the schedule always treats alike run as one stage: a segment
         region, and its states are not handed over one by one.
 Rule 7. A single stage that is recomputed (a checkpointed call) needs no walk through its schedule,
         which is to keep its input, run, load the input, and tape.
+Rule 8. A value that a stage returns and that is not kept could be made again by that stage alone.
+        Where the schedule keeps it as a state, the tensor itself is kept: that stage cannot be run
+        again in the middle of loading a state.
 """
 
 from __future__ import annotations
@@ -240,7 +243,10 @@ class Run:
             pair = moved_to_host(pair)
         name = f"The input of {self._forward.stages[index].name}"
         self._storages.update(map(storage_address, state))
-        self._forward.kept[index] = tuple([keep(value, name, pair) for value in state])
+        if index == 0:
+            self._forward.kept[0] = tuple([keep(value, name, pair) for value in state])
+        else:  # See Rule 8
+            self._forward.kept[index] = tuple([Kept(value, name, pair) for value in state])
 
     def _spared(self, state: State) -> State:
         """Return `state`, or a copy if a stage that changes it in place would change a kept one."""

@@ -50,9 +50,18 @@ from recoup._core.saved_tensors import (
     version_of,
 )
 from recoup._core.storage_tracking import storage_id
-from recoup.errors import ChangedError, ReplayError
+from recoup.errors import ChangedError, RecoupError, ReplayError
 
-__all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "read_anew"]
+__all__ = [
+    "HasTensor",
+    "Source",
+    "Value",
+    "as_value",
+    "hooks_around",
+    "keep",
+    "marked",
+    "read_anew",
+]
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _plainly = torch._C.DisableTorchFunctionSubclass
@@ -64,6 +73,9 @@ class Source:
     Args:
         name: the name of the value in error messages.
         lock: held while the value is made; sources that are made together share one.
+
+    Attributes:
+        stands_for: what code may want that changes the value without a graph, which is an error.
     """
 
     __slots__ = (
@@ -77,6 +89,7 @@ class Source:
         "_waiting",
         "_witness",
         "name",
+        "stands_for",
     )
 
     way: ClassVar[Way] = "recompute"
@@ -91,6 +104,7 @@ class Source:
         self._version = 0
         self._dtype: torch.dtype | None = None
         self._is_exposed = False
+        self.stands_for = ""
 
     def make(self) -> None:
         """Make the value again and `give` it."""
@@ -221,7 +235,10 @@ class Value(Tensor):
         with _plainly():
             if func in _EXPOSES:
                 _expose(args)
-            if func in _LOOKS or not torch.is_grad_enabled() or _is_beyond_us():
+            changed: Any = kwargs.get("out", args[0] if args else None)
+            if type(changed) is cls and changed._recoup_source.stands_for:
+                _check_change(func, changed, kwargs)
+            if func in _LOOKS or not torch.is_grad_enabled() or is_transformed():
                 return func(*args, **kwargs)
             return _run(func, args, kwargs)
 
@@ -239,9 +256,10 @@ _LOOKS: frozenset[Any] = frozenset(
      Tensor.is_complex, Tensor.nelement, Tensor.element_size, Tensor.__len__, Tensor.__hash__,
      Tensor.__repr__, Tensor.register_hook, Tensor.backward, torch.autograd.backward,
      torch.autograd.grad, Tensor.as_subclass}  # fmt: skip
+_DATA: Any = getattr(Tensor, "data").__get__  # noqa: B009
 # Through these a value may change without a new version: it is kept from then on.
 _EXPOSING: list[Any] = [
-    getattr(Tensor, "data").__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,  # noqa: B009
+    _DATA, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,
     Tensor.untyped_storage, Tensor.storage, torch.unsafe_chunk, Tensor.unsafe_chunk,
     torch.unsafe_split, Tensor.unsafe_split, torch.unsafe_split_with_sizes,
     Tensor.unsafe_split_with_sizes,
@@ -252,21 +270,16 @@ _COPIES: frozenset[Any] = frozenset(
 )
 
 
-def _is_beyond_us() -> bool:
-    """Whether hooks do not work here, so that a value is kept as any tensor is."""
-    return torch.compiler.is_compiling() or is_transformed()
-
-
 def as_value(tensor: Tensor, source: Source) -> Tensor:
     """Return `tensor` marked as a value: it is not kept, since `source` can make it again."""
     source._watch(tensor)
-    return _marked(tensor, source)
+    return marked(tensor, source, hooks_around())
 
 
 def read_anew(tensor: Tensor) -> Tensor:
     """Return `tensor`; if it is a value, operators under the current hooks do not keep it."""
     if isinstance(tensor, Value):
-        tensor._recoup_within = _hooks_around()
+        tensor._recoup_within = hooks_around()
     return tensor
 
 
@@ -280,14 +293,15 @@ class HasTensor(Packed, Protocol):
 
 def keep(tensor: Tensor, name: str, pair: Pair | None) -> HasTensor:
     """Return a slot of the source if `tensor` is a value, else the tensor kept (See Rule 6)."""
-    if isinstance(tensor, Value) and _is_here(tensor._recoup_within, _hooks_around()):
+    if isinstance(tensor, Value) and _is_here(tensor._recoup_within, hooks_around()):
         source = tensor._recoup_source
         if source._owns(tensor):
             return source._slot(tensor, None)
     return Kept(tensor, name, pair)
 
 
-def _hooks_around() -> object:
+def hooks_around() -> object:
+    """Return what stands for the saved-tensor hooks in force (See Rule 6)."""
     pair = pair_in_force()
     return None if pair is None else pair[0]
 
@@ -297,16 +311,26 @@ def _is_here(within: object, around: object) -> bool:
     return around is None or around is within
 
 
-def _marked(tensor: Tensor, source: Source) -> Tensor:
-    return _marked_within(tensor, source, _hooks_around())
-
-
-def _marked_within(tensor: Tensor, source: Source, within: object) -> Tensor:
+def marked(tensor: Tensor, source: Source, within: object) -> Tensor:
+    """Return `tensor`, read under the hooks `within`, marked as the value of `source`."""
     tensor.__class__ = Value  # not an alias, which would add a node to the graph
     value = cast("Value", tensor)
     value._recoup_source = source
     value._recoup_within = within
     return value
+
+
+def _check_change(func: Callable[..., Any], changed: Value, kwargs: dict[str, Any]) -> None:
+    """Raise if an operator changes, without a graph, a value that stands for another tensor."""
+    name, source = func.__name__, changed._recoup_source
+    changes = "out" in kwargs or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")
+    is_data = func == _DATA
+    if is_data or (changes and not (torch.is_grad_enabled() and changed.requires_grad)):
+        raise RecoupError(
+            f"{source.name} was read as this step uses it, and `{'data' if is_data else name}` "
+            f"would change that tensor alone. To change {source.stands_for}, read it within "
+            "`torch.no_grad()`, or by `get_parameter`."
+        )
 
 
 def _expose(args: tuple[Any, ...]) -> None:
@@ -380,7 +404,7 @@ class _Seam:
             if type(result) is Tensor and result.layout is torch.strided:
                 source, within = self._sources.get(storage_id(result), (None, None))
                 if source is not None and source._owns(result):
-                    return _marked_within(result, source, within)
+                    return marked(result, source, within)
         elif type(result) in (tuple, list):
             return type(result)(self.marked(item) for item in result)
         return result

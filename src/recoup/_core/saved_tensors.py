@@ -213,17 +213,13 @@ untransformed = torch._C._DisableFuncTorch
 
 
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs do not know it
-_transform_in_force: Callable[[], object | None] = _functorch.peek_interpreter_stack
-
-
-def is_transformed() -> bool:
-    """Whether this runs inside a transform of torch.func, where hooks do not work."""
-    return _transform_in_force() is not None
+# Returns the innermost transform of torch.func, in which hooks do not work; None outside of any.
+is_transformed: Callable[[], object] = _functorch.peek_interpreter_stack
 
 
 def check_hooks_work() -> None:
     """Raise inside a transform of torch.func."""
-    if _transform_in_force() is not None:
+    if is_transformed():
         raise RecoupError(
             "torch.func transforms (grad, vmap, jacrev) do not support saved tensor hooks, which "
             'recompute, checkpoint and every memory mode but "linear" need. Within a transform, '

@@ -22,6 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -175,13 +176,16 @@ class _Evaluation:
         return values[0] if self.tree is None else self.tree.unflatten(values)
 
 
-_checked: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+_content: Callable[[types.CellType], object] = attrgetter("cell_contents")
+_checked: set[tuple[types.CodeType | None, ...]] = set()
 
 
 def _check_reads(then: Callable[[Any], Any], name: str) -> None:
     """Raise if `then` reads a tensor that may be another one in the inverse; once for its code."""
-    code = getattr(then, "__code__", None)  # of a method, too
-    if code is None or code in _checked:
+    # A coupling wraps the function of a subclass, whose code counts, too.
+    cells = getattr(then, "__closure__", None) or ()
+    codes = tuple([getattr(fn, "__code__", None) for fn in (then, *map(_content, cells))])
+    if codes in _checked:
         return
     guard = ClosureGuard(then)
     own = {id(each) for module in guard.modules for each in _tensors_of(module)}
@@ -192,7 +196,7 @@ def _check_reads(then: Callable[[Any], Any], name: str) -> None:
                 "beside its argument, which may be another one in the inverse. Let it read "
                 "parameters and buffers of the module only, and do the rest after `evaluate`."
             )
-    _checked.add(code)
+    _checked.add(codes)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:

@@ -43,7 +43,7 @@ from recoup._core.saved_tensors import (
 from recoup._core.shared_evaluation import Evaluations
 from recoup.errors import ChangedError, ReplayError
 
-__all__ = ["Stage", "StageRun", "State", "is_marked_in_place"]
+__all__ = ["Stage", "StageRun", "State", "is_marked_in_place", "with_views"]
 
 State = tuple[Tensor, ...]
 
@@ -133,9 +133,7 @@ class StageRun:
         for value in state:
             # It would be mistaken for one of the stage's own.
             if type(value) is not Tensor and isinstance(value, nn.Parameter):
-                state = tuple(
-                    one.view_as(one) if isinstance(one, nn.Parameter) else one for one in state
-                )
+                state = with_views(state)
                 break
         first_run = self._replay.first_run()
         first = self._replay.first()
@@ -299,3 +297,9 @@ def is_marked_in_place(stage: Stage) -> bool:
     """Whether the module of `stage` says that it changes its input in place (See Rule 2)."""
     code = stage.code.codes[0] if isinstance(stage.code, CalledCode) else stage.code
     return isinstance(code, nn.Module) and is_in_place(code)
+
+
+def with_views(state: State) -> State:
+    """Return `state` with views of its parameters: one of each, wherever it is in the state."""
+    views = {id(each): each.view_as(each) for each in state if isinstance(each, nn.Parameter)}
+    return tuple([views.get(id(each), each) for each in state])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
-from recoup._core.call import Call, recomputing_executor
+from recoup._core.call import Call, run_to_value
+from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup.regions.checkpoint import name_of
 
-__all__ = ["recompute"]
+__all__ = ["call_recomputed", "is_plain", "recompute"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,11 +58,33 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(fn_or_module, updated=())
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.is_grad_enabled():
+        if is_plain():
             return fn_or_module(*args, **kwargs)
-        name = f"the checkpointed call of {name_of(fn_or_module)}"
-        made = Call(name, fn_or_module, args, kwargs)
-        state, _ = recomputing_executor(stops=True).execute_to_values((made,), made.state)
-        return made.take_output(state)
+        return (uncompiled(call_recomputed) if is_watched() else call_recomputed)(
+            fn_or_module, args, kwargs
+        )
 
     return call
+
+
+def is_plain() -> bool:
+    """Whether nothing is kept anyway, or the code that runs is written down as a graph."""
+    return not torch.is_grad_enabled() or is_traced()
+
+
+def call_recomputed(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: nn.Module | None = None,
+) -> Any:
+    """Call `fn`, and keep nothing of its output.
+
+    Args:
+        fn: the function or module.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
+    """
+    name = f"the checkpointed call of {name_of(fn if module is None else module)}"
+    return run_to_value(Call(name, fn, args, kwargs, module))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode
-from recoup._core.lazy_values import _marked, read_anew
+from recoup._core.lazy_values import hooks_around, marked, read_anew
 from recoup._core.operators import OperatorTraits, has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Pair
@@ -163,7 +163,7 @@ class OpRecorder(DispatchMode):
             if tensor is None or storage is None or (tensor.is_leaf and tensor.requires_grad):
                 continue  # a leaf that requires grad is a parameter
             if type(tensor) is Tensor:
-                _marked(tensor, block.source(storage, tensor))
+                marked(tensor, block.source(storage, tensor), hooks_around())
             else:
                 read_anew(tensor)  # a value already, of a source within the block
 

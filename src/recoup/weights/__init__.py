@@ -1,17 +1,23 @@
 """Reparametrized weights: dropout, noise and norm on any parameter of any module.
 
 `weight_dropout`, `weight_noise` and `weight_norm` apply a reparametrization, of which only a seed
-is kept where it is random. The other functions list and remove them, and control their draws.
+is kept where it is random. The other functions list and remove them, control their draws, and keep
+an optimizer from moving what was dropped; `to_plain_names` and `from_plain_names` convert the files
+of other libraries.
 """
 
 from __future__ import annotations
 
 from recoup.weights.application import applied, remove, update
 from recoup.weights.contexts import disabled, enabled, same_draw, step
+from recoup.weights.conversion import from_plain_names, to_plain_names
+from recoup.weights.divergence import kl_divergence
 from recoup.weights.dropout import weight_dropout
+from recoup.weights.freezing import freeze_dropped
 from recoup.weights.function import Draw, apply
 from recoup.weights.noise import weight_noise
 from recoup.weights.norm import weight_norm
+from recoup.weights.twins import twin
 
 __all__ = [
     "Draw",
@@ -19,9 +25,14 @@ __all__ = [
     "apply",
     "disabled",
     "enabled",
+    "freeze_dropped",
+    "from_plain_names",
+    "kl_divergence",
     "remove",
     "same_draw",
     "step",
+    "to_plain_names",
+    "twin",
     "update",
     "weight_dropout",
     "weight_noise",

@@ -7,31 +7,41 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import nn
 
 from recoup.weights.checking import check, check_types, has_forward
+from recoup.weights.clock import Clock, Counter
 from recoup.weights.compiled import register_operators
 from recoup.weights.matching import Named, Where, check_is_module, matching, named, suited
 from recoup.weights.parametrized_module import attach, attached_to, restore_class, swap_class
 from recoup.weights.parametrized_weight import ParametrizedWeight
 from recoup.weights.reparametrization import Magnitude, Reparametrization
+from recoup.weights.ties import check_tied, other_use, remember, share_parameters
 
 __all__ = [
     "Applied",
     "AppliedList",
     "applied",
     "apply_to",
+    "keep_only",
     "parametrized_weights",
     "remove",
+    "reparametrized",
     "update",
 ]
 
 
-def apply_to(module: nn.Module, where: Where, make: Callable[[], Reparametrization]) -> nn.Module:
+def apply_to(
+    module: nn.Module, where: Where, make: Callable[[], Reparametrization], *, tied: str = "own"
+) -> nn.Module:
     """Apply a reparametrization from `make` to each parameter of `module` that `where` chooses.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed. With ``tied="same"``, uses of one parameter
+    get one reparametrization (see `ties`).
     """
+    is_shared = check_tied(tied)
     found, left_out = suited(module, where)
     register_operators()
     steps: list[Reparametrization] = []
+    others: set[Reparametrization] = set()  # that uses have which are not of this call
+    by_parameter: dict[int, Reparametrization] = {}
     for each in found:
         step = make()
         if not steps:
@@ -39,20 +49,38 @@ def apply_to(module: nn.Module, where: Where, make: Callable[[], Reparametrizati
             step.application.left_out = left_out
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
+        if is_shared:
+            of_this_call = by_parameter.setdefault(id(each.parameter), step)
+            other = other_use(step, each)
+            others.update(() if other is None else (other,))
+            step = other or of_this_call
         steps.append(step)
     covering = _covering(module, {id(each.owner) for each in found})
-    for step, (name, owner, key, _) in zip(steps, found, strict=True):
+    begun = set(others)
+    for step, each in zip(steps, found, strict=True):
+        name, owner, key, _ = each
         weights = attach(owner).weights
         if key not in weights:
             name_in_errors = f"`{name}` of {type(module).__name__}"
             weights[key] = ParametrizedWeight(key, name, name_in_errors)
         weights[key].add(step)
-        step.applied_to(owner, key)
+        if step in begun:
+            share_parameters(step, each)
+        else:
+            begun.add(step)
+            step.applied_to(owner, key)
+            if is_shared:
+                remember(step, each)
         swap_class(owner)
+    for application in dict.fromkeys(step.application for step in steps):
+        is_of_this_call = any(step.application is application for step in begun - others)
+        for part in covering:
+            attached = attach(part)
+            if application not in attached.covered:
+                attached.covered.append(application)
+            if part is module and is_of_this_call:
+                attached.roots.append(application)
     for part in covering:
-        attach(part).covered.append(steps[0].application)
-        if part is module:
-            attach(part).roots.append(steps[0].application)
         swap_class(part)
     return module
 
@@ -86,7 +114,10 @@ class Applied:
 
     @property
     def step(self) -> int:
-        """The number of forwards in training so far: the argument of a schedule `p` or `std`."""
+        """The step of a clock, or the number of forwards in training: what a schedule is given.
+
+        It can be set where there is no clock.
+        """
         return self.reparametrization.application.step
 
     @step.setter
@@ -121,8 +152,8 @@ def applied(module: nn.Module) -> AppliedList:
 
     Returns:
         An entry for each reparametrization of each use of a parameter. Set its `step` when training
-        is resumed, so that a schedule continues. The list names in `left_out` what a pattern
-        matched that has no floating-point numbers or is frozen.
+        is resumed, so that a schedule continues, unless a clock does that. The list names in
+        `left_out` what a pattern matched that has no floating-point numbers or is frozen.
 
     Example:
         >>> import recoup, torch
@@ -162,49 +193,66 @@ def update(
     *,
     p: Magnitude | None = None,
     std: Magnitude | None = None,
+    clock: Clock | None = None,
 ) -> nn.Module:
-    """Change the rate of weight dropout, or the deviation of weight noise, from the next draw on.
+    """Change the rate of weight dropout, the deviation of weight noise, or the clock of schedules.
 
     Args:
         module: a module, or a tree of modules.
         where: chooses parameters, as `pattern` of `weight_dropout` does.
         p: the new probability of weight dropout; None leaves it.
-        std: the new standard deviation of weight noise; None leaves it.
+        std: the new standard deviation of weight noise; None leaves it. Where the deviation is
+            learned, the number is copied to the parameter.
+        clock: what tells the step of schedules from the next draw on, as for `weight_noise`; None
+            leaves it. All weights of a call of `weight_dropout` or `weight_noise` have one clock.
 
     Returns:
         `module` itself.
 
     Raises:
-        ValueError: when neither `p` nor `std` is given, one is out of its range, or no parameter
-            that is chosen has such a reparametrization; then nothing is changed.
+        ValueError: when nothing is given, something is out of its range, or no parameter that is
+            chosen has such a reparametrization; then nothing is changed.
 
     Example:
         >>> import recoup, torch
         >>> layer = recoup.weight_dropout(torch.nn.Linear(4, 4), p=0.5)
         >>> recoup.weights.applied(recoup.weights.update(layer, p=0.3))
         [weight: weight_dropout(p=0.3)]
+        >>> optimizer = torch.optim.Adam(layer.parameters())
+        >>> layer = recoup.weights.update(layer, p=lambda step: step / 100, clock=optimizer)
+        >>> optimizer.step()
+        >>> recoup.weights.applied(layer)[0].step
+        1
     """
     changes = {name: value for name, value in (("p", p), ("std", std)) if value is not None}
-    if not changes:
-        raise ValueError("Neither `p` nor `std` is given, so nothing would change. Give one.")
-    weights = [weight for _, weight in _reparametrized(module, where, "where")]
-    steps = [step for weight in weights for step in weight.steps]
-    for name, value in changes.items():
-        found = [step for step in steps if step.argument == name]
+    if not changes and clock is None:
+        raise ValueError("None of `p`, `std` and `clock` is given, so nothing would change.")
+    uses = [
+        (each, step)
+        for each, weight in reparametrized(module, where, "where")
+        for step in weight.steps
+        if step.argument
+    ]
+    for name in (*changes, *(("clock",) if clock is not None else ())):
+        found = [step for _, step in uses if name in (step.argument, "clock")]
         if not found:
             raise ValueError(
                 f"`{name}` is given, and no parameter that `where` {where!r} chooses has such a "
                 "reparametrization. See recoup.weights.applied(module)."
             )
-        for step in found:
-            step.check_magnitude(value)
-    for step in steps:
+        for step in found if name in changes else ():
+            step.check_magnitude(changes[name])
+    if clock is not None:
+        counter = Counter(clock)
+        for _, step in uses:
+            step.application.follow(counter)
+    for (_, owner, key, _), step in uses:
         if step.argument in changes:
-            setattr(step, step.argument, changes[step.argument])
+            step.set_magnitude(owner, key, changes[step.argument])
     return module
 
 
-def _reparametrized(
+def reparametrized(
     module: nn.Module, where: Where, argument: str
 ) -> list[tuple[Named, ParametrizedWeight]]:
     """Return the reparametrized weights that `where` chooses, or raise if there are none."""
@@ -243,7 +291,7 @@ def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
         >>> recoup.weights.applied(recoup.weights.remove(layer))
         []
     """
-    found = [(each.owner, each.key) for each, _ in _reparametrized(module, pattern, "pattern")]
+    found = [(each.owner, each.key) for each, _ in reparametrized(module, pattern, "pattern")]
     _check_untied(module, found)
     for owner, key in found:
         weight = attach(owner).weights.pop(key)
@@ -264,6 +312,19 @@ def _check_untied(module: nn.Module, found: list[tuple[nn.Module, str]]) -> None
                 f"`{uses[0]}` and `{uses[1]}` are one parameter, so the normalized weight cannot "
                 "be written into it: that would change the other use. Untie them first."
             )
+
+
+def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -> None:
+    """Take reparametrizations off the weights of `module`, and leave its parameters as they are."""
+    for owner in module.modules():
+        attached = attached_to(owner)
+        weights = {} if attached is None else attached.weights
+        for key, weight in [*weights.items()]:
+            weight.steps = [step for step in weight.steps if is_kept(step)]
+            if not weight.steps:
+                del weights[key]
+    for owner in module.modules():
+        _tidy(owner)
 
 
 def _tidy(module: nn.Module) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
+from recoup._core.stand_ins import check_has_own_forward
 from recoup.weights.matching import DTYPES, Named
 from recoup.weights.parametrized_module import attached_to
 from recoup.weights.reparametrization import Reparametrization
 
-__all__ = ["check", "check_types", "has_forward"]
+__all__ = ["check", "check_types", "has_forward", "note_sharing"]
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -22,11 +23,21 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and "forward" not in vars(module)
 
 
+_sharing: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]
+_sharing = weakref.WeakKeyDictionary()  # the modules that have the same parameters, by each of them
+
+
+def note_sharing(module: nn.Module, other: nn.Module) -> None:
+    """Note that two modules have their dictionaries of parameters in common."""
+    _sharing.setdefault(module, weakref.WeakSet()).add(other)
+    _sharing.setdefault(other, weakref.WeakSet()).add(module)
+
+
 def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
     """Raise if `step` cannot be applied to a parameter of the tree `module`."""
     _check_parameter(step, each)
     for part in (module, each.owner):
-        _check_class(part)
+        check_has_own_forward(part)
     if isinstance(module, NonDynamicallyQuantizableLinear):
         raise ValueError(
             "`module` is the projection of a MultiheadAttention, which reads its weight and never "
@@ -36,6 +47,11 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
         raise ValueError(
             f"{step.kind} adds a parameter to `{each.name}`, which DistributedDataParallel would "
             "not reduce. Apply it before you wrap the model."
+        )
+    if step.adds_parameters and _sharing.get(each.owner):
+        raise ValueError(
+            f"{step.kind} adds a parameter to `{each.name}`, which a twin of the model "
+            "(recoup.weights.twin) would not use. Apply it before you make the twin."
         )
     hooks = cast("dict[int, Any]", each.owner._forward_pre_hooks)
     for hook in hooks.values():
@@ -71,18 +87,4 @@ def _check_parameter(step: Reparametrization, each: Named) -> None:
         raise ValueError(
             f"`{each.name}` is an uninitialized parameter without a shape. Run a batch through its "
             f"{type(each.owner).__name__} first."
-        )
-
-
-def _check_class(module: nn.Module) -> None:
-    if "forward" in vars(module):
-        raise ValueError(
-            f"`module` has a {type(module).__name__} whose `forward` was replaced on the instance "
-            "(a compiled or hooked module), so recoup cannot extend it. Apply this before "
-            "`forward` is replaced."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(
-            "`module` contains a ScriptModule, which recoup cannot extend. Apply this before "
-            "scripting."
         )

@@ -14,7 +14,8 @@ Rule 5. The coverage of a read is known when it is traced: an application is cov
         of it is traced, too. A norm that is not covered depends on the contexts in force around the
         graph, so the graph breaks there.
 Rule 6. Operators are registered when something is first applied, not on import.
-Rule 7. The graph breaks where a weight is computed by a function of the user's.
+Rule 7. The graph breaks where a weight is computed by a function of the user's, or where its noise
+        has a deviation that is a parameter: the operators take a weight and seeds.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def read_in_graph(parametrized: Reparametrized, module: nn.Module, raw: Tensor) 
             innermost = max(innermost, around)
         elif not step.is_random:
             return uncompiled(_read_uncompiled)(parametrized, module, raw)  # See Rule 5
-        if step.function is not None:
+        if step.breaks_graph:
             return uncompiled(_read_uncompiled)(parametrized, module, raw)  # See Rule 7
     if innermost < 0:
         return _made(parametrized, module, raw, covered)

@@ -42,8 +42,10 @@ def step(module: nn.Module) -> Generator[None, None, None]:
     # Each application once, in order.
     weights = parametrized_weights(module)
     found = dict.fromkeys(each for weight in weights for each in weight.applications)
-    with Forward(None, tuple(found)):
+    forward = Forward(None, tuple(found))
+    with forward:
         yield
+    forward.wait_with(())
 
 
 def same_draw(seed: int | None = None) -> AbstractContextManager[None]:

@@ -18,6 +18,8 @@ Rule 3. Torch's generators draw in one thread. So threads are started for a call
 Rule 4. A thread works in the grad and inference mode of its caller, in buffers of its own, into a
         result that the caller has made. The caller raises an exception that occurs in it.
 Rule 5. A GPU draws with the kernels of `kernels.py` where they run, else with the operators.
+Rule 6. The weight of an embedding, of which a forward may need a few rows, is drawn by
+        `row_draws.py`, which takes longer for a whole table.
 """
 
 from __future__ import annotations
@@ -36,7 +38,20 @@ from torch import Tensor
 from recoup._core.random_sources import generator_at_hand, own_generator
 from recoup._core.rng import hash_seed
 
-__all__ = ["dropped", "dropped_", "noise_beside", "noised", "noised_", "scales", "uniforms"]
+__all__ = [
+    "check",
+    "dropped",
+    "dropped_",
+    "empty_like",
+    "lanes_for",
+    "noise_beside",
+    "noised",
+    "noised_",
+    "num_dropped_of",
+    "scale_for",
+    "scales",
+    "uniforms",
+]
 
 _CHUNK = 2**17  # entries (See Rule 1)
 _PIECE = 2**15  # entries that an operator works on (See Rule 3)
@@ -63,16 +78,16 @@ def dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> 
     Raises:
         ValueError: if `seed` or `p` is out of range, or `weight` has no floating-point numbers.
     """
-    _check(weight.dtype, seed)
-    return _drop(weight, _empty_like(weight), seed, p, axes)
+    check(weight.dtype, seed)
+    return _drop(weight, empty_like(weight), seed, p, axes)
 
 
 def dropped_(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Tensor:
     """Apply `dropped` in place; a weight that is not contiguous is copied on the way."""
-    _check(weight.dtype, seed)
+    check(weight.dtype, seed)
     if weight.is_contiguous():
         return _drop(weight, weight, seed, p, axes)
-    return weight.copy_(_drop(weight, _empty_like(weight), seed, p, axes))
+    return weight.copy_(_drop(weight, empty_like(weight), seed, p, axes))
 
 
 def noised(weight: Tensor, seed: int, std: float) -> Tensor:
@@ -92,21 +107,21 @@ def noised(weight: Tensor, seed: int, std: float) -> Tensor:
     Raises:
         ValueError: if `seed` is out of range, or `weight` has no floating-point numbers.
     """
-    _check(weight.dtype, seed)
-    return _add_noise(weight, _empty_like(weight), seed, std)
+    check(weight.dtype, seed)
+    return _add_noise(weight, empty_like(weight), seed, std)
 
 
 def noised_(weight: Tensor, seed: int, std: float) -> Tensor:
     """Apply `noised` in place; a weight that is not contiguous is copied on the way."""
-    _check(weight.dtype, seed)
+    check(weight.dtype, seed)
     if weight.is_contiguous():
         return _add_noise(weight, weight, seed, std)
-    return weight.copy_(_add_noise(weight, _empty_like(weight), seed, std))
+    return weight.copy_(_add_noise(weight, empty_like(weight), seed, std))
 
 
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
     """Return what `noised` adds to `weight`; None where it is more than a piece."""
-    _check(weight.dtype, seed)
+    check(weight.dtype, seed)
     return _little_noise(weight, seed, std) if _is_small(weight) else None
 
 
@@ -125,12 +140,12 @@ def scales(
     Raises:
         ValueError: as for `dropped`.
     """
-    _check(dtype, seed)
+    check(dtype, seed)
     out = torch.empty(shape, dtype=dtype, device=device)
-    num_dropped = _num_dropped(p)
+    num_dropped = num_dropped_of(p)
     if num_dropped in (0, 65536):
         return out.fill_(num_dropped == 0)
-    scale = _scale(num_dropped, dtype)
+    scale = scale_for(num_dropped, dtype)
     kernels = _kernels(out.device)
     if kernels is not None:
         kernels.write_scales(out, seed, num_dropped, scale)
@@ -161,7 +176,7 @@ def uniforms(
     Raises:
         ValueError: as for `dropped`.
     """
-    _check(dtype, seed)
+    check(dtype, seed)
     out = torch.empty(shape, dtype=dtype, device=device)
     flat = out.view(-1)
 
@@ -179,25 +194,28 @@ def _at_least_float(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _empty_like(weight: Tensor) -> Tensor:
+def empty_like(weight: Tensor) -> Tensor:
+    """Return a contiguous tensor for a result."""
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-def _check(dtype: torch.dtype, seed: int) -> None:
+def check(dtype: torch.dtype, seed: int) -> None:
+    """Raise if numbers of a type cannot be drawn for, or `seed` is none."""
     if not 0 <= seed < 2**63:
         raise ValueError(f"`seed` is {seed}, but must be from 0 to 2**63 - 1.")
     if not dtype.is_floating_point:
         raise ValueError(f"`weight` is {dtype}, but must be of a floating-point type.")
 
 
-def _num_dropped(p: float) -> int:
+def num_dropped_of(p: float) -> int:
     """Return of how many in 65536 entries one is dropped (See Rule 2)."""
     if not 0 <= p <= 1:
         raise ValueError(f"`p` is {p}, but must be a share of entries from 0 to 1.")
     return round(p * 65536)
 
 
-def _scale(num_dropped: int, dtype: torch.dtype) -> float:
+def scale_for(num_dropped: int, dtype: torch.dtype) -> float:
+    """Return what entries that are kept are multiplied by."""
     scale = 65536 / (65536 - num_dropped)
     if dtype.itemsize == 2:
         # The scale as the dtype has it: torch would multiply with the exact one. It is finite.
@@ -210,7 +228,7 @@ def _scale(num_dropped: int, dtype: torch.dtype) -> float:
 
 def _drop(weight: Tensor, out: Tensor, seed: int, p: float, axes: tuple[int, ...]) -> Tensor:
     """Write to `out`, which is contiguous and may be `weight`."""
-    num_dropped = _num_dropped(p)
+    num_dropped = num_dropped_of(p)
     if num_dropped == 65536:
         return out.zero_()
     if num_dropped == 0:
@@ -219,7 +237,7 @@ def _drop(weight: Tensor, out: Tensor, seed: int, p: float, axes: tuple[int, ...
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
         mask = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
         return torch.mul(weight, mask, out=out)
-    scale = _scale(num_dropped, out.dtype)
+    scale = scale_for(num_dropped, out.dtype)
     kernels = _kernels(out.device)
     if kernels is not None:
         kernels.drop(weight.contiguous(), out, seed, num_dropped, scale)
@@ -268,7 +286,7 @@ def _generator(out: Tensor, seed: int) -> torch.Generator:
     return generator_at_hand(out.device, hash_seed(seed, 0))
 
 
-def _bits(num_dropped: int) -> tuple[torch.dtype, int, int]:
+def lanes_for(num_dropped: int) -> tuple[torch.dtype, int, int]:
     """Return the dtype to view words in, the entries per word, and the least value that is kept."""
     if num_dropped % 256 == 0:
         return torch.int8, 8, num_dropped // 256 - 128
@@ -287,7 +305,7 @@ def _is_small(out: Tensor) -> bool:
 
 def _few(out: Tensor, seed: int, num_dropped: int) -> Tensor:
     """Return a mask of one piece, 0 or 1, in the shape of `out`."""
-    numel, (kind, num_each, least) = out.numel(), _bits(num_dropped)
+    numel, (kind, num_each, least) = out.numel(), lanes_for(num_dropped)
     words = torch.empty(-(-numel // num_each), dtype=torch.int64, device=out.device)
     lanes = _drawn(words, _generator(out, seed)).view(kind)
     return (lanes if numel % num_each == 0 else lanes[:numel]).ge_(least).view_as(out)
@@ -304,7 +322,7 @@ def _masks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield pieces of a mask with their places: 0 for a dropped entry, else 1 (See Rule 2)."""
     numel, piece = out.numel(), _PIECE if out.device.type == "cpu" else _GPU_PIECE
-    kind, num_each, least = _bits(num_dropped)
+    kind, num_each, least = lanes_for(num_dropped)
     num_words = -(-min(num_at_once, numel) // num_each)
     words = torch.empty(num_words, dtype=torch.int64, device=out.device)
     kept = torch.empty(min(piece, numel), dtype=out.dtype, device=out.device)

@@ -7,8 +7,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from recoup.weights import draws
+from recoup.weights import draws, row_draws
 from recoup.weights.application import apply_to
+from recoup.weights.clock import Clock
 from recoup.weights.matching import Where
 from recoup.weights.reparametrization import (
     Application,
@@ -16,6 +17,7 @@ from recoup.weights.reparametrization import (
     Magnitude,
     Operands,
     Reparametrization,
+    is_table,
 )
 
 __all__ = ["WeightDropout", "weight_dropout"]
@@ -28,6 +30,8 @@ def weight_dropout(
     *,
     axes: tuple[int, ...] = (),
     mode: str = "training",
+    clock: Clock | None = None,
+    tied: str = "own",
 ) -> nn.Module:
     """Drop entries of weights in each forward, and keep nothing for it but a seed.
 
@@ -42,11 +46,16 @@ def weight_dropout(
             list of these. Frozen parameters, and those without floating-point numbers, are chosen
             by a function or by their name in full only; `applied` names what is left out.
         p: the probability that an entry is dropped, rounded to a multiple of 2^-16; the others are
-            scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the step (forwards
-            in training so far) to a number.
+            scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the step to a
+            number.
         axes: the axes along which the mask is shared; ``axes=(1,)`` drops whole rows, which for an
             `nn.Embedding` is done on the rows that were looked up.
         mode: "training", or "always" to draw in evaluation too.
+        clock: what tells the step of a function `p`: an optimizer, whose steps are counted and
+            saved with its state, a learning-rate scheduler, or a function without arguments. By
+            default it is the number of forwards in training so far.
+        tied: "own" gives each name of a tied parameter a draw of its own; with "same" they share
+            one, also with names to which another call with "same" applies.
 
     Returns:
         `module` itself.
@@ -66,8 +75,8 @@ def weight_dropout(
     Source: Wan et al., "Regularization of neural networks using DropConnect" (2013); Merity et al.,
     "Regularizing and optimizing LSTM language models", https://arxiv.org/abs/1708.02182.
     """
-    application = Application()
-    return apply_to(module, pattern, lambda: WeightDropout(application, p, axes, mode))
+    application = Application(clock)
+    return apply_to(module, pattern, lambda: WeightDropout(application, p, axes, mode), tied=tied)
 
 
 class WeightDropout(Reparametrization):
@@ -102,49 +111,48 @@ class WeightDropout(Reparametrization):
                     f"axes must be from {-weight.dim()} to {weight.dim() - 1}."
                 )
         self.axes = tuple(sorted({axis % weight.dim() for axis in self.axes}))
-        self.drops_rows = self.axes == (1,) and weight.dim() == 2
+        self.draws_by_row = is_table(module, key)
+
+    def num_drawn_by_row(self, num_columns: int) -> int:
+        return 1 if 1 in self.axes else num_columns
 
     def compute(
         self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
     ) -> Tensor:
         if weight.layout is torch.sparse_coo:
             return self._compute_sparse(weight, drawn)
+        if self.draws_by_row:
+            return self.compute_rows(weight, None, drawn, in_place=in_place)
         drop = draws.dropped_ if in_place and weight.is_contiguous() else draws.dropped
         return drop(weight, drawn.seed, drawn.magnitude, self.axes)
+
+    def compute_rows(
+        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, *, in_place: bool = False
+    ) -> Tensor:
+        return row_draws.dropped(
+            weight, drawn.seed, drawn.magnitude, ids, axes=self.axes, in_place=in_place
+        )
 
     def _compute_sparse(self, gradient: Tensor, drawn: Drawn) -> Tensor:
         """Scale the entries of a sparse gradient, which an embedding may have."""
         gradient = gradient.coalesce()
-        shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(gradient.shape))
-        mask = draws.scales(
-            shape, drawn.seed, drawn.magnitude, dtype=gradient.dtype, device=gradient.device
-        )
-        scales = mask.expand(gradient.shape)[tuple(gradient.indices())]
+        if self.draws_by_row and gradient.sparse_dim() == 1:
+            scaled = self.compute_rows(gradient.values(), gradient.indices()[0], drawn)
+        else:
+            scales = self._scales(gradient, drawn).expand(gradient.shape)
+            scaled = gradient.values() * scales[tuple(gradient.indices())]
         return torch.sparse_coo_tensor(
             gradient.indices(),
-            gradient.values() * scales,
+            scaled,
             gradient.shape,
             is_coalesced=True,
             check_invariants=False,
         )
 
-    def apply_to_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
-        return cast("Tensor", _DroppedRows.apply(rows, ids, num_rows, drawn))
-
-
-class _DroppedRows(torch.autograd.Function):
-    """Looked-up rows times their entries of a mask of all rows: linear, and its own transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.drawn = (num_rows, drawn)
-        mask = draws.scales(
-            (num_rows,), drawn.seed, drawn.magnitude, dtype=rows.dtype, device=rows.device
-        )
-        return rows * mask[ids].unsqueeze(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (ids,) = ctx.saved_tensors
-        return cast("Tensor", _DroppedRows.apply(gradients[0], ids, *ctx.drawn)), None, None, None
+    def _scales(self, like: Tensor, drawn: Drawn) -> Tensor:
+        """Return the mask, with a length of 1 along the axes where it is shared."""
+        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        if self.draws_by_row:
+            return self.compute_rows(torch.ones(like.shape, **kind), None, drawn, in_place=True)
+        shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(like.shape))
+        return draws.scales(shape, drawn.seed, drawn.magnitude, **kind)

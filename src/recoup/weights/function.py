@@ -71,7 +71,8 @@ class Draw:
         if not 0 <= p <= 1:
             raise ValueError(f"`p` is {p}, but must be a probability from 0 to 1.")
         shape = self._shape if shape is None else shape
-        return draws.scales(shape, self._next_seed(), 1 - p, **self._kind).sign_()
+        scales = draws.scales(shape, self._next_seed(), 1 - p, **self._kind)
+        return scales.sign_()  # 0 where it is dropped, else a positive number
 
 
 Function = Callable[[Tensor, Draw], Tensor]
@@ -90,8 +91,9 @@ def apply(
     Args:
         module: the module, or a tree of modules. One forward of it has one draw.
         fn: a function of a weight and a `Draw` that returns the weight to use, of any shape. It
-            must draw from the `Draw` alone. If it is a module, it is registered beside each weight
-            (a `LoRA` for `weight` as `weight_lora`), so that its parameters are trained and saved.
+            should draw from the `Draw`; draws of torch are repeated, too, but each forward then
+            keeps the state of a generator, 5 KB. If it is a module, it is registered beside each
+            weight (a `LoRA` for `weight` as `weight_lora`), which trains and saves its parameters.
             One module for several weights is shared by them; for one each, call `apply` for each.
         where: chooses parameters, as `pattern` of `weight_dropout` does.
         mode: "training" for forwards in training mode, or "always".
@@ -131,6 +133,7 @@ class WeightFunction(Reparametrization):
 
     kind = "apply"
     order = 3  # See Rule 3
+    breaks_graph = True
 
     def __init__(self, application: Application, fn: Function, mode: str) -> None:
         super().__init__(application, mode)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from recoup.weights.parametrized_module import attached_to
+
 __all__ = ["DTYPES", "Named", "Where", "check_is_module", "matching", "named", "suited"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,8 +45,8 @@ def matching(module: nn.Module, where: Where, argument: str = "pattern") -> list
 def suited(module: nn.Module, where: Where) -> tuple[list[Named], dict[str, str]]:
     """Return the parameters to reparametrize, and why others are left out, by name.
 
-    A pattern or a type leaves out what has no floating-point type or is frozen. A parameter that a
-    name in full or a function chooses is meant.
+    A pattern or a type leaves out what has no floating-point type, is frozen, or was added by a
+    reparametrization. A parameter that a name in full or a function chooses is meant.
     """
     found: list[Named] = []
     left_out: dict[str, str] = {}
@@ -53,13 +55,15 @@ def suited(module: nn.Module, where: Where) -> tuple[list[Named], dict[str, str]
             left_out[each.name] = f"is {each.parameter.dtype}"
         elif not is_meant and not each.parameter.requires_grad:
             left_out[each.name] = "requires no gradient"
+        elif not is_meant and _is_added(each):
+            left_out[each.name] = "belongs to a reparametrization"
         else:
             found.append(each)
     if not found:
         name, reason = next(iter(left_out.items()))
         raise ValueError(
             f"`{name}` {reason}, and `pattern` matches nothing else. Choose floating-point "
-            "parameters that require a gradient; for a frozen one give its name in full."
+            "parameters that require a gradient; for another one give its name in full."
         )
     return found, left_out
 
@@ -105,8 +109,14 @@ def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
 
 
 def _is_weight(each: Named) -> bool:
-    is_magnitude = each.key.endswith("_g") and each.key[:-2] in each.owner._parameters
-    return "weight" in each.key and not is_magnitude  # of weight norm
+    return "weight" in each.key and not _is_added(each)
+
+
+def _is_added(each: Named) -> bool:
+    """Whether it is the magnitude of a weight norm, or the deviation of a weight's noise."""
+    attached = attached_to(each.owner)
+    weights = {} if attached is None else attached.weights
+    return any(each.key in step.added(key) for key, w in weights.items() for step in w.steps)
 
 
 def _is_type(entry: object) -> bool:

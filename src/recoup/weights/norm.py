@@ -93,6 +93,9 @@ class WeightNorm(Reparametrization):
             )
         self.dim %= weight.dim()
 
+    def added(self, key: str) -> tuple[str, ...]:
+        return (f"{key}_g",)
+
     def applied_to(self, module: nn.Module, key: str) -> None:
         weight = module._parameters[key]
         if weight is not None:
@@ -100,6 +103,8 @@ class WeightNorm(Reparametrization):
             module.register_parameter(f"{key}_g", norms)
 
     def removed_from(self, module: nn.Module, key: str) -> None:
+        if f"{key}_g" not in module._parameters:
+            return  # removed from a module that has the same parameters
         weight = module._parameters[key]
         if weight is not None:
             with torch.no_grad():
@@ -107,7 +112,9 @@ class WeightNorm(Reparametrization):
                 weight.copy_(product)
         del module._parameters[f"{key}_g"]
 
-    def complete(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+    def complete(
+        self, module: nn.Module, key: str, state_dict: dict[str, Any], name: str
+    ) -> dict[str, Any]:
         if name not in state_dict or f"{name}_g" in state_dict:
             return state_dict
         return {**state_dict, f"{name}_g": self._norms(state_dict[name])}
@@ -120,7 +127,14 @@ class WeightNorm(Reparametrization):
         return _lengths(weight.detach(), self._axis)
 
     def operands(self, module: nn.Module, name: str) -> Operands:
-        return (getattr(module, f"{name}_g"),)
+        norms: Tensor | None = getattr(module, f"{name}_g", None)
+        if norms is None:
+            raise ValueError(
+                f"{self.name} has no magnitude `{name}_g` any more. If its norm was removed from a "
+                "twin of this model (recoup.weights.twin), which has the same parameters, call "
+                "recoup.weights.remove on this one, too."
+            )
+        return (norms,)
 
     def compute(
         self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False

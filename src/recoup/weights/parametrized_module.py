@@ -6,13 +6,9 @@ Rule 1. The class is a subclass of the module's own, with the same name and sign
         each reparametrized parameter is a property. In a forward it reads as the weight that the
         forward uses, and otherwise as the parameter itself, so that code that initialises, assigns,
         saves or steps sees the parameter. Parameters are never replaced or registered anew.
-Rule 2. There is one such class for each class and set of names. It cannot be imported, so a module
-        is copied and pickled as its own class and the names.
-Rule 3. The state of one module is in its `__dict__`, and is copied and pickled with it.
-Rule 4. The forward of each class has a code object of its own. The compiler records by code
-        object what it compiled, how often, and what it cannot compile; if all classes shared one,
-        one recurrent layer would keep every other layer from being compiled.
-Rule 5. torch runs a recurrent layer on a list of its weights. The list that a forward runs on has
+Rule 2. There is one such class for each class and set of names (NOTE [ A class on top of a module's
+        own ]), and the state of one module is in its `__dict__`, and is copied and pickled with it.
+Rule 3. torch runs a recurrent layer on a list of its weights. The list that a forward runs on has
         the reparametrized weights in the places of the raw ones, so the fused kernels are used.
         The list that the layer keeps has the parameters.
 """
@@ -20,25 +16,23 @@ Rule 5. torch runs a recurrent layer on a list of its weights. The list that a f
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.compile import not_compiled_itself, uncompiled
+from recoup._core.compile import never_compiled, not_compiled_itself, uncompiled
 from recoup._core.saved_tensors import is_transformed
+from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup.weights.compiled import forward_in_graph, read_in_graph
 from recoup.weights.forwards import Forward, frames
-from recoup.weights.outside_forward import look_at_part
 from recoup.weights.parametrized_weight import ParametrizedWeight
-from recoup.weights.reparametrization import Application
+from recoup.weights.reparametrization import Application, Drawn
 
-__all__ = ["Attached", "attach", "attached_to", "is_swapped", "restore_class", "swap_class"]
+__all__ = ["Attached", "attach", "attached_to", "restore_class", "swap_class"]
 
 _KEY = "_recoup_attached"
-_NAMES = "_recoup_names"
-_BASE = "_recoup_base"
 
 
 class Attached:
@@ -73,11 +67,6 @@ def attached_to(module: nn.Module) -> Attached | None:
     return module.__dict__.get(_KEY)
 
 
-def is_swapped(module: nn.Module) -> bool:
-    """Whether the class of `module` is such a stand-in, and not a subclass of one."""
-    return _NAMES in vars(type(module))
-
-
 def attach(module: nn.Module) -> Attached:
     """Return the state that `module` carries; give it an empty one if it has none."""
     return module.__dict__.setdefault(_KEY, Attached())
@@ -88,29 +77,29 @@ def swap_class(module: nn.Module) -> None:
     attached = attach(module)
     attached.refresh()
     attached.breaks = any(map(_breaks_graph, module.modules()))
-    base = vars(type(module))[_BASE] if is_swapped(module) else type(module)
-    module.__class__ = _class_for(base, tuple(sorted(attached.weights)))
+    module.__class__ = with_stand_in(type(module), _class_for, tuple(sorted(attached.weights)))
 
 
 def _breaks_graph(part: nn.Module) -> bool:
-    """Whether a graph breaks at a part: a recurrent layer, or one with a function of the user's."""
+    """Whether a graph breaks at a part: a recurrent layer, or one whose weights break it."""
     attached = attached_to(part)
     weights = {} if attached is None else attached.weights
-    functions = (step.function for each in weights.values() for step in each.steps)
-    return isinstance(part, nn.RNNBase) or any(each is not None for each in functions)
+    steps = (step for each in weights.values() for step in each.steps)
+    return isinstance(part, nn.RNNBase) or any(step.breaks_graph for step in steps)
 
 
 def restore_class(module: nn.Module) -> None:
     """Give `module` its own class back, and delete the state that it carried."""
     del module.__dict__[_KEY]
-    if is_swapped(module):  # not if a wrapper's class is on top of ours, which then passes calls on
-        module.__class__ = vars(type(module))[_BASE]
+    # If a wrapper's class is on top of ours, that stays, and passes calls on.
+    module.__class__ = without_stand_in(type(module), _class_for)
 
 
 def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    for known in base.__subclasses__():
-        if vars(known).get(_NAMES) == names:
-            return known
+    return new_stand_in(base, _class_for, (names,), lambda: _members(base, names))
+
+
+def _members(base: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
     members: dict[str, Any] = {name: _property(name) for name in names}
     is_recurrent = issubclass(base, nn.RNNBase)  # the compiler does not trace those either
     if is_recurrent:
@@ -118,29 +107,12 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     if issubclass(base, nn.ParameterList):
         members["__getitem__"] = _slicing(base)
     run = _forward_by_rows if base.forward is nn.Embedding.forward else base.forward
-    members |= {
-        _NAMES: names,
-        _BASE: base,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": _reducing(base, names),
-        "forward": _with_own_code(
-            _forward_through(base.forward, run, may_be_compiled=not is_recurrent),
-            f"{base.__qualname__}.forward",
-        ),
+    return members | {
+        "forward": _forward_through(base.forward, run, may_be_compiled=not is_recurrent),
         "register_parameter": _registering(base),
         "extra_repr": _shown(base),
         "_load_from_state_dict": _loading(base),
     }
-    if type(base) is type:
-        with suppress(TypeError):  # a base with slots
-            # The base is set afterwards, so that its `__init_subclass__` does not run.
-            made = cast("type[nn.Module]", type(base.__name__, (nn.Module,), members))
-            made.__bases__ = (base,)
-            return made
-    made_by: Any = type(base)
-    return made_by(base.__name__, (base,), members)
 
 
 def _property(name: str) -> property:
@@ -167,11 +139,11 @@ def _property(name: str) -> property:
 def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
     @not_compiled_itself
     def in_progress(self: nn.Module, attached: Attached, args: Any, kwargs: Any) -> Any:
-        forward = Forward(self, attached.applications)
+        forward = Forward(self, attached.applications, attached.roots)
         with forward:
             result = run(self, *args, **kwargs)
-        if forward.drawn:
-            look_at_part(self, attached.roots, forward.drawn, result)
+        if forward.steps or forward.joined:
+            forward.wait_with(result)
         return result
 
     @functools.wraps(forward)
@@ -191,32 +163,48 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
     return forward_in_progress
 
 
-def _with_own_code(forward: Any, qualname: str) -> Any:
-    """Return `forward` with a code object that no other class has (See Rule 4)."""
-    forward.__code__ = forward.__code__.replace(co_qualname=qualname)
-    return forward
-
-
 def _forward_by_rows(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the forward of an embedding; where only rows are dropped, drop those looked up.
+    """Run the forward of an embedding; draw for the rows that are looked up where that suffices.
 
-    A custom forward may do more with the weight; it reads a weight whose rows are dropped.
+    A custom forward may do more with the weight; it reads a weight that is drawn whole.
     """
     forward = nn.Embedding.forward
     top = _forward_of(self)
     attached = attached_to(self)
     weight = None if attached is None else attached.weights.get("weight")
-    if top is None or weight is None or is_transformed():
+    if top is None or weight is None or not _may_draw_rows(self, weight, input):
         return forward(self, input, *args, **kwargs)
     drawn = weight.drawn(self, cast("Tensor", self._parameters["weight"]))
-    if len(drawn) != 1 or not drawn[0].step.drops_rows:
+    if not drawn:
         return forward(self, input, *args, **kwargs)
     top.reads_raw = True
     try:
         rows = forward(self, input, *args, **kwargs)
     finally:
         top.reads_raw = False
-    return drawn[0].step.apply_to_rows(rows, input, self.num_embeddings, drawn[0])
+    return _apply_to_rows(rows, input, drawn)
+
+
+@never_compiled
+def _apply_to_rows(rows: Tensor, ids: Tensor, drawn: tuple[Drawn, ...]) -> Tensor:
+    for each in drawn:
+        rows = each.step.apply_to_rows(rows, ids, each)
+    return rows
+
+
+def _may_draw_rows(module: nn.Embedding, weight: ParametrizedWeight, ids: Any) -> bool:
+    """Whether draws for the rows `ids` alone are fewer, and all that is applied to the weight."""
+    if not all(step.draws_by_row for step in weight.steps) or is_transformed():
+        return False
+    raw = cast("Tensor", module._parameters["weight"])
+    if is_traceable_wrapper_subclass(raw):
+        return False  # reading it says what is missing
+    # The same rows are shortened, in the table, however many are looked up.
+    if module.max_norm is not None:
+        return True
+    num_columns = raw.shape[1]
+    is_cheap = all(step.num_drawn_by_row(num_columns) == 1 for step in weight.steps)
+    return is_cheap or (isinstance(ids, Tensor) and ids.numel() < raw.shape[0])
 
 
 def _forward_of(module: nn.Module) -> Forward | None:
@@ -227,7 +215,7 @@ def _forward_of(module: nn.Module) -> Forward | None:
 
 
 def _recurrent_members(base: type[nn.RNNBase]) -> dict[str, Any]:
-    """Return members of a class for recurrent layers (See Rule 5)."""
+    """Return members of a class for recurrent layers (See Rule 3)."""
 
     def weights(self: nn.RNNBase) -> list[Tensor]:
         top = _forward_of(self)
@@ -265,19 +253,6 @@ def _slicing(base: type[nn.ParameterList]) -> Any:
     return get_item
 
 
-def _reducing(base: type[nn.Module], names: tuple[str, ...]) -> Any:
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        made, given, *rest = cast("Any", base.__reduce_ex__(self, protocol))
-        is_ours = is_swapped(self) and given[:1] == (type(self),)
-        return (_new, (base, names), *rest) if is_ours else (made, given, *rest)
-
-    return reduce
-
-
-def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    return nn.Module.__new__(_class_for(base, names))
-
-
 def _registering(base: type[nn.Module]) -> Any:
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         # It calls `hasattr`, which is no read of the weight.
@@ -304,7 +279,8 @@ def _loading(base: type[nn.Module]) -> Any:
         attached = attached_to(self)
         for weight in () if attached is None else attached.weights.values():
             for step in weight.steps:
-                state_dict = step.complete(state_dict, prefix + weight.key)
+                name = prefix + weight.key
+                state_dict = step.complete(self, weight.key, state_dict, name)
         base._load_from_state_dict(self, state_dict, prefix, *rest)
 
     return load

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.call import Call, recomputing_executor
+from recoup._core.call import Call, run_to_value
 from recoup._core.compile import never_compiled
-from recoup._core.lazy_values import Source, as_value, read_anew
+from recoup._core.lazy_values import Source, Value, as_value, read_anew
 from recoup._core.rng import is_repeated, remembered
 from recoup._core.saved_tensors import (
     Kept,
@@ -24,9 +24,10 @@ from recoup._core.saved_tensors import (
 from recoup.errors import RecoupError
 from recoup.weights.compiled import new_handle
 from recoup.weights.decisions import Decisions, may_run_again
-from recoup.weights.forwards import Forward, frames, is_due, is_turned_on, resolve
-from recoup.weights.outside_forward import look_at_read
+from recoup.weights.forwards import Forward, Outside, frames, is_due, is_turned_on, resolve
+from recoup.weights.outside_forward import draws_outside
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
+from recoup.weights.waiting import WaitingDraws
 
 __all__ = ["ParametrizedWeight"]
 
@@ -87,40 +88,60 @@ class ParametrizedWeight:
 
     @never_compiled
     def read(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """Return the weight that the forward in progress uses; the raw one outside of any."""
-        drawn = self.drawn(module, raw)
-        if len(drawn) < len(self.steps):
-            look_at_read(self, module)
-        return self._computed(module, raw, drawn) if drawn else raw
+        """Return the weight that the forward or the step in progress uses; else the raw one."""
+        joined: list[WaitingDraws] = []
+        drawn = self.drawn(module, raw, partial(draws_outside, self, module, joined))
+        if not drawn:
+            return raw
+        weight = self._computed(module, raw, drawn)
+        for draws in joined:
+            draws.wait_for(weight)
+        if joined and isinstance(weight, Value):
+            weight._recoup_source.stands_for = "the parameter"
+        return weight
 
     @never_compiled
-    def drawn(self, module: nn.Module, raw: Tensor) -> tuple[Drawn, ...]:
-        """Return the draws for the weight in the forward in progress; none if it is raw."""
+    def drawn(
+        self, module: nn.Module, raw: Tensor, outside: Outside | None = None
+    ) -> tuple[Drawn, ...]:
+        """Return the draws for the weight in the forward in progress; none if it is raw.
+
+        Args:
+            module: the module that has the weight.
+            raw: the parameter.
+            outside: returns the draws of a step outside of forwards (see `resolve`).
+        """
         around = frames()
         if around:
             top = around[-1]
             if isinstance(top, Forward) and top.reads_raw and top.owner is module:
                 return ()
-        elif not self._decisions and not is_repeated():
-            return ()
-        return self.resolution(raw, is_training=module.training)
+        return self.resolution(raw, is_training=module.training, outside=outside)
 
-    def resolution(self, raw: Tensor, *, is_training: bool) -> tuple[Drawn, ...]:
+    def resolution(
+        self, raw: Tensor, *, is_training: bool, outside: Outside | None = None
+    ) -> tuple[Drawn, ...]:
         """Return the draws of the forward in progress, or those recorded if code runs again."""
         if not is_repeated() and not may_run_again():
-            return resolve(self, is_training=is_training)
+            return resolve(self, is_training=is_training, outside=outside)
         random = [step for step in self.steps if step.is_random]
         is_usual = any(is_due(step, None, is_training=is_training) for step in random)
         is_open = is_usual or (bool(random) and is_turned_on())
         return remembered(
             lambda: self._decisions.decide(
-                lambda: resolve(self, is_training=is_training),
+                lambda: resolve(self, is_training=is_training, outside=outside),
                 self.name,
                 version_of(raw),
                 is_open=is_open,
                 is_usual=is_usual,
             )
         )
+
+    def without_draws(self, module: nn.Module) -> Tensor:
+        """Return the weight without what is drawn: the raw one, or normalized."""
+        raw = cast("Tensor", module._parameters[self.key])
+        drawn = tuple(Drawn(step, 0, 1.0) for step in self.steps if not step.is_random)
+        return self._compute(module, raw, drawn, None) if drawn else raw
 
     def _computed(self, module: nn.Module, raw: Tensor, drawn: tuple[Drawn, ...]) -> Tensor:
         """Return the weight: the one that the forward has, if that is alive, or a new one."""
@@ -146,8 +167,11 @@ class ParametrizedWeight:
             return read_anew(weight)
         stub = before.stub if before is not None and is_same else None
         weight = self._compute(module, raw, drawn, stub)
+        if outermost.owner is None:
+            outermost.wait_for(weight)
         is_run_again = is_same or isinstance(module, nn.RNNCellBase)
         needs_stub = stub is None and not is_run_again and outermost.owner is not module
+        needs_stub = needs_stub and not is_transformed()  # there the weight is kept anyway
         if needs_stub and not (self._has_functions and _functions_of(drawn)):
             stub = _stub_of(weight)
         kept = weight if is_run_again else None
@@ -168,21 +192,19 @@ class ParametrizedWeight:
                 "whole tensor. If it is sharded, read it within the forward of its module, where "
                 "FSDP2 has gathered it."
             )
-        operands: Operands = ()
-        for each in drawn:
-            operands += each.step.operands(module, self.key)
+        operands = tuple([each.step.operands(module, self.key) for each in drawn])
         if not torch.is_grad_enabled():
             return _without_graph(raw, operands, drawn)
         weight = raw
         if is_transformed():
-            for each in drawn:
-                weight = each.step.apply_by_operators(weight, operands, each)
+            for each, given in zip(drawn, operands, strict=True):
+                weight = each.step.apply_by_operators(weight, given, each)
             return weight
         if self._has_functions and _functions_of(drawn):
             return _in_region(self.name, raw, operands, drawn)
         if stub is None:
-            for each in drawn:
-                weight = each.step.apply(weight, operands, each)
+            for each, given in zip(drawn, operands, strict=True):
+                weight = each.step.apply(weight, given, each)
                 reverse_at_once(weight)
         else:
             with grad_mode(False):
@@ -196,22 +218,26 @@ def _is_random(drawn: tuple[Drawn, ...]) -> bool:
     return any(each.step.is_random for each in drawn)
 
 
-def _in_region(name: str, raw: Tensor, operands: Operands, drawn: tuple[Drawn, ...]) -> Tensor:
+def _in_region(
+    name: str, raw: Tensor, operands: tuple[Operands, ...], drawn: tuple[Drawn, ...]
+) -> Tensor:
     """Return a weight of which a function of the user's is a step (NOTE [ Any function ])."""
     run = partial(_run_steps, drawn, operands, _functions_of(drawn))
     call = Call(f"the reparametrization of {name}", run, (raw,), {})
-    state, _ = recomputing_executor(stops=True).execute_to_values((call,), call.state)
-    weight = cast("Tensor", call.take_output(state))
+    weight = cast("Tensor", run_to_value(call))
     reverse_at_once(weight)
     return weight
 
 
 def _run_steps(
-    drawn: tuple[Drawn, ...], operands: Operands, functions: list[Any], weight: Tensor
+    drawn: tuple[Drawn, ...],
+    operands: tuple[Operands, ...],
+    functions: list[Any],
+    weight: Tensor,
 ) -> Tensor:
     del functions  # they are among the arguments for the guard, which looks at what these read
-    for each in drawn:
-        weight = each.step.apply(weight, operands, each)
+    for each, given in zip(drawn, operands, strict=True):
+        weight = each.step.apply(weight, given, each)
     return weight
 
 
@@ -219,10 +245,12 @@ def _functions_of(drawn: tuple[Drawn, ...]) -> list[Any]:
     return [each.step.function for each in drawn if each.step.function is not None]
 
 
-def _without_graph(weight: Tensor, operands: Operands, drawn: tuple[Drawn, ...]) -> Tensor:
+def _without_graph(
+    weight: Tensor, operands: tuple[Operands, ...], drawn: tuple[Drawn, ...]
+) -> Tensor:
     is_new = False
-    for each in drawn:
-        weight = each.step.compute(weight, operands, each, in_place=is_new)
+    for each, given in zip(drawn, operands, strict=True):
+        weight = each.step.compute(weight, given, each, in_place=is_new)
         is_new = True
     return weight
 
@@ -235,15 +263,20 @@ class _Recomputed(Source):
     way = "regenerate"
 
     def __init__(
-        self, name: str, raw: Tensor, operands: Operands, drawn: tuple[Drawn, ...]
+        self, name: str, raw: Tensor, operands: tuple[Operands, ...], drawn: tuple[Drawn, ...]
     ) -> None:
         super().__init__(name)
         self._raw = Kept(raw, name, None)
-        self._operands = [Kept(value, f"An operand of {name}", None) for value in operands]
+        kept = f"An operand of {name}"
+        self._operands = [
+            tuple([Kept(each, kept, None) for each in given]) if given else () for given in operands
+        ]
         self._drawn = drawn
 
     def make(self) -> None:
-        operands = tuple(kept.get() for kept in self._operands)
+        operands = tuple(
+            [tuple([kept.get() for kept in given]) if given else () for given in self._operands]
+        )
         with torch.no_grad():
             self.give(_without_graph(self._raw.get(), operands, self._drawn))
 

@@ -14,7 +14,8 @@ Rule 3. In a transform of torch.func such an autograd function does not work. Th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
@@ -22,8 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.saved_tensors import untransformed
+from recoup.weights.clock import Clock, Counter
 
-__all__ = ["Application", "Drawn", "Magnitude", "Operands", "Reparametrization", "Reparametrized"]
+__all__ = [
+    "Application",
+    "Drawn",
+    "Magnitude",
+    "Operands",
+    "Record",
+    "Reparametrization",
+    "Reparametrized",
+    "is_table",
+]
 
 Magnitude = float | Tensor | Callable[[int], float]
 Operands = tuple[Tensor, ...]
@@ -33,14 +44,61 @@ _MODES = ("training", "always")
 class Application:
     """One call that applied a reparametrization to a module tree; its draws go together.
 
+    Args:
+        clock: what counts the steps; None for the forwards in training.
+
     Attributes:
-        step: the number of forwards in training so far.
+        num_forwards: the number of forwards in training so far, or the last step of the clock.
+        counter: what counts the steps instead, if there is a clock.
         left_out: the parameters that were matched and left out, by name, and why.
+        steps_in_progress: the draws of steps outside of its forwards, by thread (see `waiting`).
+        forwards: the draws of its forwards that may wait for a backward.
+        num_forwards_to_note: how many of them are noted before some are forgotten.
     """
 
-    def __init__(self) -> None:
-        self.step = 0
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.num_forwards = 0
+        self.counter: Counter | None = None
         self.left_out: dict[str, str] = {}
+        self.steps_in_progress: dict[int, weakref.ref[Any]] = {}
+        self.forwards: list[weakref.ref[Any]] = []
+        self.num_forwards_to_note = 32
+        if clock is not None:
+            self.follow(Counter(clock))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"step": self.step, "left_out": self.left_out}  # without the clock
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+        self.num_forwards = state["step"]
+        self.left_out = state["left_out"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Application:
+        copied = memo[id(self)] = Application()
+        copied.num_forwards, copied.counter = self.num_forwards, self.counter
+        copied.left_out = dict(self.left_out)
+        return copied
+
+    @property
+    def step(self) -> int:
+        """The number of steps so far, of the clock or of forwards in training."""
+        if self.counter is not None:
+            self.num_forwards = self.counter.read(self.num_forwards)
+        return self.num_forwards
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if self.counter is not None:
+            raise ValueError(
+                f"`step` cannot be set to {step}, because it is read off a clock: it is "
+                f"{self.counter.place}. Set that, or give another clock to recoup.weights.update."
+            )
+        self.num_forwards = step
+
+    def follow(self, counter: Counter) -> None:
+        """Read the step off a clock from now on."""
+        self.counter = counter
 
 
 class Reparametrization:
@@ -59,8 +117,11 @@ class Reparametrization:
     is_additive: ClassVar[bool] = False  # whether a draw is added to a weight, or scales it
     changes_weight: ClassVar[bool] = False  # whether removing it leaves another raw weight
     function: Callable[..., Tensor] | None = None  # of the user's, which autograd differentiates
+    is_learned = False  # whether a parameter stands for its magnitude
     adds_parameters = False  # beside the weight
-    drops_rows = False  # whether it may be applied to the rows of an embedding after the lookup
+    breaks_graph = False  # whether a compiled graph breaks where it reads such a weight
+    records: Collection[Record] = ()  # that note which draws forwards give
+    draws_by_row = False  # whether rows of an embedding may be drawn alone (see `row_draws`)
 
     def __init__(self, application: Application, mode: str) -> None:
         if mode not in _MODES:
@@ -73,28 +134,33 @@ class Reparametrization:
 
     def __repr__(self) -> str:
         mode = "" if self.mode == "training" else f', mode="{self.mode}"'
-        value = _shown(getattr(self, self.argument))
-        return f"{self.kind}({self.argument}={value}{self.extra_repr()}{mode})"
+        return f"{self.kind}({self.argument}={self.shown()}{self.extra_repr()}{mode})"
+
+    def shown(self) -> str:
+        """Return the magnitude as `applied` shows it."""
+        return _shown(getattr(self, self.argument))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "records"}
 
     def extra_repr(self) -> str:
         """Return the other arguments as `applied` shows them."""
         return ""
 
-    @property
-    def has_schedule(self) -> bool:
-        """Whether its magnitude depends on the step."""
-        magnitude: Any = getattr(self, self.argument, None)
-        return callable(magnitude) and not isinstance(magnitude, Tensor)
-
     def magnitude(self, step: int) -> float:
         """Return the magnitude at a step, or raise if it is not valid; at 0 nothing is applied."""
-        if not self.argument:
+        if self.is_learned or not self.argument:
             return 1.0
         return self._number_of(getattr(self, self.argument), step)
 
     def check_magnitude(self, value: Magnitude) -> None:
         """Raise if `value` could not be the magnitude now."""
         self._number_of(value, self.application.step)
+
+    def set_magnitude(self, module: nn.Module, key: str, value: Magnitude) -> None:
+        """Set the magnitude for the weight `key` of `module`."""
+        del module, key
+        setattr(self, self.argument, value)
 
     def _number_of(self, value: Any, step: int) -> float:
         if type(value) is float and 0.0 <= value <= self.most and math.isfinite(value):
@@ -112,6 +178,11 @@ class Reparametrization:
         """Adapt to the weight `key` of `module`, or raise if it cannot be applied to it."""
         del module, key, name
 
+    def added(self, key: str) -> tuple[str, ...]:
+        """Return the names of the parameters that it registers beside the weight `key`."""
+        del key
+        return ()
+
     def applied_to(self, module: nn.Module, key: str) -> None:
         """Register the parameters that it takes in addition to the weight."""
         del module, key
@@ -120,13 +191,22 @@ class Reparametrization:
         """Leave the module with a plain weight."""
         del module, key
 
-    def complete(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
-        """Return `state_dict` with the entries it lacks if it was saved before this was applied."""
-        del name
+    def complete(
+        self, module: nn.Module, key: str, state_dict: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        """Return `state_dict` with the entries it lacks if it was saved before this was applied.
+
+        Args:
+            module: the module that loads it.
+            key: the name of the weight there.
+            state_dict: of the module or of a tree that contains it.
+            name: the name of the weight in `state_dict`.
+        """
+        del module, key, name
         return state_dict
 
     def operands(self, module: nn.Module, name: str) -> Operands:
-        """Return the parameters that it takes in addition to the weight; one kind takes any."""
+        """Return the parameters that it takes in addition to the weight."""
         del module, name
         return ()
 
@@ -150,9 +230,29 @@ class Reparametrization:
             draw = self.compute(draw, (), drawn, in_place=True)
         return weight + draw if self.is_additive else weight * draw
 
-    def apply_to_rows(self, rows: Tensor, ids: Tensor, num_rows: int, drawn: Drawn) -> Tensor:
-        """Return rows, looked up in the raw weight, as the reparametrized weight has them."""
+    def num_drawn_by_row(self, num_columns: int) -> int:
+        """Return how many numbers are drawn for a row of an embedding."""
+        return num_columns
+
+    def compute_rows(
+        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, *, in_place: bool = False
+    ) -> Tensor:
+        """Return the rows `ids` of the reparametrized weight of an embedding (all if None).
+
+        Args:
+            weight: these rows of the raw weight, a matrix.
+            ids: their numbers.
+            drawn: the draw.
+            in_place: whether `weight` may be overwritten.
+        """
         raise NotImplementedError
+
+    def apply_to_rows(self, rows: Tensor, ids: Tensor, drawn: Drawn) -> Tensor:
+        """Return rows `ids`, looked up in the raw weight, as the reparametrized weight has them.
+
+        Kept: the seed and, where a draw scales, `ids`, which the lookup has saved.
+        """
+        return cast("Tensor", _DrawnRows.apply(rows, ids, drawn))
 
     def transpose(self, gradient: Tensor, drawn: Drawn, *, in_place: bool = False) -> Tensor:
         """Return the gradient of the weight from that of the result (See Rule 2)."""
@@ -161,12 +261,26 @@ class Reparametrization:
         return self.compute(gradient, (), drawn, in_place=in_place)
 
 
+def is_table(module: nn.Module, key: str) -> bool:
+    """Whether a parameter is the table in which an embedding looks up rows."""
+    weight = module._parameters[key]
+    is_matrix = weight is not None and weight.dim() == 2
+    return isinstance(module, nn.Embedding) and key == "weight" and is_matrix
+
+
 class Drawn(NamedTuple):
     """A reparametrization with the seed and the magnitude that one forward uses."""
 
     step: Reparametrization
     seed: int
     magnitude: float
+
+
+class Record:
+    """The seeds and magnitudes that forwards gave to a reparametrization."""
+
+    def __init__(self) -> None:
+        self.draws: set[tuple[int, float]] = set()
 
 
 class _Drawn(torch.autograd.Function):
@@ -185,16 +299,44 @@ class _Drawn(torch.autograd.Function):
         return drawn.step.transpose(gradients[0], drawn), None
 
 
+class _DrawnRows(torch.autograd.Function):
+    """Rows of an embedding under a random draw, its own derivative likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ids: Tensor, drawn: Drawn) -> Tensor:
+        ctx.drawn = drawn
+        if not drawn.step.is_additive:
+            ctx.save_for_backward(ids)
+        return _computed_rows(rows, ids, drawn)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        drawn: Drawn = ctx.drawn
+        if drawn.step.is_additive:
+            return gradients[0], None, None
+        (ids,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return cast("Tensor", _DrawnRows.apply(gradients[0], ids, drawn)), None, None
+        return _computed_rows(gradients[0], ids, drawn), None, None
+
+
+def _computed_rows(rows: Tensor, ids: Tensor, drawn: Drawn) -> Tensor:
+    matrix = rows.reshape(ids.numel(), rows.shape[-1])
+    return drawn.step.compute_rows(matrix, ids.reshape(-1), drawn).view(rows.shape)
+
+
 def _number(value: Any, name: str, needed: str, most: float) -> float:
     """Return a magnitude as a number, or raise if it is not one from 0 to `most`."""
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"`{name}` has shape {tuple(value.shape)}, but must be {needed}.")
         if value.requires_grad:
+            way = " To train it, give `nn.Parameter(std)` to recoup.weight_noise."
+            way = way if name == "std" else ""
             raise ValueError(
                 f"`{name}` is a {type(value).__name__} that requires a gradient, but a draw has no "
                 f"gradient for it, so it would never be trained. Give `{name}.detach()`, which "
-                "shares its memory, or a function from the step to a number."
+                f"shares its memory, or a function from the step to a number.{way}"
             )
         value = value.item()
     is_number = isinstance(value, Real)  # includes numpy's numbers

@@ -283,3 +283,21 @@ def test_masks_of_an_expanded_input(expanded):
         grads.append([p.grad for p in chain.parameters()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+class ReadsThroughItsBase(AffineCoupling):
+    """The base wraps the function of this class."""
+
+    def _change(self, network, given, changed, context):
+        scale, _ = self._evaluate_network(
+            network, given, changed, 1, context, lambda v: (v.exp(), v * changed.detach())
+        )
+        return changed * scale, scale.log().flatten(1).sum(1)
+
+
+def test_what_a_base_class_wraps_is_looked_at_too():
+    plain = AffineCoupling(net(3, 6))
+    own = ReadsThroughItsBase(net(3, 3))
+    chain = Chain(plain, own, plain, memory="constant").double()
+    with pytest.raises(ReplayError, match="`then` of an evaluation in module `1`"):
+        chain(leaf(4, 6))

@@ -807,3 +807,21 @@ def test_an_input_changed_between_two_backwards(memory):
         h.mul_(2)
     with pytest.raises(ChangedError, match="changed in place"):
         torch.autograd.grad(y, h)
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_an_argument_that_is_given_twice_is_one_tensor_again(is_parameter, keywords):
+    """Code may ask: an attention has another projection for a query that is its key."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = nn.Parameter(torch.randn(2, 3, 8)) if is_parameter else leaf(2, 3, 8).double().float()
+    other = torch.randn(2, 3, 8)
+    found = []
+    for query, key, value in ((x, x, x), (x, other, other), (other, x, other)):
+        for call in (recoup.checkpoint, lambda fn, *args, **kwargs: fn(*args, **kwargs)):
+            given = {"query": query, "key": key, "value": value}
+            args = () if keywords else (query, key, value)
+            output, _ = call(attention, *args, **(given if keywords else {}))
+            loss = output.square().sum()
+            found.append(torch.autograd.grad(loss, (x, *attention.parameters())))
+        assert all(map(torch.equal, *found[-2:]))

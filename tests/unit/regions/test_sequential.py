@@ -76,3 +76,23 @@ def test_an_error_in_a_stage_is_the_users():
     with pytest.raises(RuntimeError, match=r"cannot be multiplied"):
         model(torch.zeros(2, 3))
     assert hooks_in_force() is None
+
+
+class Recomputed(nn.Module):
+    """Returns a value that is not kept."""
+
+    def forward(self, x):
+        return recoup.recompute(nn.functional.gelu)(x)
+
+
+@pytest.mark.parametrize("memory", ["linear", "inputs", "sqrt", "log", 1, 3])
+def test_stages_that_return_values(memory):
+    """A state that the schedule keeps is kept: a stage could not be run while one is loaded."""
+    linears = [nn.Linear(4, 4) for _ in range(3)]
+    layers = [linears[0], Recomputed(), Recomputed(), linears[1], Recomputed(), linears[2]]
+    x = torch.randn(2, 4, requires_grad=True)
+    found = []
+    for chain in (nn.Sequential(*layers), recoup.Sequential(*layers, memory=memory)):
+        loss = chain(x).square().sum()
+        found.append(torch.autograd.grad(loss, (x, *chain.parameters())))
+    assert all(map(torch.equal, *found))

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from recoup._core import rng as seeds
-from recoup.weights import applied, draws, forwards
+from recoup.weights import applied, draws, forwards, row_draws
 from recoup.weights.dropout import WeightDropout
 from recoup.weights.function import Draw, WeightFunction
-from recoup.weights.noise import WeightNoise
+from recoup.weights.noise import WeightNoise, root_mean_square
 from recoup.weights.norm import WeightNorm
 from recoup.weights.reparametrization import Drawn
 from tests.oracle import loss_of_all, tensors
@@ -58,13 +58,20 @@ def counted_seeds() -> Iterator[list[int]]:
 def mask(weight: Tensor, drawn: Drawn, axes: tuple[int, ...] = ()) -> Tensor:
     """What a dropout multiplied `weight` with."""
     shape = tuple(1 if axis in axes else n for axis, n in enumerate(weight.shape))
+    if drawn.step.draws_by_row:
+        ones = torch.ones(shape, dtype=weight.dtype, device=weight.device)
+        return row_draws.dropped(ones, drawn.seed, drawn.magnitude, axes=axes)
     return draws.scales(
         shape, drawn.seed, drawn.magnitude, dtype=weight.dtype, device=weight.device
     )
 
 
 def reparametrized(
-    weight: Tensor, drawn: Drawn, norms: Tensor | None = None, own: dict[str, Tensor] | None = None
+    weight: Tensor,
+    drawn: Drawn,
+    norms: Tensor | None = None,
+    own: dict[str, Tensor] | None = None,
+    std: Tensor | None = None,
 ) -> Tensor:
     """What a reparametrization makes of a weight, by differentiable operators of torch."""
     step = drawn.step
@@ -79,7 +86,13 @@ def reparametrized(
         return weight
     if isinstance(step, WeightNoise):
         noise = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-        return weight + draws.noised_(noise, drawn.seed, drawn.magnitude)
+        if std is None and not step.relative:
+            add_noise = row_draws.noised if step.draws_by_row else draws.noised_
+            return weight + add_noise(noise, drawn.seed, drawn.magnitude)
+        noise = draws.noised_(noise, drawn.seed, 1.0)
+        if step.relative:
+            noise = noise * root_mean_square(weight)
+        return weight + (noise * (drawn.magnitude if std is None else std)).to(weight.dtype)
     assert isinstance(step, WeightDropout)
     return weight * mask(weight, drawn, step.axes)
 
@@ -93,14 +106,14 @@ def weights_used(module: nn.Module, made: list[Drawn], raw: dict[str, Tensor]) -
     """The weights that the last forward of `made` was given, as functions of `raw`."""
     drawn = {each.step: each for each in made}
     used = dict(raw)
-    # A magnitude before the weight that it belongs to.
-    for entry in sorted(applied(module), key=lambda entry: not entry.name.endswith("_g")):
+    # A magnitude or a deviation before the weight that it belongs to.
+    for entry in sorted(applied(module), key=lambda each: not each.name.endswith(("_g", "_std"))):
         if entry.reparametrization in drawn:
             step = entry.reparametrization
             prefix = f"{entry.name}_{type(getattr(step, 'function', None)).__name__.lower()}."
             own = {k.removeprefix(prefix): v for k, v in raw.items() if k.startswith(prefix)}
-            norms = used.get(f"{entry.name}_g")
-            used[entry.name] = reparametrized(used[entry.name], drawn[step], norms, own)
+            norms, std = used.get(f"{entry.name}_g"), used.get(f"{entry.name}_std")
+            used[entry.name] = reparametrized(used[entry.name], drawn[step], norms, own, std)
     return used
 
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import recoup
-from recoup.weights import applied, disabled, draws, same_draw
+from recoup.weights import applied, disabled, draws, row_draws, same_draw
 from tests.unit.weights.plain_run import PlainRun, mask, recorded, same
 
 pytestmark = [
@@ -306,7 +306,7 @@ def test_what_stays_is_scaled_up(p):
     kept = weight != 0
     rounded = round(p * 65536) / 65536
     if p < 1:
-        want = reads.weight[kept] / (1 - rounded)
+        want = reads.get_parameter("weight")[kept] / (1 - rounded)
         torch.testing.assert_close(weight[kept], want, rtol=1e-14, atol=0)
     assert abs(kept.double().mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / 5000) + 1e-12
 
@@ -327,7 +327,7 @@ def test_the_gradient_is_zero_where_dropped(p):
     recoup.weight_dropout(linear, p=p)
     with recorded() as made:
         linear(x).sum().backward()
-    scales = mask(linear.weight, made[0])
+    scales = mask(linear.get_parameter("weight"), made[0])
     dropped = scales == 0
     assert 0 < dropped.sum() < dropped.numel()
     assert torch.count_nonzero(linear.weight.grad[dropped]) == 0
@@ -402,7 +402,7 @@ def test_axes_share_the_mask(size, axes):
         others = [axis for axis in range(len(size)) if axis not in {a % len(size) for a in axes}]
         shared = kept.amax(dim=sorted({a % len(size) for a in axes}), keepdim=True)
         assert torch.equal(kept, shared.expand(size))
-        assert torch.equal(weight, reads.weight * kept * 2)
+        assert torch.equal(weight, reads.get_parameter("weight") * kept * 2)
         seen.append(shared.flatten())
         # Along the other axes it is not shared.
         for axis in others:
@@ -414,7 +414,9 @@ def test_axes_share_the_mask(size, axes):
 def test_axes_have_the_gradient_of_their_mask():
     run = PlainRun(nn.Conv2d(4, 5, 3), lambda m: recoup.weight_dropout(m, p=0.3, axes=(1, 2, 3)))
     made = run.compare(torch.randn(2, 4, 6, 6, requires_grad=True))
-    scales = mask(run.module.weight, made[0], (1, 2, 3)).expand_as(run.module.weight)
+    scales = mask(run.module.get_parameter("weight"), made[0], (1, 2, 3)).expand_as(
+        run.module.get_parameter("weight")
+    )
     assert torch.count_nonzero(run.module.weight.grad[scales == 0]) == 0
     assert torch.count_nonzero(run.module.weight.grad[scales != 0]) > 0
 
@@ -462,9 +464,9 @@ def test_rows_are_dropped_whole():
     embedding = recoup.weight_dropout(nn.Embedding(200, 8), p=0.5, axes=(1,))
     with recorded() as made:
         rows = embedding(torch.arange(200))
-    dropped = mask(embedding.weight, made[0], (1,)).squeeze(1) == 0
+    dropped = mask(embedding.get_parameter("weight"), made[0], (1,)).squeeze(1) == 0
     assert 60 < dropped.sum() < 140
-    assert torch.equal(rows, embedding.weight * (~dropped).unsqueeze(1) * 2)
+    assert torch.equal(rows, embedding.get_parameter("weight") * (~dropped).unsqueeze(1) * 2)
     rows.sum().backward()
     assert torch.count_nonzero(embedding.weight.grad[dropped]) == 0
 
@@ -476,20 +478,18 @@ def test_a_word_is_dropped_wherever_it_stands():
 
 
 def test_rows_need_no_copy_of_the_embedding(monkeypatch):
-    """Draws are asked for one number a row, and never for a dropped weight."""
+    """One number a row that is looked up is drawn, and never a dropped weight."""
     shapes = []
-    scales = draws.scales
+    scales = row_draws._scales
 
-    def recording(shape, *args, **kwargs):
-        shapes.append(tuple(shape))
-        return scales(shape, *args, **kwargs)
+    def recording(rows, *args):
+        shapes.append((*scales(rows, *args).shape, rows.tolist()))
+        return scales(rows, *args)
 
-    monkeypatch.setattr(draws, "scales", recording)
-    monkeypatch.setattr(draws, "dropped", None)
-    monkeypatch.setattr(draws, "dropped_", None)
+    monkeypatch.setattr(row_draws, "_scales", recording)
     embedding = recoup.weight_dropout(nn.Embedding(50, 8), p=0.5, axes=(-1,))
     embedding(torch.tensor([3, 4, 3])).sum().backward()
-    assert set(shapes) == {(50,)}
+    assert shapes == [(3, 1, [3, 4, 3])] * 2
 
 
 def test_rows_by_keyword_and_without_a_graph():
@@ -645,8 +645,8 @@ def test_a_layer_with_projections_is_its_cell():
         output, _ = layer(x)
     drawn = {each.step: each for each in made}
     ih, hh, hr = (
-        getattr(layer, entry.name)
-        * mask(getattr(layer, entry.name), drawn[entry.reparametrization])
+        layer.get_parameter(entry.name)
+        * mask(layer.get_parameter(entry.name), drawn[entry.reparametrization])
         for entry in applied(layer)
     )
     h, c, steps = torch.zeros(2, 2, dtype=x.dtype), torch.zeros(2, 5, dtype=x.dtype), []
@@ -879,8 +879,8 @@ def test_the_mean_over_masks_is_the_raw_weight(axes):
     reads = recoup.weight_dropout(Reads(6, 5, dtype=torch.float64), p=0.3, axes=axes)
     n = 2000
     mean, deviation = mean_and_deviation(reads, n)
-    assert ((mean - reads.weight).abs() < 5 * deviation / n**0.5).all()
-    want = reads.weight.abs() * math.sqrt(0.3 / 0.7)
+    assert ((mean - reads.get_parameter("weight")).abs() < 5 * deviation / n**0.5).all()
+    want = reads.get_parameter("weight").abs() * math.sqrt(0.3 / 0.7)
     torch.testing.assert_close(deviation, want.detach(), rtol=0.1, atol=0)
 
 
@@ -888,7 +888,7 @@ def test_the_moments_of_noise():
     reads = recoup.weight_noise(Reads(6, 5, dtype=torch.float64), std=0.25)
     n = 2000
     mean, deviation = mean_and_deviation(reads, n)
-    assert ((mean - reads.weight).abs() < 5 * 0.25 / n**0.5).all()
+    assert ((mean - reads.get_parameter("weight")).abs() < 5 * 0.25 / n**0.5).all()
     torch.testing.assert_close(deviation, torch.full_like(deviation, 0.25), rtol=0.1, atol=0)
 
 
@@ -898,5 +898,5 @@ def test_masks_of_two_weights_are_not_the_same():
     with recorded() as made:
         model[0]()
         model[1]()
-    first, second = (mask(model[0].weight, each) for each in made)
+    first, second = (mask(model[0].get_parameter("weight"), each) for each in made)
     assert abs((first == second).double().mean() - 0.5) < 0.15

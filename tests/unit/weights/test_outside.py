@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import threading
 import warnings
 import weakref
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
 import recoup
+from recoup.errors import RecoupError
 from recoup.weights import applied, disabled, same_draw, step
 from tests.unit.weights.plain_run import mask, recorded
 
@@ -75,19 +78,104 @@ def said():
         yield found
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- one draw a step -------------------------------------------------------------------------------
 
 
-def test_a_weight_read_by_a_method(said):
-    """R4: read in `encode` or `training_step`, where no forward is in progress."""
-    model = recoup.weight_noise(Tagger(), ALL)
-    for _ in range(3):
-        model.scaled(torch.randn(2, 4))
-    assert len(said) == 1, "it is said once"
-    text = str(said[0].message)
-    assert "`scale` of Tagger was read by `Tagger.scaled`" in text
-    assert "recoup.weights.step(model)" in text
-    assert said[0].filename == __file__
+def used(model, run):
+    """The loss of `run`, what was drawn for it, and gradients by name."""
+    model.zero_grad()
+    with recorded() as made:
+        loss = run()
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), made, grads
+
+
+@pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise])
+def test_methods_are_noisy_and_have_one_draw(said, apply):
+    """R4: reads in methods, parts that are called, and code of others: as in one forward."""
+    model = apply(Tagger(), ALL)
+
+    def by_hand():
+        y = model.scaled(model.encode(ids()))
+        return F.linear(y, model.embedding.weight).square().mean()
+
+    runs = (lambda: model(ids()), lambda: model.training_step(ids()), by_hand)
+    found = []
+    for run in runs:
+        with same_draw(seed=3):
+            found.append(used(model, run))
+    for loss, made, grads in found:
+        assert len(made) == 3
+        assert torch.equal(loss, found[0][0])
+        assert grads.keys() == found[0][2].keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, found[0][2][name], msg=name)
+    for run in runs:  # the draw of each step is its own
+        (a, made, _), (b, _, _) = used(model, run), used(model, run)
+        assert len(made) == 3
+        assert not torch.equal(a, b)
+    assert applied(model)[0].step == 9
+    assert not said
+
+
+def test_a_draw_lasts_until_backward(said):
+    model = recoup.weight_noise(Tagger(), ALL, std=lambda step: 1.0)
+    a, b = model.encode(ids()), model.encode(ids())
+    assert torch.equal(a, b)
+    assert torch.equal(model(ids()), model.training_step(ids())), "a forward joins the step"
+    assert applied(model)[0].step == 1
+    (a + b).sum().backward()
+    c = model.encode(ids())
+    assert not torch.equal(a, c)
+    assert applied(model)[0].step == 2
+    del c  # and its graph
+    assert not torch.equal(a, model.encode(ids()))
+    assert applied(model)[0].step == 3
+    assert not said
+
+
+def test_a_read_after_a_forward_has_its_draw(said):
+    layer = recoup.weight_dropout(nn.Linear(6, 6, bias=False))
+    x = torch.eye(6)
+    y = layer(x)
+    assert torch.equal(y, F.linear(x, layer.weight))
+    assert torch.equal(layer(x), y), "the step that the read began goes on"
+    y.sum().backward()
+    first, second = layer(x), layer(x)
+    assert not torch.equal(first, second), "two forwards alone have a draw each"
+    with pytest.raises(RecoupError, match="while 2 forwards with draws of their own wait"):
+        F.linear(x, layer.weight)
+    del first
+    assert torch.equal(second, F.linear(x, layer.weight))
+    assert not said
+
+
+def test_a_read_after_a_step_that_is_marked(said):
+    model = recoup.weight_dropout(Tagger(), ALL)
+    with step(model):
+        loss = model.encode(ids()).sum()
+    with recorded() as made:
+        loss = loss + (model.embedding.weight @ model.scale).sum()
+    assert len(made) == 1, "the embedding has had its draw"
+    loss.backward()
+    assert not said
+
+
+def test_gradients_of_reads_in_a_script():
+    """Against autograd over the weights that were drawn."""
+    layer = recoup.weight_dropout(nn.Linear(5, 5, bias=False).double(), p=0.3)
+    raw = layer.get_parameter("weight")
+    x = torch.randn(3, 5, dtype=torch.float64)
+    with recorded() as made:
+        loss = F.linear(x, layer.weight).sin().sum() + (layer(x) * 2).cos().sum()
+        loss = loss + torch.einsum("ij,kj->ik", x, layer.weight).square().sum()
+    assert len(made) == 1
+    loss.backward()
+    plain = raw.detach().clone().requires_grad_()
+    y = F.linear(x, plain * mask(plain, made[0]))
+    (y.sin().sum() + (y * 2).cos().sum() + y.square().sum()).backward()
+    torch.testing.assert_close(raw.grad, plain.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_weights_in_a_list_read_by_a_method(said):
@@ -106,22 +194,25 @@ def test_weights_in_a_list_read_by_a_method(said):
 
     model = recoup.weight_noise(Listed(), r"scales\.\d")
     assert model.scales[1] is model.scales._parameters["1"]
-    model(torch.ones(4))
+    with same_draw(3):
+        want = model(torch.ones(4))
+    with same_draw(3), recorded() as made:
+        assert torch.equal(model.scaled(torch.ones(4)), want)
+    assert len(made) == 3
     assert not said
-    model.scaled(torch.ones(4))
-    assert len(said) == 1
 
 
 def test_a_weight_read_by_the_parent(said):
     """R4: applied to the embedding alone, whose parent reads its weight as that of a decoder."""
     model = Tagger()
-    recoup.weight_noise(model.embedding)
-    model(ids()).backward()
-    assert ["was read by `Tagger.tags`" in str(each.message) for each in said] == [True]
+    recoup.weight_dropout(model.embedding)
+    _, made, _ = used(model, lambda: model(ids()))
+    assert len(made) == 1, "the draw of the embedding's own forward"
+    assert not said
 
 
 def test_the_ways_out_of_a_weight_read_by_the_parent():
-    """R4: what the warning names is silent, and noisy or raw as it says."""
+    """R4: in a step it is noisy, and raw where noise is off, or where it is a parameter."""
     noisy = recoup.weight_dropout(Tagger(), r"embedding\.weight", p=1.0)
     assert noisy(ids()) == 0
     alone = Tagger()
@@ -129,57 +220,201 @@ def test_the_ways_out_of_a_weight_read_by_the_parent():
     x = torch.randn(2, 4)
     with step(alone):
         assert torch.count_nonzero(alone.tags(x)) == 0
+    assert torch.count_nonzero(alone.tags(x)) == 0
     with disabled(alone):
         assert torch.count_nonzero(alone.tags(x)) > 0
     assert alone.embedding.get_parameter("weight") is alone.embedding._parameters["weight"]
 
 
-@pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise])
-def test_two_calls_of_a_tied_encoder(said, apply):
-    """R4: they draw apart where no forward of the tree is around them."""
-    model = apply(Tagger(), r".*weight")
-    a = model.encode(ids())
-    assert not said
-    b = model.encode(ids())
-    assert not torch.equal(a, b)
+def test_what_the_source_does_not_show(said):
+    """R4: a script that passes the weight on gets the parameter, and is told so, once."""
+
+    def takes(weight):
+        return weight
+
+    layer = recoup.weight_noise(nn.Linear(3, 3))
+    assert takes(layer.weight) is layer._parameters["weight"]
+    assert takes(layer.weight) is layer._parameters["weight"]
     assert len(said) == 1
-    assert "Several modules of the tree" in str(said[0].message)
+    assert "`weight` of Linear was read by `test_what_the_source" in str(said[0].message)
+    assert "recoup.weights.step(model)" in str(said[0].message)
     assert said[0].filename == __file__
-    for _ in range(3):
-        model.encode(ids())
-    assert len(said) == 1
 
 
-def test_a_schedule_that_would_count_parts(said):
-    """R4: parts of one step count as steps of their own."""
-    model = recoup.weight_noise(Tagger(), r"e.*weight", std=lambda step: 0.1)
-    model.encode(ids())
-    assert ["counts as a step" in str(each.message) for each in said] == [True]
+def test_a_method_that_changes_a_weight_in_place(said):
+    """R4: it would change a copy; within no_grad it changes the parameter."""
+
+    def clamped(weight):
+        with torch.no_grad():
+            weight.clamp_(0.0, 0.1)
+
+    class Clips(nn.Linear):
+        def clip(self):
+            clamped(self.weight)
+
+        @torch.no_grad()
+        def clip_without_graph(self):
+            self.weight.clamp_(0.0, 0.1)
+
+        def clip_by(self, change):
+            change(self.weight)
+
+        def clip_data(self):
+            self.weight.data.clamp_(0.0, 0.1)
+
+    layer = recoup.weight_noise(Clips(3, 3))
+    with pytest.raises(RecoupError, match="`clamp_` would change that tensor alone"):
+        layer.clip()
+    with pytest.raises(RecoupError, match="`data` would change that tensor alone"):
+        layer.clip_by(lambda weight: weight.data.clamp_(0.0, 0.1))
+    with pytest.raises(RecoupError, match="`clamp_` would change that tensor alone"):
+        layer.clip_by(lambda weight: weight.detach().clamp_(0.0, 0.1))
+    layer.clip_data()
+    assert layer._parameters["weight"].min() >= 0
+    nn.init.constant_(layer.weight, -1.0)
+    assert layer._parameters["weight"].max() < 0
+    layer.clip_without_graph()
+    assert layer._parameters["weight"].min() >= 0
+    assert not said
+
+
+def test_parts_in_a_list_have_one_step(said):
+    """R4: parts of one step are one step of a schedule."""
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))  # has no forward of its own
     recoup.weight_noise(layers, r".*weight", std=lambda step: 0.1)
-    layers[1](layers[0](torch.randn(2, 4)))
-    assert len(said) == 2
+    for count in (1, 2, 3):
+        y = layers[0](torch.randn(2, 4))
+        for layer in layers[1:]:
+            y = layer(y)
+        assert applied(layers)[0].step == count
+        y.sum().backward()
+    assert not said
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_a_norm_that_is_not_applied_in_evaluation(said, grad):
-    """R4: the direction alone is no weight in evaluation either."""
-    model = recoup.weight_norm(Tagger(), "scale").eval()
+def test_a_norm_is_applied_wherever_the_weight_is_read(said, grad):
+    """R4: the direction alone is no weight, in evaluation either."""
+    model = Tagger()
+    x = torch.randn(2, 4)
+    want = model.scaled(x)
+    recoup.weight_norm(model, "scale").eval()
+    with torch.no_grad():
+        model.scale_g.mul_(2)
     with torch.set_grad_enabled(grad):
-        model.scaled(torch.randn(2, 4))
-    assert len(said) == 1
+        torch.testing.assert_close(model.scaled(x), 2 * want)
+        torch.testing.assert_close(x @ model.scale, 2 * want)
+    assert not said
 
 
 def test_the_fast_path_of_an_encoder_layer(said):
     """R4: torch reads the weights of what is in the layer, and does not call it."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    recoup.weight_norm(layer.linear1)
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(1, 3, 8)
     with torch.no_grad():
-        layer.eval()(torch.randn(1, 3, 8))
-    assert any("TransformerEncoderLayer" in str(each.message) for each in said)
+        layer.linear1.weight.mul_(2)
+        want = layer(x)
+        layer.linear1.weight.div_(2)
+        recoup.weight_norm(layer.linear1)
+        layer.linear1.weight_g.mul_(2)
+        torch.testing.assert_close(layer(x), want)
+    assert not said
 
 
-def test_what_wants_the_parameter_is_not_told(said):
+def test_names_of_methods_that_compute(said):
+    """R4: a name that only looks like initialising changes nothing."""
+
+    class Names(nn.Linear):
+        def _shared_step(self, x):
+            return F.linear(x, self.weight)
+
+        def next_state(self, x):
+            return x * self.weight
+
+        def copy_logits(self, x):
+            return x @ self.weight
+
+    layer = recoup.weight_dropout(Names(3, 3), p=1.0)
+    x = torch.ones(3, 3)
+    for run in (layer._shared_step, layer.next_state, layer.copy_logits):
+        assert torch.count_nonzero(run(x)) == 0
+    assert not said
+
+
+def test_results_that_hold_tensors_in_attributes():
+    """R4: a distribution, as the encoder of a VAE returns."""
+
+    class Encoder(nn.Linear):
+        def forward(self, x):
+            return torch.distributions.Normal(super().forward(x), 1.0)
+
+    model = nn.ModuleList([Encoder(3, 3)])
+    recoup.weight_dropout(model, r".*weight")
+    x = torch.randn(2, 3)
+    first = model[0](x)
+    assert torch.equal(first.loc, model[0](x).loc)
+    first.loc.sum().backward()
+    assert not torch.equal(first.loc, model[0](x).loc)
+
+
+def test_steps_of_threads_are_their_own():
+    model = recoup.weight_dropout(Tagger(), ALL)
+    a = model.encode(ids())
+    other = threading.Thread(target=lambda: model.encode(ids()).sum().backward())
+    other.start()
+    other.join()
+    assert torch.equal(a, model.encode(ids()))
+
+
+def test_forwards_of_other_threads_are_not_joined():
+    layer, outputs = recoup.weight_dropout(nn.Linear(4, 4)), []
+    x = torch.randn(2, 4)
+    other = threading.Thread(target=lambda: outputs.append(layer(x)))
+    other.start()
+    other.join()
+    with recorded() as made:
+        F.linear(x, layer.weight).sum().backward()
+    assert len(made) == 1, "a draw of this thread"
+    assert outputs[0].grad_fn is not None
+
+
+def test_a_step_that_raises_leaves_nothing():
+    """R4: its weights and its graph are freed with what its code computed, without a collector."""
+    model = recoup.weight_dropout(Tagger(), ALL)
+    seen = []
+
+    def run():
+        with step(model):
+            weight = model.scale
+            seen.append(weakref.ref(weight))
+            seen.append(weakref.ref(model.encode(ids())))
+            model.scaled(model.encode(ids()))
+            raise RuntimeError("on purpose")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="on purpose") as caught:
+            run()
+        del caught
+        assert [each() for each in seen] == [None, None]
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_gradient_penalty_is_within_its_step():
+    """R4: gradients with a graph of their own end no step."""
+    model = recoup.weight_dropout(Tagger(), ALL)
+    x = torch.randn(2, 4, requires_grad=True)
+    with recorded() as made:
+        y = model.scaled(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (gradient.square().sum() + model.scaled(x).sum()).backward()
+    assert len(made) == 1
+
+
+def test_what_wants_the_parameter_gets_it(said):
     """R4: optimizers, sums of squares, initialisation, ties, types, copies, states, clipping."""
     model = recoup.weight_noise(Tagger(), ALL)
     optimizer = model.configure_optimizers()
@@ -190,19 +425,24 @@ def test_what_wants_the_parameter_is_not_told(said):
     optimizer.step()
     parameters_to_vector(model.parameters())
     model.reset_parameters()
+    assert torch.equal(model.get_parameter("scale"), torch.ones(4, 4))
     model.of_type(torch.randn(2))
     copy.deepcopy(model).load_state_dict(model.state_dict())
     torch.save(model.state_dict(), io.BytesIO())
     nn.init.normal_(model.embedding.weight)
     torch.optim.swa_utils.AveragedModel(model).update_parameters(model)
+    with torch.no_grad():
+        average = 0.9 * model.scale + 0.1 * model.scale
+    torch.testing.assert_close(average, torch.ones(4, 4))
     model.tie()
-    assert model.encoder.weight is model.scale is model._parameters["scale"]
+    assert model.encoder.weight is model.scale
+    assert model.scale is model._parameters["scale"]
     model.eval()
     model.scaled(model.encode(ids()))  # nothing is drawn in evaluation
     assert [str(each.message) for each in said] == []
 
 
-def test_parts_that_have_a_backward_each_are_not_told(said):
+def test_parts_that_have_a_backward_each(said):
     """R4: one part that is called once in a step, with a schedule, as in many training loops."""
     model = recoup.weight_noise(Tagger(), r".*weight", std=lambda step: 0.1)
     for _ in range(3):
@@ -214,7 +454,7 @@ def test_parts_that_have_a_backward_each_are_not_told(said):
     assert applied(model)[0].step == 7
     teacher = copy.deepcopy(model)
     with torch.no_grad():
-        teacher.encode(ids()), teacher.encode(ids())
+        assert not torch.equal(teacher.encode(ids()), teacher.encode(ids())), "no graph, no step"
     assert [str(each.message) for each in said] == []
 
 
@@ -274,7 +514,7 @@ def test_two_calls_in_a_step_share_their_draw():
         assert torch.equal(a, b)
         assert len(made) == 1
         (a + b).sum().backward()
-        factor = mask(model.scale, made[0])
+        factor = mask(model.get_parameter("scale"), made[0])
         want = 2 * x.sum(0)[:, None] * factor
         torch.testing.assert_close(model.scale.grad, want)
         seen.append(a)
@@ -320,7 +560,8 @@ def test_a_step_keeps_no_noisy_weight():
     run().backward()
     with recorded() as made, step(model):
         y = model.used(x)
-    weight = model.weight * mask(model.weight, made[0])
+    weight = model.get_parameter("weight")
+    weight = weight * mask(weight, made[0])
     assert torch.equal(y, F.linear(x, weight))
     (gradient,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(gradient, weight.sum(0).expand(2, -1))
@@ -348,21 +589,46 @@ def test_the_extent_of_a_step():
         pass
 
 
-def test_a_lightning_module():
-    """R4: a training step that calls its parts and reads their weights."""
+@pytest.mark.parametrize("is_marked", [False, True], ids=["unmarked", "step"])
+def test_a_lightning_module(is_marked, said):
+    """R4: a training step that calls its parts and reads their weights, four to an update."""
     lightning = pytest.importorskip("lightning", reason="needs lightning")
+    taken = []
 
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
             self.net = recoup.weight_noise(Tagger(), ALL, std=lambda step: 0.1)
 
+        def loss(self, batch):
+            h = self.net.scaled(self.net.encode(batch))
+            return F.linear(h, self.net.embedding.weight).square().mean()
+
         def training_step(self, batch):
-            with step(self):
-                return self.net.tags(self.net.scaled(self.net.encode(batch))).mean()
+            if is_marked:
+                with step(self), recorded() as made:
+                    loss = self.loss(batch)
+            else:
+                with recorded() as made:
+                    loss = self.loss(batch)
+            taken.append(len(made))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
 
     module = Module()
-    for _ in range(2):
-        module.training_step(ids()).backward()
-    assert applied(module)[0].step == 2
-    assert all(p.grad is not None for name, p in module.named_parameters() if "bias" not in name)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accumulate_grad_batches=4,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader([ids()[0]] * 8, batch_size=1))
+    assert taken == [3] * 8, "one draw a weight and batch"
+    assert trainer.global_step == 2
+    assert applied(module)[0].step == 8
+    assert not [each for each in said if "recoup" in str(each.message)]

@@ -150,7 +150,6 @@ def test_std_out_of_range(std):
 
 
 RATES = {
-    "parameter": nn.Parameter(torch.tensor(0.5)),
     "tensor": torch.tensor(0.5, requires_grad=True),
     "result": nn.Parameter(torch.tensor(0.5)).square(),
     "function": lambda step: torch.tensor(0.5, requires_grad=True),
@@ -166,14 +165,22 @@ def test_a_rate_that_would_never_be_trained(apply, name, rate):
     linear = nn.Linear(2, 2)
     call = lambda: apply(linear, **{name: RATES[rate]})  # noqa: E731
     refused(linear, call, f"`{name}`", "never be trained", f"`{name}.detach()`")
+    way_out = "`nn.Parameter(std)`" if name == "std" else "a number."
+    refused(linear, call, way_out)
+
+
+def test_a_parameter_is_no_probability():
+    """R5: noise has a gradient for its deviation, dropout has none for its probability."""
+    linear, p = nn.Linear(2, 2), nn.Parameter(torch.tensor(0.5))
+    call = lambda: recoup.weight_dropout(linear, p=p)  # noqa: E731
+    refused(linear, call, "`p` is a Parameter", "`p.detach()`")
 
 
 def test_a_rate_that_comes_to_require_a_gradient():
     """R5: also where the rate was a plain tensor when it was applied."""
     rate = torch.tensor(0.5)
     linear = recoup.weight_noise(nn.Linear(2, 2), std=rate)
-    frozen = recoup.weight_noise(nn.Linear(2, 2), std=nn.Parameter(rate, requires_grad=False))
-    linear(torch.ones(1, 2)), frozen(torch.ones(1, 2))
+    linear(torch.ones(1, 2))
     rate.requires_grad_()
     with pytest.raises(ValueError, match=r"`std` .* never be trained"):
         linear(torch.ones(1, 2))
@@ -369,7 +376,7 @@ def test_a_parametrization_of_torch_beneath():
 
     linear = parametrize.register_parametrization(nn.Linear(4, 4, bias=False), "weight", Doubled())
     recoup.weight_dropout(linear, r"parametrizations\.weight\.original")
-    raw = linear.parametrizations.weight.original
+    raw = linear.parametrizations.weight.get_parameter("original")
     x = torch.eye(4)
     with recorded() as made:
         y = linear(x)
@@ -479,7 +486,8 @@ def test_a_weight_changed_past_its_version():
             loss = (recoup.checkpoint(linear, x) if way == "checkpoint" else linear(x)).sum()
         linear.weight.data.mul_(2.0)
         loss.backward()
-        used = linear.weight * mask(linear.weight, made[0]) if made else linear.weight
+        raw = linear.get_parameter("weight")
+        used = raw * mask(raw, made[0]) if made else raw
         assert torch.equal(x.grad, used.sum(0).expand(3, -1))
         found[way] = x.grad
     assert torch.equal(found["plain"], found["checkpoint"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Self
 
@@ -251,15 +250,11 @@ class LanguageModel(nn.Module):
     def evaluation_twin(self) -> Self:
         """Return a network that shares the parameters, without any dropout or noise.
 
-        Kept: nothing; the twin has no parameters of its own, and the same ones are tied. It sees
-        every in-place update of a parameter at once, but not the replacement of a parameter by
-        another object.
+        Kept: nothing; the twin has no parameters of its own, as `recoup.weights.twin` says.
 
         Source: https://github.com/dmlc/gluon-nlp/issues/1060.
         """
-        twin = copy.deepcopy(self, {id(parameter): parameter for parameter in self.parameters()})
-        if recoup.weights.applied(twin):
-            recoup.weights.remove(twin)
+        twin = recoup.weights.twin(self)
         twin._probabilities = dict.fromkeys(self._probabilities, 0.0)
-        twin.weight_noise = 0.0
-        return twin.eval()
+        twin._noise_std = torch.zeros(())  # that of the network would turn on its noise
+        return twin

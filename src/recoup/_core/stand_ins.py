@@ -1,0 +1,141 @@
+"""Classes that stand in for the classes of modules: the same names, and other members.
+
+NOTE [ A class on top of a module's own ]
+
+Rule 1. A stand-in is a subclass of a module's class with its name and signature. There is one for
+        each base class, maker and arguments. It cannot be imported, so a module is copied and
+        pickled as its own class and a recipe: the makers, which can be imported.
+Rule 2. Stand-ins of several makers may be on top of each other, in any order. What a maker has put
+        there is replaced in its place.
+Rule 3. The forward of each class has a code object of its own. The compiler records by code
+        object what it compiled, how often, and what it cannot compile; if all classes shared one,
+        one layer that cannot be compiled would keep every other layer from being compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+__all__ = [
+    "Maker",
+    "check_has_own_forward",
+    "has_stand_in",
+    "new_stand_in",
+    "with_stand_in",
+    "without_stand_in",
+]
+
+Kind = type[nn.Module]
+Maker = Callable[..., Kind]
+_STEP = "_recoup_stand_in"
+
+
+class Step(NamedTuple):
+    """A maker of stand-ins, and what it is given beside the base class."""
+
+    make: Maker
+    arguments: tuple[Any, ...]
+
+
+def new_stand_in(
+    base: Kind, make: Maker, arguments: tuple[Any, ...], members: Callable[[], dict[str, Any]]
+) -> Kind:
+    """Return the stand-in that `make` has for `base` and `arguments`: the known one, or a new one.
+
+    Args:
+        base: the class beneath it.
+        make: a function of a module, which calls this one.
+        arguments: what `make` is given after `base`; can be pickled.
+        members: returns the members of a new one, among them `forward`, a function of its own.
+    """
+    step = Step(make, arguments)
+    for known in base.__subclasses__():
+        if vars(known).get(_STEP) == step:
+            return known
+    own: dict[str, Any] = {
+        _STEP: step,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reducing(base),
+        **members(),
+    }
+    forward: Any = own["forward"]  # See Rule 3
+    forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
+    if type(base) is type:
+        with suppress(TypeError):  # a base with slots
+            # The base is set afterwards, so that its `__init_subclass__` does not run.
+            made = cast("Kind", type(base.__name__, (nn.Module,), own))
+            made.__bases__ = (base,)
+            return made
+    made_by: Any = type(base)
+    return made_by(base.__name__, (base,), own)
+
+
+def has_stand_in(kind: Kind, make: Maker) -> bool:
+    """Whether `kind` is a stand-in of `make`, or one on top of it, and not a subclass of these."""
+    return any(step.make is make for step in _taken_apart(kind)[1])
+
+
+def with_stand_in(kind: Kind, make: Maker, *arguments: Any) -> Kind:
+    """Return `kind` with the stand-in of `make` in it, in its place or else on top (See Rule 2)."""
+    own, steps = _taken_apart(kind)
+    new = Step(make, arguments)
+    replaced = [new if step.make is make else step for step in steps]
+    return _put_together(own, replaced if new in replaced else [*steps, new])
+
+
+def without_stand_in(kind: Kind, make: Maker) -> Kind:
+    """Return `kind` without the stand-in of `make`."""
+    own, steps = _taken_apart(kind)
+    return _put_together(own, [step for step in steps if step.make is not make])
+
+
+def check_has_own_forward(module: nn.Module) -> None:
+    """Raise if a stand-in could not extend the forward of `module`."""
+    if "forward" in vars(module):
+        raise ValueError(
+            f"`module` has a {type(module).__name__} whose `forward` was replaced on the instance "
+            "(a compiled or hooked module), so recoup cannot extend it. Apply this before "
+            "`forward` is replaced."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            "`module` contains a ScriptModule, which recoup cannot extend. Apply this before "
+            "scripting."
+        )
+
+
+def _taken_apart(kind: Kind) -> tuple[Kind, list[Step]]:
+    """Return a module's own class, and the steps from it to `kind`."""
+    steps: list[Step] = []
+    while _STEP in vars(kind):
+        steps.insert(0, vars(kind)[_STEP])
+        kind = cast("Kind", kind.__bases__[0])
+    return kind, steps
+
+
+def _put_together(own: Kind, steps: list[Step]) -> Kind:
+    for step in steps:
+        own = step.make(own, *step.arguments)
+    return own
+
+
+def _reducing(base: Kind) -> Any:
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made, given, *rest = cast("Any", base.__reduce_ex__(self, protocol))
+        kind = type(self)
+        if vars(kind).get("__reduce_ex__") is not reduce or given[:1] != (kind,):
+            return made, given, *rest
+        return (_new, _taken_apart(kind), *rest)
+
+    return reduce
+
+
+def _new(own: Kind, steps: list[Step]) -> nn.Module:
+    return nn.Module.__new__(_put_together(own, steps))

@@ -1,0 +1,168 @@
+"""What noisy weights cost: their divergence from a prior, as variational inference counts it."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup.weights.application import reparametrized
+from recoup.weights.matching import Where
+from recoup.weights.noise import WeightNoise
+
+__all__ = ["kl_divergence"]
+
+
+def kl_divergence(
+    module: nn.Module,
+    where: Where = ".*",
+    *,
+    prior_std: float | Tensor | None,
+    prior_mean: float | Tensor = 0.0,
+) -> Tensor:
+    """Return the divergence of noisy weights from their prior, in nats, to be added to a loss.
+
+    A weight ``w`` with noise of deviation ``s`` is a normal distribution. The sum over the entries
+    of all weights with noise of ``KL(N(w, s^2) || N(prior_mean, prior_std^2))``, divided by the
+    number of samples in the training set, belongs to the mean loss of a batch. It is
+    differentiable for the weights, for deviations that are learned, and for a prior that is a
+    tensor. Nothing is drawn, and the mode of `module` does not matter.
+
+    A weight with a norm counts as normalized; dropout and functions are left out. A deviation
+    counts by its absolute value, a schedule has its value at the present step, and a deviation of 0
+    has an infinite divergence. A parameter with several names counts once, unless its uses have
+    several deviations.
+
+    Kept: a few numbers a weight, and a copy of deviations that are relative or in half precision;
+    the divergence of these is computed in float32. Backward makes the gradient of each weight.
+
+    Args:
+        module: a module, or a tree of modules.
+        where: chooses parameters, as `pattern` of `weight_noise` does.
+        prior_std: the deviation of the prior: a number above 0, or a 0-dim tensor. None for the
+            prior that fits best: each weight has the mean and the variance for which its
+            divergence is least.
+        prior_mean: the mean of the prior: a number, or a 0-dim tensor.
+
+    Returns:
+        A 0-dim tensor.
+
+    Raises:
+        ValueError: when no chosen parameter has weight noise, or an argument is out of its range.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer = recoup.weight_noise(torch.nn.Linear(4, 3), std=0.1, learned="row")
+        >>> loss = recoup.weights.kl_divergence(layer, prior_std=1.0) / 1000
+        >>> loss.backward()
+        >>> layer.weight_std.grad.shape
+        torch.Size([3, 1])
+
+    Source: Graves, "Practical variational inference for neural networks" (2011), equations 15 to
+    18; Kingma and Welling, https://arxiv.org/abs/1312.6114, appendix B.
+    """
+    _check("prior_mean", prior_mean, -math.inf, "a number")
+    if prior_std is not None:
+        _check("prior_std", prior_std, 0.0, "a number above 0, None for one that is fitted")
+    elif isinstance(prior_mean, Tensor) or prior_mean != 0:
+        raise ValueError(
+            "`prior_mean` is given, but `prior_std` is None, for a prior whose mean and deviation "
+            "are both fitted. Give both, or neither."
+        )
+    found: dict[tuple[Any, ...], tuple[Tensor, Tensor | float]] = {}
+    for each, weight in reparametrized(module, where, "where"):
+        noise = next((step for step in weight.steps if isinstance(step, WeightNoise)), None)
+        if noise is None:
+            continue
+        operands = [step.operands(each.owner, each.key) for step in weight.steps]
+        parameters = (each.parameter, *(value for given in operands for value in given))
+        number = noise.magnitude(noise.application.step)
+        key = (*map(id, parameters), number, noise.relative)
+        if key not in found:
+            mean = weight.without_draws(each.owner)
+            found[key] = (mean, noise.deviation(each.owner, each.key, mean))
+    if not found:
+        raise ValueError(
+            f"No parameter of {type(module).__name__} that `where` {where!r} chooses has weight "
+            "noise, so there is no divergence. Call recoup.weight_noise first."
+        )
+    device = next(iter(found.values()))[0].device
+    parts = [_of_weight(mean, std, prior_std, prior_mean) for mean, std in found.values()]
+    return torch.stack([part.to(device) for part in parts]).sum()
+
+
+def _check(name: str, value: Any, above: float, needed: str) -> None:
+    """Raise if `value` is neither a number above a bound nor a 0-dim tensor."""
+    if isinstance(value, Tensor):
+        is_valid, got = value.dim() == 0, f"of shape {tuple(value.shape)}"
+    else:
+        number = float(value) if isinstance(value, Real) and value is not True else math.nan
+        is_valid, got = above < number < math.inf, repr(value)
+    if not is_valid:
+        raise ValueError(f"`{name}` is {got}, but must be {needed}, or a 0-dim tensor.")
+
+
+def _of_weight(
+    mean: Tensor, std: Tensor | float, prior_std: float | Tensor | None, prior_mean: float | Tensor
+) -> Tensor:
+    num = mean.numel()
+    kind = torch.promote_types(mean.dtype, torch.float32)
+    if num == 0:
+        return mean.new_zeros((), dtype=kind)
+    std = torch.as_tensor(std, dtype=kind, device=mean.device)
+    # One number stands for as many entries as it is broadcast to.
+    log_std, variance = cast("Tensor", _LogSize.apply(std)).mean(), std.square().mean()
+    if prior_std is None:
+        center = mean.mean(dtype=kind)
+    else:
+        center = torch.as_tensor(prior_mean, dtype=kind, device=mean.device)
+    spread = cast("Tensor", _MeanSquare.apply(mean, center)) + variance
+    if prior_std is None:
+        return num * (spread.log() / 2 - log_std)
+    prior_std = torch.as_tensor(prior_std, dtype=kind, device=mean.device)
+    return num * (prior_std.log() - log_std + spread / (2 * prior_std.square()) - 0.5)
+
+
+class _MeanSquare(torch.autograd.Function):
+    """The mean square of the distance to a number, which keeps no copy of the values.
+
+    `F.mse_loss` keeps none either, but its backward takes one dtype in some versions of torch.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, center: Tensor) -> Tensor:
+        return (values.to(center.dtype) - center).square_().mean()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        values, center = ctx.saved_tensors
+        of_values = (values.to(center.dtype) - center) * (2 / values.numel() * gradients[0])
+        return of_values.to(values.dtype), -of_values.sum()
+
+
+class _LogSize(torch.autograd.Function):
+    """The logarithm of an absolute value, which keeps no copy of it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        return value.abs().log_()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (value,) = ctx.saved_tensors
+        return gradients[0] / value
