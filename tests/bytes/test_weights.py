@@ -114,8 +114,11 @@ def test_noise_with_a_deviation_of_its_own_is_not_held(name, how):
 @pytest.mark.parametrize("prior", [{"prior_std": None}, {"prior_std": 1.0, "prior_mean": 0.5}])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("learned", ["row", "weight", None])
-def test_a_divergence_holds_no_weight_and_no_deviation(learned, normed, prior):
-    layer = recoup.weight_noise(nn.Linear(128, 96), std=0.1, learned=learned)
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_divergence_holds_no_weight_and_no_deviation(precision, relative, learned, normed, prior):
+    layer = nn.Linear(128, 96, dtype=precision)
+    layer = recoup.weight_noise(layer, std=0.1, learned=learned, relative=relative)
     layer = recoup.weight_norm(layer) if normed else layer
     held = held_after(lambda: recoup.weights.kl_divergence(layer, **prior)).num_bytes
     assert held <= BYTES_A_WEIGHT + (layer.weight_g.nbytes if normed else 0)

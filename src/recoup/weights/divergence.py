@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.call import Call, run_again
 from recoup.weights.application import reparametrized
 from recoup.weights.matching import Where
 from recoup.weights.noise import WeightNoise
@@ -36,8 +37,8 @@ def kl_divergence(
     has an infinite divergence. A parameter with several names counts once, unless its uses have
     several deviations.
 
-    Kept: a few numbers a weight, and a copy of deviations that are relative or in half precision;
-    the divergence of these is computed in float32. Backward makes the gradient of each weight.
+    Kept: a few numbers a weight; the divergence of weights in half precision is computed in
+    float32. Backward computes the divergence again, and makes the gradient of each weight.
 
     Args:
         module: a module, or a tree of modules.
@@ -72,7 +73,7 @@ def kl_divergence(
             "`prior_mean` is given, but `prior_std` is None, for a prior whose mean and deviation "
             "are both fitted. Give both, or neither."
         )
-    found: dict[tuple[Any, ...], tuple[Tensor, Tensor | float]] = {}
+    found: dict[tuple[Any, ...], tuple[WeightNoise, Tensor, Tensor | float]] = {}
     for each, weight in reparametrized(module, where, "where"):
         noise = next((step for step in weight.steps if isinstance(step, WeightNoise)), None)
         if noise is None:
@@ -82,16 +83,19 @@ def kl_divergence(
         number = noise.magnitude(noise.application.step)
         key = (*map(id, parameters), number, noise.relative)
         if key not in found:
-            mean = weight.without_draws(each.owner)
-            found[key] = (mean, noise.deviation(each.owner, each.key, mean))
+            mean, std = weight.without_draws(each.owner), noise.std_now(each.owner, each.key)
+            found[key] = (noise, mean, std)
     if not found:
         raise ValueError(
             f"No parameter of {type(module).__name__} that `where` {where!r} chooses has weight "
             "noise, so there is no divergence. Call recoup.weight_noise first."
         )
-    device = next(iter(found.values()))[0].device
-    parts = [_of_weight(mean, std, prior_std, prior_mean) for mean, std in found.values()]
-    return torch.stack([part.to(device) for part in parts]).sum()
+    calls = [
+        Call("kl_divergence", _of_weight, (*each, prior_std, prior_mean), {})
+        for each in found.values()
+    ]
+    parts = [cast("Tensor", run_again(call)) for call in calls]
+    return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
 
 def _check(name: str, value: Any, above: float, needed: str) -> None:
@@ -106,63 +110,25 @@ def _check(name: str, value: Any, above: float, needed: str) -> None:
 
 
 def _of_weight(
-    mean: Tensor, std: Tensor | float, prior_std: float | Tensor | None, prior_mean: float | Tensor
+    noise: WeightNoise,
+    mean: Tensor,
+    std: Tensor | float,
+    prior_std: float | Tensor | None,
+    prior_mean: float | Tensor,
 ) -> Tensor:
     num = mean.numel()
     kind = torch.promote_types(mean.dtype, torch.float32)
     if num == 0:
         return mean.new_zeros((), dtype=kind)
-    std = torch.as_tensor(std, dtype=kind, device=mean.device)
+    std = torch.as_tensor(noise.deviation(mean, std), dtype=kind, device=mean.device)
     # One number stands for as many entries as it is broadcast to.
-    log_std, variance = cast("Tensor", _LogSize.apply(std)).mean(), std.square().mean()
+    log_std, variance = std.abs().log().mean(), std.square().mean()
     if prior_std is None:
         center = mean.mean(dtype=kind)
     else:
         center = torch.as_tensor(prior_mean, dtype=kind, device=mean.device)
-    spread = cast("Tensor", _MeanSquare.apply(mean, center)) + variance
+    spread = (mean.to(kind) - center).square().mean() + variance
     if prior_std is None:
         return num * (spread.log() / 2 - log_std)
     prior_std = torch.as_tensor(prior_std, dtype=kind, device=mean.device)
     return num * (prior_std.log() - log_std + spread / (2 * prior_std.square()) - 0.5)
-
-
-class _MeanSquare(torch.autograd.Function):
-    """The mean square of the distance to a number, which keeps no copy of the values.
-
-    `F.mse_loss` keeps none either, but its backward takes one dtype in some versions of torch.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, center: Tensor) -> Tensor:
-        return (values.to(center.dtype) - center).square_().mean()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        values, center = ctx.saved_tensors
-        of_values = (values.to(center.dtype) - center) * (2 / values.numel() * gradients[0])
-        return of_values.to(values.dtype), -of_values.sum()
-
-
-class _LogSize(torch.autograd.Function):
-    """The logarithm of an absolute value, which keeps no copy of it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(value: Tensor) -> Tensor:
-        return value.abs().log_()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (value,) = ctx.saved_tensors
-        return gradients[0] / value

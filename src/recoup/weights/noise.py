@@ -201,16 +201,18 @@ class WeightNoise(Reparametrization):
     def operands(self, module: nn.Module, name: str) -> Operands:
         return (getattr(module, f"{name}_std"),) if self.is_learned else ()
 
-    def deviation(self, module: nn.Module, key: str, weight: Tensor) -> Tensor | float:
-        """Return the deviation now, of a shape that can be broadcast to the weight.
+    def std_now(self, module: nn.Module, key: str) -> Tensor | float:
+        """Return the deviation now, before it is made relative to the weight.
 
         Args:
             module: the module that has the weight.
             key: the name of the weight there.
-            weight: what the noise is added to.
         """
         operands = self.operands(module, key)
-        std = operands[0] if operands else self.magnitude(self.application.step)
+        return operands[0] if operands else self.magnitude(self.application.step)
+
+    def deviation(self, weight: Tensor, std: Tensor | float) -> Tensor | float:
+        """Return a deviation of a shape that can be broadcast to the weight."""
         return root_mean_square(weight) * std if self.relative else std
 
     def compute(
