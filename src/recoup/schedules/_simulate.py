@@ -180,7 +180,9 @@ def trace(schedule: Schedule, costs: Sequence[Cost]) -> tuple[Moment, ...]:
             raise ScheduleError(f"`{schedule.name}` cannot do {action!r}: {reason}")
         clock += walk.seconds - before
         if isinstance(action, Tape):
-            owed[action.index] = costs[action.index].tape(action.variant).seconds
+            cost = costs[action.index]
+            tape = cost.tape_again if walk.in_backward else cost.tape(action.variant)
+            owed[action.index] = tape.seconds
             clock -= owed[action.index]
         elif isinstance(action, Reverse):
             clock += _BACKWARD * costs[action.index].seconds + owed[action.index]

@@ -65,6 +65,8 @@ class Cost:
         invert_seconds: time of one inverse, which makes the tape on its way.
         offload_seconds: time to move the input to host memory and back; None if that is impossible.
         variants: other tapes, for a stage that is taped in the sweep.
+        again: the tape that a run in backward makes, if it is another one than the whole (a stage
+            of which other code runs where it is run again); None for the whole one.
         before_bytes: the most temporary memory of code before the stage, in the sweep, beyond the
             stage's input and the memory beside the chain.
         lent_bytes: how much larger `reverse_bytes` is if the stage before is taped, because that
@@ -95,6 +97,7 @@ class Cost:
     variants: tuple[Thin, ...] = ()
     lent_bytes: int = 0
     before_bytes: int = 0
+    again: Thin | None = None
 
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)
@@ -108,11 +111,14 @@ class Cost:
                 f"`tape_bytes` is {self.tape_bytes}, but it must be at least `state_bytes` "
                 f"({self.state_bytes}): the stage's input is counted in its tape"
             )
-        for number, thin in enumerate(self.variants):
+        thinner = [(f"variants[{number}]", thin) for number, thin in enumerate(self.variants)]
+        if self.again is not None:
+            thinner.append(("again", self.again))
+        for name, thin in thinner:
             if thin.tape_bytes < self.state_bytes:
                 raise ValueError(
-                    f"`variants[{number}].tape_bytes` is {thin.tape_bytes}, but it must be at "
-                    f"least `state_bytes` ({self.state_bytes}): the stage's input is counted in it"
+                    f"`{name}.tape_bytes` is {thin.tape_bytes}, but it must be at least "
+                    f"`state_bytes` ({self.state_bytes}): the stage's input is counted in it"
                 )
 
     def tape(self, variant: int) -> Thin:
@@ -120,6 +126,11 @@ class Cost:
         if variant == 0:
             return Thin(self.tape_bytes, 0.0, self.tape_run_bytes, self.reverse_bytes)
         return self.variants[variant - 1]
+
+    @property
+    def tape_again(self) -> Thin:
+        """The tape that a run in backward makes."""
+        return self.again or self.tape(0)
 
 
 def _require_time(name: str, value: float) -> None:

@@ -40,11 +40,12 @@ class Walk:
             if costs is None
             else [tuple(map(cost.tape, range(len(cost.variants) + 1))) for cost in costs]
         )
+        self.tapes_again = None if costs is None else [cost.tape_again for cost in costs]
         self.costs = [_ANY] * self.num_stages if costs is None else costs
         self.working: int | None = 0
         self.kept: set[int] = set()
         self.offloaded: set[int] = set()
-        self.tapes: dict[int, int] = {}  # the variant of the tape of each stage
+        self.tapes: dict[int, Thin] = {}
         self.remaining = self.num_stages  # the first stages, which are not reversed yet
         self.swept = False  # whether the working state has been x_n
         self.in_backward = False
@@ -85,8 +86,10 @@ class Walk:
                     self._enter(index, self.costs[index].run_bytes)
                     self._work(self._output(index))
             case Tape(index, variant):
-                self._enter(index, self._tape_cost(index, variant).tape_run_bytes)
-                self._tape(index, variant, self._output(index))
+                tape = self._tape_cost(index, variant)
+                self._enter(index, tape.tape_run_bytes)
+                self.forwards[index] += variant > 0  # backward runs it once more, in part
+                self._tape(index, tape, self._output(index))
             case Invert(index):
                 self._invert(index)
             case Reverse(index):
@@ -201,6 +204,8 @@ class Walk:
         return index + 1 if not self.in_backward or self._links(index + 1) else None
 
     def _tape_cost(self, index: int, variant: int) -> Thin:
+        if self.in_backward and self.tapes_again is not None:
+            return self.tapes_again[index]
         return self.tapes_of_stage[index][variant if self.is_costed else 0]
 
     def _enter(self, index: int, beyond: int) -> None:
@@ -242,11 +247,9 @@ class Walk:
             self.kept.remove(index)
             self._recount(index)
 
-    def _tape(self, index: int, variant: int, working: int | None) -> None:
-        tape = self._tape_cost(index, variant)
+    def _tape(self, index: int, tape: Thin, working: int | None) -> None:
         self.seconds += tape.seconds
-        self.forwards[index] += variant > 0  # backward runs it once more, in part
-        self.tapes[index] = variant
+        self.tapes[index] = tape
         self.held += tape.tape_bytes
         # The input goes into the tape before the output is counted, or it would be counted twice.
         self.counted[index], counted = 0, self.counted[index]
@@ -257,13 +260,13 @@ class Walk:
         self.num_inverses += 1
         self.seconds += self.costs[index].invert_seconds
         self.peak = max(self.peak, self.held + self.costs[index].tape_run_bytes)
-        self._tape(index, 0, index)
+        self._tape(index, self.tapes_of_stage[index][0], index)
 
     def _reverse(self, index: int) -> None:
         cost = self.costs[index]
         if self.working is not None and self.working > index:
             self._work(None)
-        tape = self._tape_cost(index, self.tapes.pop(index))
+        tape = self.tapes.pop(index)
         lent = cost.lent_bytes if index - 1 in self.tapes else 0
         self.peak = max(self.peak, self.held + tape.reverse_bytes + lent)
         self.held += cost.left_bytes - cost.beside_bytes - tape.tape_bytes

@@ -46,6 +46,7 @@ def costs(draw, *, with_choices=True, with_moments=True):
         offload_seconds=draw(st.none() | TIMES),
         variants=tuple(draw(st.lists(thins(state), max_size=1))),
         before_bytes=draw(SIZES),
+        again=draw(st.none() | thins(state)),
     )
 
 
@@ -109,6 +110,7 @@ def various(num_stages, seed):
                 invert_seconds=draw.random(),
                 offload_seconds=draw.choice([None, 1.0]),
                 variants=draw.choice([(), (thin,)]),
+                again=thin if len(chain) % 3 == 0 else None,
             )
         )
     return chain

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
-from recoup.schedules.costs import Cost
+from recoup.schedules.costs import Cost, Thin
 
 __all__ = ["Chain", "Choice"]
 
@@ -70,7 +70,9 @@ class Chain:
         self.costs = costs
         self.num_stages = num_stages = len(costs)
         self.states = [*(cost.state_bytes for cost in costs), 0]
-        self.taped = [0, *accumulate(cost.tape_bytes for cost in costs)]
+        again = [cost.tape_again for cost in costs]  # the tapes that backward makes
+        self.taped = [0, *accumulate(tape.tape_bytes for tape in again)]
+        self._seconds_again = [0.0, *accumulate(tape.seconds for tape in again)]
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self._seconds_before = [0.0, *accumulate(cost.seconds for cost in costs)]
         self._passed = list(accumulate(cost.beside_bytes for cost in costs))
@@ -95,6 +97,11 @@ class Chain:
     def run(self, start: int, stop: int) -> float:
         """Return the seconds of one run of a segment."""
         return self._seconds_before[stop] - self._seconds_before[start]
+
+    def taping(self, start: int, stop: int, *, in_backward: bool) -> float:
+        """Return the seconds of taping a segment, which are the least that it takes."""
+        again = self._seconds_again[stop] - self._seconds_again[start] if in_backward else 0.0
+        return self.run(start, stop) + again
 
     def segments(self) -> Iterator[tuple[int, int]]:
         """Yield all segments, each after the segments within it; those of the sweep come last."""
@@ -136,7 +143,7 @@ class Chain:
             splits = self._borders_between(start + 1, stop)
             running, reversing = self._taped_group[start]
         keeps = self.taped[first] - self.taped[start]
-        seconds = self.run(start, first)
+        seconds = self.taping(start, first, in_backward=True)
         yield Choice("tape", start, first, 0, max(running + behind, reversing), keeps, seconds)
         kept, offloaded, *_ = self._advance_bytes[start]
         state, offload = self.states[start], self.costs[start].offload_seconds
@@ -167,7 +174,7 @@ class Chain:
         if cost.is_invertible and self._links(start + 1):
             needs = max(
                 max(state + max(cost.run_bytes, cost.before_bytes), output) + passed,
-                max(output + cost.tape_run_bytes, _reversing(cost)) + behind,
+                max(output + cost.tape_run_bytes, _reversing(cost, cost.tape(0))) + behind,
                 state + reversed_,
                 output + behind,
             )
@@ -222,9 +229,10 @@ class Chain:
             cost = self.costs[index]
             output = self.states[index + 1] if self._links(index + 1) else 0
             held = self.taped[index] - self.taped[start]
-            most = max(self.states[index] + cost.tape_run_bytes, cost.tape_bytes + output)
+            tape = cost.tape_again
+            most = max(self.states[index] + tape.tape_run_bytes, tape.tape_bytes + output)
             running = max(running, held + most)
-            most = max(_reversing(cost) + self._behind[index + 1], self._behind[index])
+            most = max(_reversing(cost, tape) + self._behind[index + 1], self._behind[index])
             reversing = max(reversing, held + most)
         return running, reversing
 
@@ -256,6 +264,6 @@ class Chain:
         return found
 
 
-def _reversing(cost: Cost) -> int:
-    """Return the bytes of backward from the whole tape, if the stage before may be taped."""
-    return cost.tape_bytes + cost.reverse_bytes + cost.lent_bytes
+def _reversing(cost: Cost, tape: Thin) -> int:
+    """Return the bytes of backward from a tape, if the stage before may be taped."""
+    return tape.tape_bytes + tape.reverse_bytes + cost.lent_bytes

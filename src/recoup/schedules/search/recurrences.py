@@ -163,7 +163,9 @@ class Table:
         return keeps, max(self._level(choice.needs), keeps + later.low, earlier.low)
 
     def _solve(self, start: int, stop: int) -> None:
-        chain, run = self.chain, self.chain.run(start, stop)
+        chain = self.chain
+        in_backward = stop < chain.num_stages
+        run = chain.taping(start, stop, in_backward=in_backward)
         row: list[float] = []
         for number, choice in enumerate(chain.choices(start, stop)):
             keeps, low = self._later(choice, start, stop)
@@ -176,7 +178,7 @@ class Table:
             # The least time of a choice: one run of each stage, and its additional time.
             paid = choice.seconds
             if choice.earlier_stop == start:
-                paid -= chain.run(start, choice.middle)
+                paid -= chain.taping(start, choice.middle, in_backward=in_backward)
             high = bisect_left(row, -(run + paid), key=neg)
             if low >= high:
                 continue
