@@ -70,6 +70,9 @@ def _parser(prog: str, file: Path, function: str) -> _Parser:
         }
         if option.name == _POSITIONAL:
             parser.add_argument(option.name, nargs="?", **settings)
+        elif option.choices == (bool,) and option.default is False:
+            flag = {"action": "store_const", "const": True, "default": ...}
+            parser.add_argument(_shown(option), help=settings["help"], **flag)
         else:
             many = {"nargs": "+"} if option.is_many else {}
             metavar = option.name.upper()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.restoring import Restoring
 
-__all__ = ["DispatchMode", "InMode"]
+__all__ = ["DispatchMode", "InMode", "has_dispatch_mode"]
 
 # Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
@@ -26,6 +26,11 @@ _modes: Any = torch._C
 _lock = threading.RLock()
 _active: set[int] = set()
 _found: list[Any] = []
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a dispatch mode is active."""
+    return _modes._len_torch_dispatch_stack() > 0
 
 
 class DispatchMode(TorchDispatchMode):

@@ -28,6 +28,7 @@ class MemoryBudget(PlanningCallback, Callback):
         blocks: as for `recoup.plan`; names are relative to the module.
         budget_of: as for `recoup.plan`; "total" counts the state of the first optimizer.
         show: a function to call with the plan once it is made, such as ``print``.
+        compile: as for `recoup.plan`: whether blocks may run compiled.
 
     Raises:
         BudgetError: at the beginning of training, no plan keeps to the budget.
@@ -47,8 +48,9 @@ class MemoryBudget(PlanningCallback, Callback):
         blocks: str | Iterable[str | nn.Module] | None = None,
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
+        compile: bool | str = False,  # noqa: A002
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show)
+        super().__init__(budget, blocks, budget_of, show, compile)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -71,6 +73,7 @@ class MemoryBudget(PlanningCallback, Callback):
                 budget=self.budget,
                 blocks=self.blocks,
                 budget_of=self.budget_of,
+                compile=self.compile,
                 optimizer=_first(trainer.optimizers) if self.budget_of == "total" else None,
             )
         self._apply(plan)

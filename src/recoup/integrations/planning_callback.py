@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import nn
 
+from recoup.planning.compiling import backend_of
 from recoup.planning.plan import Plan
 from recoup.planning.search import checked_budget
 
@@ -25,12 +26,15 @@ class PlanningCallback:
         blocks: str | Iterable[str | nn.Module] | None,
         budget_of: Literal["step", "total"],
         show: Callable[[Plan], object] | None,
+        compile: bool | str,  # noqa: A002
     ) -> None:
         checked_budget(budget, budget_of)
+        backend_of(compile)
         self.budget = budget
         self.blocks = blocks
         self.budget_of: Literal["step", "total"] = budget_of
         self.show = show
+        self.compile = compile
         self.plan: Plan | None = None
 
     def _apply(self, plan: Plan) -> None:

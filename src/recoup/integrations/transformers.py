@@ -27,6 +27,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         blocks: as for `recoup.plan`.
         budget_of: as for `recoup.plan`; "total" counts the state of the optimizer.
         show: a function to call with the plan once it is made, such as ``print``.
+        compile: as for `recoup.plan`: whether blocks may run compiled.
 
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
@@ -48,8 +49,9 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         blocks: str | Iterable[str | nn.Module] | None = None,
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
+        compile: bool | str = False,  # noqa: A002
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show)
+        super().__init__(budget, blocks, budget_of, show, compile)
         self.loss = loss
         self._first_forward_hook: Any = None
 
@@ -78,6 +80,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
                 blocks=self.blocks,
                 budget_of=self.budget_of,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
+                compile=self.compile,
                 holds_output=False,  # the trainer holds only the loss by then
                 **named,
             )

@@ -201,6 +201,8 @@ class PlanFollower:
             return stage.run_kept(forward, *args, **kwargs)
         if stage.chosen is not None:
             forward = functools.partial(stage.run_kept, forward)
+        else:
+            forward = stage.code.of_call(stage.module, forward)
         call = Call(f"block `{stage.name}`", forward, args, kwargs, stage.module)
         linked, picks = (), ()
         if now.chain is not None and now.chain.planned is stage.chain:

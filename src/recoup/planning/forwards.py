@@ -106,7 +106,7 @@ class _WrappedForward:
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
             return uncompiled(_follow)(self, args, kwargs)
-        return follower.called(self.module, self.run, args, kwargs)
+        return follower.called(self.module, self.__wrapped__, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.wrapped is not None:
@@ -125,7 +125,7 @@ class _WrappedForward:
 def _follow(forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if forward.follower is None:
         return forward.run(*args, **kwargs)
-    return forward.follower.called(forward.module, forward.run, args, kwargs)
+    return forward.follower.called(forward.module, forward.__wrapped__, args, kwargs)
 
 
 class WrappedForwards:

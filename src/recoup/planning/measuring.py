@@ -8,11 +8,13 @@ Rule 1. The measured step recomputes every block in backward from its arguments.
 Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin and end. Memory that
         is alive at the beginning of a block and is no argument of a block is attributed to the code
         between blocks.
-Rule 3. Work is counted, not timed, so that every process arrives at the same plan.
+Rule 3. Work is counted, not timed, so that every process arrives at the same plan. What compiled
+        code saves of it no count shows, so plans over compiled blocks time all codes of a block.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,6 +32,7 @@ from recoup._core.stage import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
+from recoup.planning.compiling import BlockCode
 from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
 from recoup.planning.step import Step
 from recoup.planning.verification import (
@@ -69,6 +72,10 @@ class MeasuredCall:
         products: the costly operators in its forward.
         saved: for each of them, whether its output is a residual.
         is_estimated: whether the call was not measured, but is estimated from another one.
+        again_seconds: the time of its second run.
+        backward_seconds: the time from there to the next second run, or to the end.
+        codes: the code of each tape of the cost of the call; none if all are the block's own.
+        code_again: the code of the call if it is run again.
     """
 
     name: str
@@ -90,6 +97,10 @@ class MeasuredCall:
     products: list[Product] = field(default_factory=list[Product])
     saved: list[bool] = field(default_factory=list[bool])
     is_estimated: bool = False
+    again_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    codes: tuple[BlockCode, ...] = ()
+    code_again: BlockCode | None = None
 
     @property
     def own_bytes(self) -> int:
@@ -124,6 +135,7 @@ def measure_blocks(
     step: Step,
     blocks: Iterable[Block],
     device: torch.device,
+    code: BlockCode | None = None,
 ) -> Measured:
     """Measure a step in which each block is recomputed (See Rule 1).
 
@@ -131,12 +143,14 @@ def measure_blocks(
         step: the step.
         blocks: the names and modules of the blocks.
         device: the device whose bytes are counted.
+        code: the code that the blocks run by; it is timed, and its work is not counted (See
+            Rule 3). None to count the work of the blocks' own.
     """
     blocks = list(blocks)
     state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
     with step.rehearsed(), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
-        meter = _Meter(step, names, line, state_bytes)
+        meter = _Meter(step, names, line, state_bytes, code)
         with followed([module for _, module in blocks], meter):
             gradients = step.run()
         meter.step_ended()
@@ -148,8 +162,17 @@ def measure_blocks(
 class _Meter:
     """The follower that measures all blocks."""
 
-    def __init__(self, step: Step, names: dict[int, str], line: Timeline, state_bytes: int) -> None:
+    def __init__(
+        self,
+        step: Step,
+        names: dict[int, str],
+        line: Timeline,
+        state_bytes: int,
+        code: BlockCode | None,
+    ) -> None:
         self.measured = Measured()
+        self._code = code
+        self._clock = 0.0  # at the end of the latest second run
         self._state_bytes = state_bytes  # bytes of a random state
         self._names = names
         self._checkpoints = enclosing_checkpoints()
@@ -168,6 +191,8 @@ class _Meter:
             return run(*args, **kwargs)  # a checkpoint of another library recomputes it
         calls = self.measured.calls
         name = self._names[id(module)]
+        if self._code is not None:
+            run = self._code.of_call(module, run)
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
         given = call.state
         taken = WeakSet(storages_of(given))
@@ -178,13 +203,13 @@ class _Meter:
         calls.append(found)
         found.before = self._line.mark()
         drawn_before = self._drawn()
-        counter = WorkCounter()
+        counter = self.counter()
         with counter.counting():
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
         found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
         found.work = counter.work
-        if not is_compiled(module):  # else its operators cannot be intercepted one by one
+        if self._code is None and not is_compiled(module):  # else nothing can be intercepted
             found.products = counter.products
         outputs = call.take_outputs()
         found.output_bytes = _bytes_of(outputs, taken)
@@ -194,21 +219,29 @@ class _Meter:
         self._returned = CallOutputs(outputs)
         return output
 
+    def counter(self) -> WorkCounter:
+        """Return a counter of a run."""
+        return WorkCounter(counts_operators=self._code is None)
+
     def second_run_begins(self, place: int) -> MeasuredCall:
         """Record the span until now, and return the call that runs again."""
         span = self._line.mark()
         self._ended(span)
         found = self.measured.calls[place]
         found.until_again = span
+        self._clock = self._now()
         return found
 
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
         """Record the span of the second run and the one after; empties `outputs`."""
+        begin, self._clock = self._clock, self._now()
+        found.again_seconds = self._clock - begin
         found.again = self._line.mark()
         found.again_bytes = _bytes_of(outputs, set(storages_of(given)))
         outputs.clear()
         found.residuals = self._line.mark()
         self._latest = found
+        self._clock = self._now()
 
     def step_ended(self) -> None:
         """Record the last span."""
@@ -219,7 +252,13 @@ class _Meter:
             self.measured.between = span
         else:
             self._latest.after = span
+            self._latest.backward_seconds = self._now() - self._clock
         self._latest = None
+
+    def _now(self) -> float:
+        if self._code is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _drawn(self) -> int:
         """Return a fingerprint of the random stream; a mark keeps its memory out of the spans."""
@@ -254,7 +293,7 @@ class _MeasuredCall(Call):
             self.outputs, beside = super().forward(state)
             return self.outputs, beside
         found = self._meter.second_run_begins(self._place)
-        counter = WorkCounter()
+        counter = self._meter.counter()
         with counter.counting():
             outputs = list(super().forward(state)[0])
         self._meter.second_run_ended(found, outputs, state)

@@ -139,6 +139,8 @@ class Plan:
         """The planned treatment of each block, in the order of forward."""
         work = self._point.seconds + 2 * self.frontier[-1].seconds  # backward is twice a forward
         scale = self._step_seconds / work if work else 0.0
+        if any(call.codes for call in self._planned.calls):
+            scale = 1.0  # its costs are seconds
         return rows_of(self._planned.calls, self.costs, self.schedule, scale)
 
     def __str__(self) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 
 from recoup._core.call import run_again
 from recoup._core.executor import Executor
+from recoup.planning.compiling import BlockCode
 from recoup.planning.keeping import KeepingCall
 from recoup.planning.measuring import MeasuredCall
 from recoup.planning.pricing import chosen_products
@@ -41,6 +42,7 @@ class PlannedStage(NamedTuple):
         is_kept: whether it keeps its residuals, all or some, when it is first called.
         chosen: the operators whose results are all that it keeps; None if it keeps all residuals or
             none.
+        code: the code that it runs by.
     """
 
     name: str
@@ -49,11 +51,12 @@ class PlannedStage(NamedTuple):
     step: int
     is_kept: bool
     chosen: frozenset[int] | None
+    code: BlockCode
 
     def run_kept(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `forward` so that it keeps its residuals, or the results of chosen operators."""
         if self.chosen is None:
-            return forward(*args, **kwargs)
+            return self.code.of_call(self.module, forward)(*args, **kwargs)
         name = f"block `{self.name}`"
         return run_again(KeepingCall(name, forward, args, kwargs, self.module, self.chosen))
 
@@ -65,11 +68,7 @@ def planned_stages(schedule: Schedule, calls: Sequence[MeasuredCall]) -> list[Pl
         schedule: a schedule of the calls, in order, and of one more stage: the code after them.
         calls: the calls of blocks.
     """
-    chosen = {
-        action.index: frozenset(chosen_products(calls[action.index])[action.variant - 1])
-        for action in schedule.actions
-        if isinstance(action, Tape) and action.variant
-    }
+    variants = {a.index: a.variant for a in schedule.actions if isinstance(a, Tape)}
     stages: list[PlannedStage] = []
     for start, stop in _chains(calls):
         chain = _planned_chain(schedule, start, stop)
@@ -77,10 +76,20 @@ def planned_stages(schedule: Schedule, calls: Sequence[MeasuredCall]) -> list[Pl
         for index in range(start, stop):
             step, call = index - start, calls[index]
             is_kept = executor is None or executor.prepared.steps[step].is_taped
-            stages.append(
-                PlannedStage(call.name, call.module, chain, step, is_kept, chosen.get(index))
-            )
+            chosen, code = _way_of(call, variants.get(index, 0), is_kept=is_kept)
+            stages.append(PlannedStage(call.name, call.module, chain, step, is_kept, chosen, code))
     return stages
+
+
+def _way_of(
+    call: MeasuredCall, variant: int, *, is_kept: bool
+) -> tuple[frozenset[int] | None, BlockCode]:
+    """Return the operators whose results a call keeps (None for all or none), and its code."""
+    if call.codes:
+        again = call.code_again or call.codes[0]
+        return None, call.codes[variant] if is_kept else again
+    chosen = frozenset(chosen_products(call)[variant - 1]) if variant else None
+    return chosen, BlockCode()
 
 
 def _chains(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:

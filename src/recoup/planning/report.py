@@ -21,7 +21,8 @@ class BlockPlan(NamedTuple):
         kind: its class.
         way: "keep", "keep products" (the results of products and attention; the rest is
             recomputed), "recompute", "recompute, offload" (its input waits in host memory) or
-            "invert".
+            "invert". In a plan over compiled blocks, the code that the block runs by follows:
+            "compiled" with the share of its residuals that the compiler keeps, or "eager".
         num_forwards: the number of runs of its forward in a step, partial runs included.
         keeps_bytes: the bytes that it holds from forward to backward.
         saves_bytes: the bytes that it saves compared with keeping every residual.
@@ -85,11 +86,13 @@ def rows_of(
         again = runs[index] - 1
         if index in taped:
             thin = cost.tape(taped[index])
-            way = "keep products" if taped[index] else "keep"
+            way = "keep products" if taped[index] and not call.codes else "keep"
+            way += f", {call.codes[taped[index]].name}" if call.codes else ""
             keeps, work = thin.tape_bytes, thin.seconds
         else:
             way = "recompute, offload" if index in moved else "recompute"
             way = "invert" if index in inverted else way
+            way += f", {call.code_again.name}" if call.code_again else ""
             keeps = cost.state_bytes if index in kept else 0
             work = again * cost.seconds
         saves = cost.tape_bytes - keeps

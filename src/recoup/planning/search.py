@@ -21,6 +21,8 @@ from recoup.memory import format_bytes, parse_bytes
 from recoup.planning.advice import constant_memory_of
 from recoup.planning.blocks import name_blocks
 from recoup.planning.choosing import choose
+from recoup.planning.compiled_costs import price_codes
+from recoup.planning.compiling import backend_of
 from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import suspended, wrapped_forwards_in
 from recoup.planning.losses import losses_from
@@ -55,6 +57,7 @@ def plan(
     budget_of: Literal["step", "total"] = "step",
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
+    compile: bool | str = False,  # noqa: A002
     **example_kwargs: Any,
 ) -> Plan:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
@@ -86,6 +89,12 @@ def plan(
         holds_output: whether the training loop holds the output of the model while backward runs
             (``output = model(batch)``). If not (``loss_fn(model(batch)).backward()``), less memory
             is needed.
+        compile: whether blocks may run compiled. Each block is then compiled at several budgets of
+            the compiler's partitioner (alike blocks once for each), all are timed, and the plan
+            chooses among them, the block's own code, and running blocks again. Compiled code draws
+            other random numbers, and rounds otherwise; its gradients are those of the blocks
+            compiled and run plainly. Logger ``recoup.planning.compiling`` tells what is compiled.
+            ``"aot_eager"`` partitions the graphs, but does not compile them.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -114,7 +123,7 @@ def plan(
     """
     return plan_call(
         model, model, example_args, example_kwargs, budget=budget, loss=loss, blocks=blocks,
-        budget_of=budget_of, optimizer=optimizer, holds_output=holds_output,
+        budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
     )  # fmt: skip
 
 
@@ -130,10 +139,12 @@ def plan_call(
     budget_of: Literal["step", "total"] = "step",
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
+    compile: bool | str = False,  # noqa: A002
 ) -> Plan:
     """Return a plan, as `plan` does, for steps that call the model or a function around it."""
     budget_bytes = checked_budget(budget, budget_of)
     _check_arguments(model, loss, budget_of, optimizer)
+    backend = backend_of(compile)
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     standing, least_budget = map(int, largest_among_ranks(model, [standing, -budget_bytes]))
@@ -151,6 +162,8 @@ def plan_call(
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
+        if backend is not None:
+            priced = [code for kind in priced for code in price_codes(kind, device, backend)]
         return _fastest(priced, device, budget_bytes, standing)
 
 

@@ -26,7 +26,13 @@ from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
 from recoup.planning.step import Step
 from recoup.schedules import Cost
 
-__all__ = ["blocks_of_any_forward", "blocks_that_are_called", "measure_most", "sequences_of"]
+__all__ = [
+    "Sequences",
+    "blocks_of_any_forward",
+    "blocks_that_are_called",
+    "measure_most",
+    "sequences_of",
+]
 
 Sequences = list[list[nn.Module]]
 _MOST_TRIES = 32

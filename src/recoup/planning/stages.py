@@ -14,12 +14,16 @@ Rule 4. Smaller blocks have a smaller least budget. An undivided stage that keep
         not keep the input of each block within it, and is faster at some budgets. So both kinds
         are measured. The plan uses the kind that is predicted to recompute less within the budget
         or, if no rehearsal of that kind keeps to the budget, the other one.
+Rule 5. Compiled code draws other numbers than the blocks' own, so a plan over compiled blocks is
+        compared with a step in which they are compiled and keep all. Codes of one block round
+        otherwise. If that shows, the distance between the plain step and one that runs all blocks
+        again is allowed, as far as it can be rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,13 +32,14 @@ from torch import Tensor, nn
 from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import Block, has_list_of_blocks, repeats
-from recoup.planning.forwards import CallOutputs
-from recoup.planning.measuring import MeasuredCall, measure_blocks
+from recoup.planning.compiling import BlockCode, CodeByModule
+from recoup.planning.forwards import CallOutputs, followed
+from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
 from recoup.planning.pricing import price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
-from recoup.planning.skipped_blocks import blocks_of_any_forward, measure_most
+from recoup.planning.skipped_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.step import Step, plain_outcome
-from recoup.planning.verification import has_room
+from recoup.planning.verification import Outcome, has_room
 from recoup.schedules import Cost, Point, frontier
 
 __all__ = [
@@ -53,16 +58,58 @@ class PricedBlocks(NamedTuple):
     Args:
         step: the step, with the seed under which it was measured.
         blocks: the names and modules of the blocks.
+        measured: the measurements of the step.
+        sequences: the blocks that each forward that was tried called, in order.
         calls: the calls of blocks that were seen, in order.
         costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
+        seconds: the time of the blocks where all keep their whole tapes, in the unit of the costs;
+            0 if work was counted, of which all kinds of blocks have the same.
+        code: the code by which the blocks of the plain step run.
+        code_again: the code by which blocks run that are run again.
     """
 
     step: Step
     blocks: list[Block]
+    measured: Measured
+    sequences: Sequences
     calls: list[MeasuredCall]
     costs: list[Cost]
     points: list[Point]
+    seconds: float = 0.0
+    code: BlockCode = BlockCode()
+    code_again: BlockCode = BlockCode()
+
+    def repriced(
+        self, calls: list[MeasuredCall], costs: list[Cost], seconds: float
+    ) -> PricedBlocks:
+        """Return the same blocks with other costs of the measured calls."""
+        calls, costs = blocks_of_any_forward(calls, costs, self.sequences, self.blocks)
+        costs = largest_costs_among_ranks(self.step.model, costs)
+        points = list(frontier(costs))
+        return self._replace(calls=calls, costs=costs, points=points, seconds=seconds)
+
+    def plain_outcome(self) -> Outcome:
+        """Return the outcome of a step that keeps all residuals."""
+        with followed([module for _, module in self.blocks], _RunBy(self.code)):
+            return plain_outcome(self.step)
+
+
+class _RunBy:
+    """The follower by which all blocks keep their residuals, and run by one code."""
+
+    def __init__(self, code: BlockCode) -> None:
+        self._code = code
+
+    def called(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a block."""
+        return self._code.of_call(module, forward)(*args, **kwargs)
 
 
 def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> PricedBlocks:
@@ -85,10 +132,8 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
         )
     if measured.outcome is not None:
         step.verification.expect(measured.outcome, is_plain=False)
-    costs = price(measured, device)
-    calls, costs = blocks_of_any_forward(measured.calls, costs, sequences, blocks)
-    costs = largest_costs_among_ranks(step.model, costs)
-    return PricedBlocks(step, blocks, calls, costs, list(frontier(costs)))
+    priced = PricedBlocks(step, blocks, measured, sequences, [], [], [])
+    return priced.repriced(measured.calls, price(measured, device), 0.0)
 
 
 def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
@@ -103,7 +148,7 @@ def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
         most_bytes = kind.points[-1].peak_bytes
         lacks_room = not has_room(device, most_bytes + most_bytes // 4)  # fragmentation
         if not largest_among_ranks(kind.step.model, [float(lacks_room)])[0]:
-            verification.expect(plain_outcome(kind.step), is_plain=True)
+            verification.expect(kind.plain_outcome(), is_plain=True)
 
 
 def expect_again(kind: PricedBlocks, device: torch.device) -> None:
@@ -115,8 +160,12 @@ def expect_again(kind: PricedBlocks, device: torch.device) -> None:
     """
     step = kind.step
     if step.verification.is_plain:
-        step.verification.expect_again(plain_outcome(step))
-    elif (outcome := measure_blocks(step, kind.blocks, device).outcome) is not None:
+        step.verification.expect_again(kind.plain_outcome())
+    code = kind.code_again if isinstance(kind.code_again, CodeByModule) else None
+    if code is None and step.verification.is_plain:
+        return
+    outcome = measure_blocks(step, kind.blocks, device, code).outcome
+    if outcome is not None:
         step.verification.expect_again(outcome)
 
 
@@ -131,7 +180,7 @@ def fastest_first(kinds: Sequence[PricedBlocks], budget_bytes: int) -> list[Pric
     def cost(kind: PricedBlocks) -> tuple[float, int]:
         fitting = [point for point in kind.points if point.peak_bytes <= budget_bytes]
         more = fitting[-1].seconds - kind.points[-1].seconds if fitting else math.inf
-        return more, kind.points[0].peak_bytes
+        return kind.seconds + more, kind.points[0].peak_bytes
 
     return sorted(kinds, key=cost)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Generator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -68,12 +69,17 @@ class WorkCounter(DispatchMode):
 
     Work is measured in bytes moved; a floating-point operation of a product counts as a fraction of
     a byte.
+
+    Args:
+        counts_operators: whether operators are counted. If not, no mode is active, under which
+            nothing would be compiled.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_operators: bool = True) -> None:
         super().__init__()
+        self._mode = InMode(self) if counts_operators else nullcontext()
         self.work = 0.0
         self._products: list[Product] = []
         self._outputs: list[WeakSet[torch.UntypedStorage]] = []  # of each product
@@ -84,7 +90,7 @@ class WorkCounter(DispatchMode):
     @restoring
     def counting(self) -> Generator[None]:
         """Return a context in which operators are counted."""
-        with InMode(self), observed_by(self) as self._around:
+        with self._mode, observed_by(self) as self._around:
             yield
 
     def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +29,7 @@ def explain_command(
     loss: str | None = None,
     device: str = "cpu",
     figure: Path | None = None,
+    compile: bool = False,  # noqa: A002
 ) -> int:
     """Say what each block of a model does with its residuals to keep to a number of bytes.
 
@@ -38,6 +42,7 @@ def explain_command(
         loss: a function from what the model returns to a scalar, written as `build` is.
         device: cpu or a CUDA device, to which model and arguments go.
         figure: draw the plan into this file (.png, .svg or .pdf).
+        compile: let blocks run compiled where that pays; says on stderr what is being compiled.
 
     Returns:
         The exit code: 0, 2 if something was wrong with the arguments, or 1 if the builder, the
@@ -45,14 +50,16 @@ def explain_command(
     """
     try:
         model, args, kwargs = _built(build, device)
-        made = plan(
-            model,
-            *args,
-            budget=budget,
-            blocks=blocks,
-            loss=None if loss is None else cast("Any", load_builder(loss)),
-            **kwargs,
-        )
+        with _progress():
+            made = plan(
+                model,
+                *args,
+                budget=budget,
+                blocks=blocks,
+                loss=None if loss is None else cast("Any", load_builder(loss)),
+                compile=compile,
+                **kwargs,
+            )
         print(made)
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +69,20 @@ def explain_command(
     except Exception as error:  # noqa: BLE001  # from the user's model or loss
         return report_mistake("explain", MistakeError(f"the step raised {_located(error)}", 1))
     return 0
+
+
+@contextmanager
+def _progress() -> Generator[None]:
+    """Return a context in which planning says on stderr what it compiles."""
+    logger, handler = logging.getLogger("recoup.planning"), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any]]:

@@ -1,0 +1,246 @@
+"""The costs of blocks that may run compiled: what each code of a block keeps, and its time.
+
+NOTE [ Costs of several codes ]
+
+Rule 1. A step is measured for each code: the blocks' own, and one for each budget of the compiler's
+        partitioner. Times are those of a block's second run and of its backward; alike calls share
+        the median of theirs.
+Rule 2. The whole tape of a call is that of its fastest code. Codes that keep less and take longer
+        are its variants; all others are left out. So no plan is faster than to keep every tape.
+Rule 3. Where a call is run again, all of its runs are by the code that then needs the least memory
+        (`Cost.again`): a plan runs a call again only where keeping the smallest tape is too much.
+Rule 4. What lies between blocks is taken from a step that recomputes every block by that code,
+        since a plan that recomputes everything must be predicted exactly (NOTE [ A step as a
+        chain ]).
+Rule 5. Compiled code draws other random numbers than the block's own, so a block is compiled for
+        all budgets or for none: in a plan over compiled blocks those stay as they are that cannot
+        be compiled, or for which every compiled code takes more bytes and more time. The plan with
+        no block compiled is the other kind to choose from (NOTE [ Stages and blocks ], Rule 4).
+Rule 6. Where a step draws nothing, compiled blocks must give the gradients of uncompiled ones, but
+        for rounding. Where it draws, only compiled steps can be compared with each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from recoup._core.generators import generator_states, same_states
+from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode
+from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
+from recoup.planning.pricing import price
+from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
+from recoup.planning.stages import PricedBlocks
+from recoup.planning.verification import DifferentStepError, Outcome, Verification
+from recoup.schedules import Cost, Thin
+
+__all__ = ["price_codes"]
+
+_NUM_STEPS = 2  # that are timed
+_NOISE = 0.01  # a relative difference of times that says nothing
+
+
+class _Candidate(NamedTuple):
+    """A code that a call can run by.
+
+    Args:
+        code: the code.
+        cost: its cost, without those of other codes.
+        run_seconds: the time of a run.
+        seconds: the time of a run and of its backward.
+    """
+
+    code: BlockCode
+    cost: Cost
+    run_seconds: float
+    seconds: float
+
+    @property
+    def moment_bytes(self) -> int:
+        """The most bytes while it runs again and is reversed, beyond its input."""
+        cost = self.cost
+        tape = cost.tape_bytes - cost.state_bytes
+        return max(cost.tape_run_bytes, tape + cost.reverse_bytes)
+
+
+class _Codes(NamedTuple):
+    """The codes of a block in a plan.
+
+    Args:
+        of_tapes: the code of the whole tape, and those of the thinner ones.
+        again: the code of calls that are run again.
+    """
+
+    of_tapes: tuple[BlockCode, ...]
+    again: BlockCode
+
+    def cost(self, candidates: Sequence[_Candidate], between: Cost) -> Cost:
+        """Return the cost of a call.
+
+        Args:
+            candidates: all codes that the call can run by.
+            between: a cost from which what lies between blocks is taken (See Rule 4).
+        """
+        found = {each.code: each for each in candidates}
+        whole, again = found[self.of_tapes[0]], found[self.again]
+
+        def thin(each: _Candidate) -> Thin:
+            cost, seconds = each.cost, max(each.seconds - whole.seconds, 0.0)
+            return Thin(cost.tape_bytes, seconds, cost.tape_run_bytes, cost.reverse_bytes)
+
+        return replace(
+            between,
+            seconds=again.run_seconds,
+            tape_bytes=whole.cost.tape_bytes,
+            run_bytes=again.cost.run_bytes,
+            tape_run_bytes=whole.cost.tape_run_bytes,
+            reverse_bytes=whole.cost.reverse_bytes,
+            variants=tuple(thin(found[code]) for code in self.of_tapes[1:]),
+            again=thin(again),
+        )
+
+
+def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[PricedBlocks]:
+    """Compile blocks, and find the best plans with compiled blocks and without (See Rule 5).
+
+    Args:
+        own: the blocks, priced by the work of their own code.
+        device: the device whose bytes are counted.
+        backend: the backend of the compiler.
+    """
+    calls = own.measured.calls
+    candidates = _candidates(own, device, backend)
+    eager = [each[0] for each in candidates]
+    work = sum(call.work for call in calls)
+    rate = sum(each.run_seconds for each in eager) / work if work else 0.0
+    costs = [_timed(cost, rate) for cost in price(own.measured, device)]
+    timed = own.repriced(calls, costs, sum(each.seconds for each in eager))
+    codes: dict[int, _Codes] = {}
+    for call, each in zip(calls, candidates, strict=True):
+        if id(call.module) not in codes and _pays(each):
+            codes[id(call.module)] = _chosen(each[1:])
+    if not codes:
+        return [timed]
+    try:
+        return [_compiled(own, costs, rate, candidates, codes, device), timed]
+    except DifferentStepError as error:
+        warnings.warn(f"No block is compiled. {error}", stacklevel=5)
+        return [timed]
+
+
+def _timed(cost: Cost, rate: float) -> Cost:
+    """Return a cost in seconds; `rate` is the seconds of a unit of counted work."""
+    offload = cost.offload_seconds
+    return replace(
+        cost,
+        seconds=rate * cost.seconds,
+        offload_seconds=None if offload is None else rate * offload,
+        variants=tuple(replace(thin, seconds=rate * thin.seconds) for thin in cost.variants),
+    )
+
+
+def _compiled(
+    own: PricedBlocks,
+    own_costs: Sequence[Cost],
+    rate: float,
+    candidates: Sequence[Sequence[_Candidate]],
+    codes: dict[int, _Codes],
+    device: torch.device,
+) -> PricedBlocks:
+    """Return the plans in which all blocks that have `codes` are compiled."""
+    code = CodeByModule({module: each.of_tapes[0] for module, each in codes.items()})
+    again = CodeByModule({module: each.again for module, each in codes.items()})
+    step = replace(own.step)  # with a verification of its own
+    measured = measure_blocks(step, own.blocks, device, again)
+    _check(own.measured.outcome, measured.outcome)
+    reference = [_timed(cost, rate) for cost in price(measured, device)]
+    calls: list[MeasuredCall] = []
+    costs: list[Cost] = []
+    seconds = 0.0
+    for call, each, cost, between in zip(
+        own.measured.calls, candidates, own_costs, reference, strict=False
+    ):
+        found = codes.get(id(call.module))
+        if found is None:
+            calls.append(call)
+            costs.append(cost)
+            seconds += each[0].seconds
+        else:
+            calls.append(replace(call, codes=found.of_tapes, code_again=found.again))
+            costs.append(found.cost(each, between))
+            seconds += min(one.seconds for one in each if one.code is found.of_tapes[0])
+    made = own._replace(step=step, code=code, code_again=again)
+    return made.repriced(calls, [*costs, reference[-1]], seconds)
+
+
+def _check(own: Outcome | None, compiled: Outcome | None) -> None:
+    """Raise if compiled blocks compute something else than uncompiled ones (See Rule 6)."""
+    if own is None or compiled is None or not same_states(own.states, generator_states()):
+        return
+    verification = Verification()
+    verification.expect(own, is_plain=False)
+    verification.expect_again(compiled)
+    difference = verification.difference(compiled)
+    if difference is not None:
+        raise DifferentStepError(difference)
+
+
+def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[list[_Candidate]]:
+    """Return the codes that each call can run by, its own first (See Rule 1)."""
+    step, blocks, calls = own.step, own.blocks, own.measured.calls
+    found: list[list[_Candidate]] = [[] for _ in calls]
+    for code in (BlockCode(), *(CompiledCode(share, backend) for share in SHARES)):
+        if isinstance(code, CompiledCode):
+            measure_blocks(step, blocks, device, code)  # compiles
+        steps = [measure_blocks(step, blocks, device, code) for _ in range(_NUM_STEPS)]
+        if any(len(each.calls) != len(calls) for each in steps):
+            continue  # it is no code for the same results
+        costs = largest_costs_among_ranks(step.model, price(steps[-1], device))
+        for call, cost, times, candidates in zip(
+            calls, costs, _times(own, steps), found, strict=False
+        ):
+            if not isinstance(code, CompiledCode) or code.compiles(call.module):
+                candidates.append(_Candidate(code, cost, *times))
+    return found
+
+
+def _times(own: PricedBlocks, steps: Sequence[Measured]) -> list[tuple[float, float]]:
+    """Return the seconds of a run of each call, and those with its backward (See Rule 1)."""
+    calls = steps[0].calls
+    alike: dict[object, list[int]] = {}
+    for index, call in enumerate(calls):
+        key = (type(call.module), call.state_bytes, call.output_bytes, call.own_bytes)
+        alike.setdefault(key, []).append(index)
+    runs, backwards = [0.0] * len(calls), [0.0] * len(calls)
+    for indices in alike.values():
+        run = median(min(step.calls[i].again_seconds for step in steps) for i in indices)
+        backward = median(min(step.calls[i].backward_seconds for step in steps) for i in indices)
+        for index in indices:
+            runs[index], backwards[index] = run, backward
+    found = largest_among_ranks(own.step.model, [*runs, *backwards])
+    return [(run, run + rest) for run, rest in zip(found, found[len(calls) :], strict=False)]
+
+
+def _pays(candidates: Sequence[_Candidate]) -> bool:
+    """Whether some compiled code takes less time or fewer bytes than the block's own."""
+    own, *compiled = candidates
+    return any(
+        each.seconds < own.seconds or each.cost.tape_bytes < own.cost.tape_bytes
+        for each in compiled
+    )
+
+
+def _chosen(candidates: Sequence[_Candidate]) -> _Codes:
+    fastest = min(each.seconds for each in candidates)
+    quick = [each for each in candidates if each.seconds <= (1 + _NOISE) * fastest]
+    tapes = [min(quick, key=lambda each: each.cost.tape_bytes)]  # See Rule 2
+    for each in sorted(candidates, key=lambda each: (each.seconds, each.cost.tape_bytes)):
+        if each.cost.tape_bytes < tapes[-1].cost.tape_bytes:
+            tapes.append(each)
+    again = min(candidates, key=lambda each: (each.moment_bytes, each.seconds))  # See Rule 3
+    return _Codes(tuple(each.code for each in tapes), again.code)

@@ -1,0 +1,219 @@
+"""Compiled code of blocks, at several budgets of the compiler's partitioner.
+
+NOTE [ Compiled blocks ]
+
+Rule 1. The compiler traces forward and backward of a block as one graph, and its partitioner cuts
+        the graph in two. It keeps as much as fits in a share of the bytes that it would keep for
+        the least time (the `activation_memory_budget` of torch.compile), and computes the rest
+        again in backward. Each share gives other code, here a `CompiledCode`.
+Rule 2. What draws random numbers is kept (with inductor, that is a seed for each draw). Left alone,
+        the partitioner may draw seeds anew in backward, for a share of 0 always, and the gradients
+        are then those of other masks than forward's. So these operators are marked as saved. For a
+        share of exactly 0 the partitioner looks at no marks, so a tiny one stands in for it.
+Rule 3. Codes of one block save different tensors, and the runs of a region must save the same. So
+        all runs of a call are by the code of the first one.
+Rule 4. The compiler compiles nothing under a dispatch mode, and skips that function for good. So a
+        call whose first run is under a mode is not compiled.
+Rule 5. Blocks of one structure share a function, which is compiled once. Blocks of another one have
+        another function, since the compiler bounds how often it compiles a function again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from recoup._core.dispatch_modes import has_dispatch_mode
+
+__all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of"]
+
+SHARES = (1.0, 0.5, 0.1, 0.0)
+_TINY = 1e-6  # See Rule 2
+_logger = logging.getLogger(__name__)
+
+Forward = Callable[..., Any]
+
+
+class BlockCode:
+    """The code that blocks run by: their own.
+
+    A subclass is other code for the same results.
+    """
+
+    name = "eager"
+
+    def of_call(self, module: nn.Module, forward: Forward) -> Forward:
+        """Return what all runs of one call of a block are by.
+
+        Args:
+            module: the block.
+            forward: its forward, bound.
+        """
+        del module
+        return forward
+
+
+class CompiledCode(BlockCode):
+    """What torch.compile makes of blocks at one budget of its partitioner (See Rule 1).
+
+    Args:
+        share: the share of the bytes that the compiler would keep for the least time, from 0 to 1.
+        backend: "inductor", or "aot_eager" for graphs that are partitioned alike, but whose
+            operators run one by one.
+    """
+
+    def __init__(self, share: float, backend: str = "inductor") -> None:
+        self.share = share
+        self.name = f"compiled {share:g}"
+        self.num_graphs = 0
+        self.compile_seconds = 0.0
+        self._backend = backend
+        self._functions: dict[Any, Forward | None] = {}  # by structure; None if it failed
+        self._structures: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+    def of_call(self, module: nn.Module, forward: Forward) -> Forward:
+        return _CompiledCall(self, module, forward)
+
+    def compiles(self, module: nn.Module) -> bool:
+        """Whether a block was compiled."""
+        return self._functions.get(self._structure_of(module)) is not None
+
+    def run(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block by this code, or by its own if the compiler fails."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        structure = self._structure_of(module)
+        if structure not in self._functions:
+            self._functions[structure] = self._function()
+        function = self._functions[structure]
+        if function is None:
+            return forward(*args, **kwargs)
+        num_graphs, begin = self.num_graphs, time.perf_counter()
+        try:
+            return function(forward, args, kwargs)
+        except TorchDynamoException as error:
+            self._functions[structure] = None
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(
+                f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
+                f"{type(error).__name__}: {reason}",
+                stacklevel=2,
+            )
+            return forward(*args, **kwargs)
+        finally:
+            if self.num_graphs > num_graphs:
+                seconds = time.perf_counter() - begin
+                self.compile_seconds += seconds
+                kind = type(module).__name__
+                _logger.info("%s: %s in %.1f s", kind, self.name, seconds)
+
+    def _structure_of(self, module: nn.Module) -> Any:
+        if module not in self._structures:
+            parameters = ((name, p.shape, p.dtype) for name, p in module.named_parameters())
+            kinds = (type(each) for each in module.modules())
+            self._structures[module] = (tuple(kinds), tuple(parameters))
+        return self._structures[module]
+
+    def _function(self) -> Forward:
+        # The compiler keeps what it compiled with the code object of a function.
+        code = _call.__code__.replace(co_name=f"block_{self.name}")
+        function = types.FunctionType(code, _call.__globals__)
+        return torch.compile(function, backend=self._compile)
+
+    def _compile(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        """Compile a graph; the compiler calls this as its backend."""
+        from torch._functorch import config
+
+        self.num_graphs += 1
+        with config.patch(activation_memory_budget=max(self.share, _TINY)):
+            return _BACKENDS[self._backend](graph, inputs)
+
+
+class _CompiledCall:
+    """One call of a block, all of whose runs are by the same code (See Rules 3 and 4)."""
+
+    __slots__ = ("_code", "_forward", "_is_compiled", "_module")
+
+    def __init__(self, code: CompiledCode, module: nn.Module, forward: Forward) -> None:
+        self._code = code
+        self._module = module
+        self._forward = forward
+        self._is_compiled: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_compiled is None:
+            self._is_compiled = not has_dispatch_mode()
+        if not self._is_compiled:
+            return self._forward(*args, **kwargs)
+        return self._code.run(self._module, self._forward, args, kwargs)
+
+
+class CodeByModule(BlockCode):
+    """A code for each of some blocks; all others run by their own.
+
+    Args:
+        codes: the codes, by the id of the block.
+    """
+
+    def __init__(self, codes: dict[int, BlockCode]) -> None:
+        self._codes = codes
+
+    def of_call(self, module: nn.Module, forward: Forward) -> Forward:
+        return self._codes.get(id(module), BlockCode()).of_call(module, forward)
+
+
+def _call(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+# -- backends --------------------------------------------------------------------------------------
+
+
+def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    from recoup.planning.partitioning import SavingDraws
+
+    return compile_fx(graph, inputs, config_patches={"custom_partitioner_fn": SavingDraws()})
+
+
+def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    from recoup.planning.partitioning import partitioned
+
+    def as_it_is(graph: Any, inputs: Sequence[Any]) -> Any:
+        del inputs
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=as_it_is, partition_fn=partitioned)(graph, inputs)
+
+
+_BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}
+
+
+def backend_of(compile: bool | str) -> str | None:  # noqa: A002
+    """Return the backend by which blocks are compiled; None if they are not.
+
+    Raises:
+        ValueError: `compile` is neither a bool nor the name of a backend.
+    """
+    if isinstance(compile, bool):
+        return "inductor" if compile else None
+    if compile not in _BACKENDS:
+        raise ValueError(
+            f"`compile` is {compile!r}, but must be True, False or the name of a backend that "
+            f"partitions graphs: {', '.join(map(repr, _BACKENDS))}."
+        )
+    return compile

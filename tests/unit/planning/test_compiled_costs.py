@@ -1,0 +1,171 @@
+"""Plans over compiled blocks: which codes they choose, and that steps are those of compiled blocks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.planning import compiled_costs, compiling
+from recoup.planning.compiling import BlockCode, CompiledCode
+from recoup.planning.forwards import followed
+from recoup.planning.stages import _RunBy
+from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+@pytest.fixture
+def steady_times(monkeypatch):
+    """Times by which compiling pays, and keeping more is faster."""
+
+    def times(own, steps):
+        del own
+        run = 1.0
+        return [(run, 3 * run + 1e-6 / (1 + call.own_bytes)) for call in steps[0].calls]
+
+    monkeypatch.setattr(compiled_costs, "_times", times)
+
+
+def model_and_input(num_blocks=5, width=32):
+    torch.manual_seed(0)
+    return Net(width, num_blocks), torch.randn(64, width)
+
+
+def plan_at(model, x, budget, **options):
+    return recoup.plan(model, x, budget=budget, loss=loss_of, compile="aot_eager", **options)
+
+
+def compiled_plainly(model, x, share=1.0):
+    """What a step makes whose blocks are compiled and keep what the compiler keeps."""
+    code = CompiledCode(share, "aot_eager")
+    with followed(model.blocks, _RunBy(code)):
+        return result_of(model, lambda: loss_of(model(x)).backward())
+
+
+def ways(plan):
+    return {row.way for row in plan.blocks}
+
+
+def test_every_budget_is_kept_with_the_gradients_of_compiled_blocks(steady_times):
+    model, x = model_and_input()
+    wanted = compiled_plainly(model, x)
+    whole = plan_at(model, x, "1 GiB")
+    least, most = whole.least_bytes, whole.most_bytes
+    peaks, forwards, seen = [], [], set()
+    for tenth in range(0, 11, 2):
+        plan = plan_at(model, x, least + (most - least) * tenth // 10)
+        with plan.applied():
+            assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
+            peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
+        assert peak.peak_bytes <= plan.budget_bytes
+        peaks.append(peak.peak_bytes)
+        forwards.append(sum(row.num_forwards for row in plan.blocks))
+        seen |= ways(plan)
+    assert peaks == sorted(peaks)
+    assert forwards == sorted(forwards, reverse=True)
+    assert any(way.startswith("keep, compiled") for way in seen)
+    assert any(way.startswith("recompute, compiled") for way in seen)
+
+
+def test_masks_are_not_drawn_again(steady_times):
+    # The compiler's own budget of 0 draws dropout anew in backward, so that gradients are wrong.
+    model, x = model_and_input(num_blocks=2)
+    assert_same(compiled_plainly(model, x, share=0.0), compiled_plainly(model, x, share=1.0))
+
+
+def test_alike_blocks_are_compiled_once(steady_times, caplog):
+    caplog.set_level(logging.INFO, logger="recoup.planning.compiling")
+    model, x = model_and_input(num_blocks=6)
+    plan_at(model, x, "1 GiB")
+    assert len(caplog.records) == len(compiling.SHARES)
+    assert "Block: compiled 0.5 in " in caplog.text
+
+
+def test_a_plan_that_is_removed_leaves_no_compiled_block(steady_times):
+    model, x = model_and_input()
+    wanted = result_of(model, lambda: loss_of(model(x)).backward())
+    plan = plan_at(model, x, "1 GiB").apply()
+    plan.remove()
+    assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
+
+
+class Unwilling(Block):
+    """A block at which the compiler fails."""
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        if torch.compiler.is_compiling():
+            raise torch._dynamo.exc.InternalTorchDynamoError("no")
+        return super().forward(x)
+
+
+def test_where_the_compiler_fails_the_blocks_run_as_they_are(steady_times, monkeypatch):
+    def fails(graph, inputs):
+        raise torch._dynamo.exc.InternalTorchDynamoError("out of order")
+
+    monkeypatch.setitem(compiling._BACKENDS, "aot_eager", fails)
+    model, x = model_and_input()
+    wanted = result_of(model, lambda: loss_of(model(x)).backward())
+    with pytest.warns(UserWarning, match="A Block cannot be compiled.*\n?.*out of order"):
+        plan = plan_at(model, x, "1 GiB")
+    assert ways(plan) == {"keep"}
+    with plan.applied():
+        assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
+
+
+def test_compiled_blocks_that_compute_something_else_are_left_out(steady_times, monkeypatch):
+    class Wrong(CompiledCode):
+        def of_call(self, module, forward):
+            right = super().of_call(module, forward)
+            return lambda x: 1.5 * right(x)
+
+    monkeypatch.setattr(compiled_costs, "CompiledCode", Wrong)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    with pytest.warns(UserWarning, match="No block is compiled. A planned step"):
+        plan = plan_at(model, torch.randn(64, 32), "1 GiB")
+    assert ways(plan) == {"keep"}
+
+
+def test_blocks_for_which_compiling_does_not_pay_stay_as_they_are(monkeypatch):
+    slow = itertools.count()
+
+    def times(own, steps):
+        del own
+        is_own = next(slow) == 0
+        return [(1.0, 3.0 if is_own else 4.0) for _ in steps[0].calls]
+
+    monkeypatch.setattr(compiled_costs, "_times", times)
+    torch.manual_seed(0)
+    # What is compiled keeps as much: a product keeps its input alone.
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    plan = plan_at(model, torch.randn(64, 32), "1 GiB", blocks=list(model))
+    assert ways(plan) == {"keep"}
+
+
+def test_a_call_that_began_under_a_mode_is_not_compiled():
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    code = CompiledCode(1.0, "aot_eager")
+    block, x = Block(), torch.ones(2, 32)
+    with Mode():
+        under_a_mode = code.of_call(block, block.forward)
+        under_a_mode(x)
+    under_a_mode(x)
+    assert code.num_graphs == 0
+    code.of_call(block, block.forward)(x)
+    assert code.num_graphs == 1
+
+
+def test_what_compile_may_be():
+    model, x = model_and_input()
+    with pytest.raises(ValueError, match="`compile` is 'eager', but must be True, False or"):
+        recoup.plan(model, x, budget="1 GiB", compile="eager")
+    assert not isinstance(BlockCode(), CompiledCode)
