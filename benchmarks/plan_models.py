@@ -60,6 +60,60 @@ def gpt2(device: str, num_layers: int = 12, dropout: float = 0.1, batch_size: in
     return Case(model, kwargs, _loss_of, model.transformer, "h")
 
 
+def llama(device: str, num_layers: int = 12, batch_size: int = 6) -> Case:
+    """A Llama of the size of the GPT-2, which has no dropout."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=256,
+        intermediate_size=688,
+        num_attention_heads=8,
+        max_position_embeddings=256,
+        vocab_size=2048,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).to(device).train()
+    ids = torch.randint(config.vocab_size, (batch_size, 256), device=device)
+    return Case(model, {"input_ids": ids, "labels": ids}, _loss_of, model.model, "layers")
+
+
+def vit(device: str, num_layers: int = 12, batch_size: int = 8) -> Case:
+    """A ViT of 256 units over 196 patches, with dropout 0.1."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        num_hidden_layers=num_layers,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        num_labels=100,
+        attn_implementation="sdpa",
+    )
+    model = ViTForImageClassification(config).to(device).train()
+    pixels = torch.randn(batch_size, 3, 224, 224, device=device)
+    labels = torch.randint(100, (batch_size,), device=device)
+    kwargs = {"pixel_values": pixels, "labels": labels}
+    return Case(model, kwargs, _loss_of, *_layers_of(model))
+
+
+def _layers_of(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that has the longest list, and the name of the list."""
+    found = [
+        (len(each), parent, name)
+        for parent in model.modules()
+        for name, each in parent.named_children()
+        if isinstance(each, nn.ModuleList)
+    ]
+    _, parent, name = max(found, key=lambda one: one[0])
+    return parent, name
+
+
 def _loss_of(output):
     return output.loss
 
@@ -145,3 +199,5 @@ SMALL = {
     "GPT-2, 12 layers": lambda device: gpt2(device, num_layers=3, dropout=0.0, batch_size=2),
     "ResNet-50": lambda device: resnet(device, (1, 1, 1, 1), width=16, batch_size=8, size=64),
 }
+# Those that are also planned compiled.
+COMPILED = {"GPT-2, 12 layers": gpt2, "Llama": llama, "ViT": vit, "ResNet-50": resnet}

@@ -1,7 +1,7 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
     python benchmarks/run.py [couplings chains overhead weights gradients language_model plans
-        drift flows]
+        compiled drift flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
     python benchmarks/run.py mnist                   # an hour on one core
 
@@ -32,11 +32,12 @@ SUITES = (
     "gradients",
     "language_model",
     "plans",
+    "compiled",
     "drift",
     "flows",
 )
 LONG_SUITES = ("mnist", "language_model_curve")  # only when they are named
-ON_ALL_CORES = {"weights", "language_model", "language_model_curve", "plans"}
+ON_ALL_CORES = {"weights", "language_model", "language_model_curve", "plans", "compiled"}
 
 
 def conditions(device: str) -> dict:

@@ -103,10 +103,11 @@ class CompiledCode(BlockCode):
             return function(forward, args, kwargs)
         except TorchDynamoException as error:
             self._functions[structure] = None
-            reason = str(error).strip().partition("\n")[0]
+            cause = getattr(error, "inner_exception", error)
+            reason = str(cause).strip().partition("\n")[0]
             warnings.warn(
                 f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-                f"{type(error).__name__}: {reason}",
+                f"{type(cause).__name__}: {reason}",
                 stacklevel=2,
             )
             return forward(*args, **kwargs)

@@ -16,24 +16,33 @@ from recoup.planning.forwards import followed
 from recoup.planning.stages import _RunBy
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
 @pytest.fixture
 def steady_times(monkeypatch):
     """Times by which compiling pays, and keeping more is faster."""
+    count = itertools.count()
 
     def times(own, steps):
         del own
-        run = 1.0
-        return [(run, 3 * run + 1e-6 / (1 + call.own_bytes)) for call in steps[0].calls]
+        is_own = next(count) % (1 + len(compiling.SHARES)) == 0
+        rest = 6.0 if is_own else 3.0
+        return [(1.0, rest - 1e-5 * call.own_bytes) for call in steps[0].calls]
 
     monkeypatch.setattr(compiled_costs, "_times", times)
 
 
-def model_and_input(num_blocks=5, width=32):
+def model_and_input(num_blocks=4, width=32):
     torch.manual_seed(0)
-    return Net(width, num_blocks), torch.randn(64, width)
+    model = Net(width, num_blocks)
+    model.stem.eval()  # so that all steps are the same
+    return model, torch.randn(64, width)
 
 
 def plan_at(model, x, budget, **options):
@@ -51,14 +60,15 @@ def ways(plan):
     return {row.way for row in plan.blocks}
 
 
+@pytest.mark.slow
 def test_every_budget_is_kept_with_the_gradients_of_compiled_blocks(steady_times):
     model, x = model_and_input()
     wanted = compiled_plainly(model, x)
     whole = plan_at(model, x, "1 GiB")
     least, most = whole.least_bytes, whole.most_bytes
     peaks, forwards, seen = [], [], set()
-    for tenth in range(0, 11, 2):
-        plan = plan_at(model, x, least + (most - least) * tenth // 10)
+    for third in range(4):
+        plan = plan_at(model, x, least + (most - least) * third // 3)
         with plan.applied():
             assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
             peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
@@ -68,8 +78,20 @@ def test_every_budget_is_kept_with_the_gradients_of_compiled_blocks(steady_times
         seen |= ways(plan)
     assert peaks == sorted(peaks)
     assert forwards == sorted(forwards, reverse=True)
-    assert any(way.startswith("keep, compiled") for way in seen)
+    assert len([way for way in seen if way.startswith("keep, compiled")]) > 1
     assert any(way.startswith("recompute, compiled") for way in seen)
+
+
+def test_a_plan_keeps_its_budget_with_the_gradients_of_compiled_blocks(steady_times):
+    model, x = model_and_input()
+    wanted = compiled_plainly(model, x)
+    plan = plan_at(model, x, "380 KiB")
+    with plan.applied():
+        assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
+        peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
+    assert peak.peak_bytes <= plan.budget_bytes
+    assert all("compiled" in way for way in ways(plan))
+    assert "compiled" in str(plan)
 
 
 def test_masks_are_not_drawn_again(steady_times):
@@ -92,16 +114,6 @@ def test_a_plan_that_is_removed_leaves_no_compiled_block(steady_times):
     plan = plan_at(model, x, "1 GiB").apply()
     plan.remove()
     assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
-
-
-class Unwilling(Block):
-    """A block at which the compiler fails."""
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        if torch.compiler.is_compiling():
-            raise torch._dynamo.exc.InternalTorchDynamoError("no")
-        return super().forward(x)
 
 
 def test_where_the_compiler_fails_the_blocks_run_as_they_are(steady_times, monkeypatch):
