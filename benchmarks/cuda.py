@@ -35,6 +35,7 @@ SUITE_SECONDS = {
     "couplings": 45,
     "weights": 50,
     "plans": 120,
+    "compiled": 120,
     "gradients": 40,
     "flows": 60,
     "drift": 30,

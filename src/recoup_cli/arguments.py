@@ -71,8 +71,8 @@ def _parser(prog: str, file: Path, function: str) -> _Parser:
         if option.name == _POSITIONAL:
             parser.add_argument(option.name, nargs="?", **settings)
         elif option.choices == (bool,) and option.default is False:
-            flag = {"action": "store_const", "const": True, "default": ...}
-            parser.add_argument(_shown(option), help=settings["help"], **flag)
+            del settings["type"]
+            parser.add_argument(_shown(option), action="store_const", const=True, **settings)
         else:
             many = {"nargs": "+"} if option.is_many else {}
             metavar = option.name.upper()
@@ -92,7 +92,7 @@ def _shown(option: Option) -> str:
 
 
 def _explained(option: Option) -> str:
-    if option.is_needed or option.default is None or option.default == "":
+    if option.is_needed or option.default in (None, "", False):
         return option.help
     default = str(option.default)
     if option.is_many:

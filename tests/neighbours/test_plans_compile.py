@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 import recoup
-from tests.neighbours.planned import Net, assert_same, loss_of, plan_for, result_of
+from recoup.planning.compiling import CompiledCode
+from recoup.planning.forwards import followed
+from recoup.planning.stages import _RunBy
+from tests.neighbours.planned import (
+    Net,
+    assert_same,
+    give_steady_times,
+    loss_of,
+    plan_for,
+    result_of,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -53,6 +63,40 @@ def test_compiled_before_the_plan(compiles: Callable[..., nn.Module]):
         assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
         peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
     assert peak.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiles", COMPILES)
+def test_a_plan_that_compiles_what_is_compiled(compiles: Callable[..., nn.Module], monkeypatch):
+    give_steady_times(monkeypatch)
+    torch.manual_seed(0)
+    model, x = compiles(Net(num_blocks=4).eval()), torch.randn(64, 32)
+    wanted = result_of(model, lambda: loss_of(model(x)).backward())
+    plan = recoup.plan(model, x, budget="380 KiB", loss=loss_of, compile="aot_eager")
+    assert {row.way for row in plan.blocks} > {"keep, compiled 1"}
+    with plan.applied():
+        assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
+        peak = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
+    assert peak.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.slow
+def test_a_plan_over_blocks_that_inductor_compiles(monkeypatch):
+    give_steady_times(monkeypatch)
+    torch.manual_seed(0)
+    model, x = Net(num_blocks=3), torch.randn(64, 32)
+    code = CompiledCode(1.0)
+    with followed(model.blocks, _RunBy(code)):
+        wanted = result_of(model, lambda: loss_of(model(x)).backward())
+    for budget in ("1 GiB", "210 KiB"):
+        plan = recoup.plan(model, x, budget=budget, loss=loss_of, compile=True)
+        assert all("compiled" in row.way for row in plan.blocks)
+        with plan.applied():
+            found = result_of(model, lambda: loss_of(model(x)).backward())
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert plan.rehearsed_peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.slow

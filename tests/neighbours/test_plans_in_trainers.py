@@ -15,7 +15,7 @@ import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import BudgetError
 from recoup.integrations.lightning import MemoryBudget as OfLightning
-from tests.neighbours.planned import Net
+from tests.neighbours.planned import Net, give_steady_times
 from tests.planned_zoo import MODELS, transformers_or_skip
 
 pytestmark = pytest.mark.filterwarnings(
@@ -221,6 +221,24 @@ def gpt2_bytes() -> tuple[int, int]:
     tokens = Tokens().tokens[:4]
     whole = recoup.plan(model, input_ids=tokens, labels=tokens, budget="1 GiB")
     return whole.least_bytes, whole.most_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_compiled_blocks(tmp_path, trainer, monkeypatch):
+    give_steady_times(monkeypatch)
+    plans: list[recoup.Plan] = []
+    if trainer == "lightning":
+        callback = OfLightning("1 GiB", show=plans.append, compile="aot_eager")
+        fit(tmp_path, Module(), callback)
+    else:
+        callback = of_transformers()("1 GiB", show=plans.append, compile="aot_eager")
+        train(tmp_path, callback)
+    assert {row.way for row in plans[0].blocks} == {"keep, compiled 1"}
+    with pytest.raises(ValueError, match="`compile` is 'fast'"):
+        type(callback)("1 GiB", compile="fast")
 
 
 @pytest.mark.slow

@@ -189,8 +189,8 @@ def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     from recoup.planning.partitioning import partitioned
 

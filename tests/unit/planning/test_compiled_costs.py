@@ -1,4 +1,4 @@
-"""Plans over compiled blocks: which codes they choose, and that steps are those of compiled blocks."""
+"""Plans over compiled blocks: which codes they choose, and that their steps are right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from recoup.planning import compiled_costs, compiling
 from recoup.planning.compiling import BlockCode, CompiledCode
 from recoup.planning.forwards import followed
 from recoup.planning.stages import _RunBy
-from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
+from tests.neighbours.planned import (
+    Block,
+    Net,
+    assert_same,
+    give_steady_times,
+    loss_of,
+    result_of,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -26,16 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 def steady_times(monkeypatch):
-    """Times by which compiling pays, and keeping more is faster."""
-    count = itertools.count()
-
-    def times(own, steps):
-        del own
-        is_own = next(count) % (1 + len(compiling.SHARES)) == 0
-        rest = 6.0 if is_own else 3.0
-        return [(1.0, rest - 1e-5 * call.own_bytes) for call in steps[0].calls]
-
-    monkeypatch.setattr(compiled_costs, "_times", times)
+    give_steady_times(monkeypatch)
 
 
 def model_and_input(num_blocks=4, width=32):

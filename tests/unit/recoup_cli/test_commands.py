@@ -135,6 +135,22 @@ def test_n13_curve_and_explain_need_torch_alone(tmp_path):
     assert "pip install" in said
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_explain_says_what_it_compiles(tmp_path, capsys):
+    path = tmp_path / "some.py"
+    path.write_text(
+        "import torch\n"
+        "def build(): return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]), "
+        "torch.ones(2, 4)\n"
+    )
+    assert main(["explain", f"{path}:build", "--budget", "1MiB", "--compile"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Plan for Sequential")
+    assert "Linear: compiled 0.5 in " in printed.err
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
