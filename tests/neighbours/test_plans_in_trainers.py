@@ -236,7 +236,7 @@ def test_compiled_blocks(tmp_path, trainer, monkeypatch):
     else:
         callback = of_transformers()("1 GiB", show=plans.append, compile="aot_eager")
         train(tmp_path, callback)
-    assert {row.way for row in plans[0].blocks} == {"keep, compiled 1"}
+    assert all(row.way.startswith("keep, compiled") for row in plans[0].blocks)
     with pytest.raises(ValueError, match="`compile` is 'fast'"):
         type(callback)("1 GiB", compile="fast")
 
