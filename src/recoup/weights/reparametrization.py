@@ -27,6 +27,7 @@ from recoup.weights.clock import Clock, Counter
 
 __all__ = [
     "Application",
+    "Covering",
     "Drawn",
     "Magnitude",
     "Operands",
@@ -114,6 +115,7 @@ class Reparametrization:
     argument: ClassVar[str] = ""  # the name of its magnitude, if it has one
     most: ClassVar[float] = math.inf  # the largest magnitude
     is_random: ClassVar[bool] = True
+    axis: int = -1  # of a norm, which a compiled graph computes by itself
     is_additive: ClassVar[bool] = False  # whether a draw is added to a weight, or scales it
     changes_weight: ClassVar[bool] = False  # whether removing it leaves another raw weight
     function: Callable[..., Tensor] | None = None  # of the user's, which autograd differentiates
@@ -373,3 +375,12 @@ class Reparametrized(Protocol):
     def resolution(self, raw: Tensor, *, is_training: bool) -> tuple[Drawn, ...]:
         """Return the draws for the weight in the forward in progress."""
         ...
+
+
+class Covering(Protocol):
+    """What forwards of a module cover."""
+
+    handle: Tensor
+    applications: tuple[Application, ...]
+    draws: bool
+    draws_always: bool
