@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from recoup._core.call import Call, run_to_value
-from recoup._core.compile import is_traced, is_watched, uncompiled
+from recoup._core.compile import is_traced
+from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup.regions.checkpoint import name_of
 
 __all__ = ["call_recomputed", "is_plain", "recompute"]
@@ -60,9 +61,10 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_plain():
             return fn_or_module(*args, **kwargs)
-        return (uncompiled(call_recomputed) if is_watched() else call_recomputed)(
-            fn_or_module, args, kwargs
-        )
+        if is_followed():
+            with ComputedAgain():
+                return fn_or_module(*args, **kwargs)
+        return call_recomputed(fn_or_module, args, kwargs)
 
     return call
 

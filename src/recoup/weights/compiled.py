@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import is_traced, never_compiled, uncompiled
+from recoup._core.compile import break_graph, is_traced, never_compiled, uncompiled
 from recoup._core.compiled_graphs import (
     computed_again,
     is_in_checkpoint,
@@ -51,7 +51,22 @@ from recoup.weights.normed import product_of
 from recoup.weights.outside_forward import warn_of_read
 from recoup.weights.reparametrization import Application, Covering, Drawn, Reparametrized
 
-__all__ = ["forward_in_graph", "new_handle", "read_in_graph", "register_operators"]
+__all__ = [
+    "NOT_IN_GRAPH",
+    "forward_in_graph",
+    "new_handle",
+    "read_in_graph",
+    "register_operators",
+]
+
+NOT_IN_GRAPH = (
+    "A weight that a function computes (recoup.weights.apply), or whose noise has a deviation that "
+    "is a parameter, is made outside of graphs. Leave `fullgraph` out."
+)
+_UNCOVERED_NORM = (
+    "A weight with a norm is read outside of a forward, so what it is depends on the contexts "
+    "around the graph. Compile the module whose forward reads it, or leave `fullgraph` out."
+)
 
 
 class Traced(NamedTuple):
@@ -109,9 +124,11 @@ def read_in_graph(parametrized: Reparametrized, module: nn.Module, raw: Tensor) 
             if around not in forwards:
                 forwards.append(around)
         elif not step.is_random:
-            return uncompiled(_read_uncompiled)(parametrized, module, raw)  # See Rule 5
+            break_graph(_UNCOVERED_NORM)  # See Rule 5
+            return uncompiled(_read_uncompiled)(parametrized, module, raw)
         if step.breaks_graph:
-            return uncompiled(_read_uncompiled)(parametrized, module, raw)  # See Rule 7
+            break_graph(NOT_IN_GRAPH)  # See Rule 7
+            return uncompiled(_read_uncompiled)(parametrized, module, raw)
     begun = [_traced[place].number for place in sorted(forwards)]
     numbers = [number for number in begun if number is not None]
     if innermost < 0:
