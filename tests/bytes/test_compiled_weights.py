@@ -116,9 +116,7 @@ def num_weights(module):
 def beyond_the_law(build, apply, x, backend, **more):
     """How many bytes more a compiled module holds than it may."""
     plain, noisy = build(), apply(build())
-    held = [
-        held_by(torch.compile(module, backend=backend, **more), x) for module in (plain, noisy)
-    ]
+    held = [held_by(torch.compile(module, backend=backend, **more), x) for module in (plain, noisy)]
     return held[1] - held[0] - BYTES_A_WEIGHT * num_weights(noisy)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recoup._core.call import Call, run_to_value
-from recoup._core.compile import is_traced
+from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup.regions.checkpoint import name_of
 
@@ -64,7 +64,9 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
         if is_followed():
             with ComputedAgain():
                 return fn_or_module(*args, **kwargs)
-        return call_recomputed(fn_or_module, args, kwargs)
+        # Around code that breaks a graph, the compiler leaves this call out of the graph, too.
+        run = uncompiled(call_recomputed) if is_watched() else call_recomputed
+        return run(fn_or_module, args, kwargs)
 
     return call
 

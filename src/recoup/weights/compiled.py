@@ -60,8 +60,9 @@ __all__ = [
 ]
 
 NOT_IN_GRAPH = (
-    "A weight that a function computes (recoup.weights.apply), or whose noise has a deviation that "
-    "is a parameter, is made outside of graphs. Leave `fullgraph` out."
+    "Outside of graphs run recurrent layers with reparametrized weights, and what reads a weight "
+    "that a function computes (recoup.weights.apply) or whose noise has a deviation that is a "
+    "parameter. Leave `fullgraph` out."
 )
 _UNCOVERED_NORM = (
     "A weight with a norm is read outside of a forward, so what it is depends on the contexts "

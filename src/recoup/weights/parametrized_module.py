@@ -22,10 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.compile import never_compiled, not_compiled_itself, uncompiled
+from recoup._core.compile import (
+    break_graph,
+    never_compiled,
+    not_compiled_itself,
+    uncompiled,
+)
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
-from recoup.weights.compiled import forward_in_graph, new_handle, read_in_graph
+from recoup.weights.compiled import NOT_IN_GRAPH, forward_in_graph, new_handle, read_in_graph
 from recoup.weights.forwards import Forward, frames
 from recoup.weights.parametrized_weight import ParametrizedWeight
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization
@@ -169,6 +174,7 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
             return in_progress(self, attached, args, kwargs)
         if may_be_compiled and not attached.breaks:
             return forward_in_graph(run, self, attached, args, kwargs)
+        break_graph(NOT_IN_GRAPH)
         # With a layer within that breaks the graph, the code around it is compiled, and the forward
         # is in force for all of it.
         return uncompiled(in_progress, recursive=not may_be_compiled)(self, attached, args, kwargs)
