@@ -23,7 +23,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ def _since(last: Any, graph: Any) -> Iterator[Any]:
 def _recorded() -> Any:
     from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode  # it takes long
 
-    mode = get_innermost_proxy_mode()
+    mode: Any = get_innermost_proxy_mode()
     return None if mode is None else mode.tracer.graph
 
 
@@ -138,12 +138,12 @@ _registered: list[Any] = []  # torch takes back what a library registered when t
 
 @functools.cache
 def _register_once() -> None:
-    library = torch.library.Library("recoup", "FRAGMENT")
+    library, fx = torch.library.Library("recoup", "FRAGMENT"), cast("Any", torch.fx)
     _registered.append(library)
     for name, run in (("again_from_here", _from_here), ("again_until_here", _until_here)):
         library.define(f"{name}(Tensor anchor) -> ()")
         library.impl(name, run, "CompositeImplicitAutograd")
-        torch.fx.node.has_side_effect(getattr(torch.ops.recoup, name).default)
+        fx.node.has_side_effect(getattr(torch.ops.recoup, name).default)
 
 
 def _register() -> None:

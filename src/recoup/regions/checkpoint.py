@@ -15,7 +15,7 @@ from recoup._core.compiled_graphs import is_followed
 __all__ = ["checkpoint", "checkpoint_in_graph", "name_of"]
 
 # A graph of the compiler computes again what torch's own checkpoint marks in it.
-checkpoint_in_graph: Callable[..., Any] = torch.utils.checkpoint.checkpoint
+checkpoint_in_graph = cast("Callable[..., Any]", torch.utils.checkpoint.checkpoint)
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 T = TypeVar("T")
 
@@ -35,7 +35,8 @@ def checkpoint(
 
     Kept: the tensors in the arguments, wherever they are nested, and 5 KB of random state if `fn`
     draws from a default generator. Backward pays one more run of `fn`, and 100 to 200
-    microseconds. A drop-in replacement for
+    microseconds. In a graph of torch.compile it is torch's own checkpoint, so what `fn` uses is not
+    compared. A drop-in replacement for
     ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an error where
     torch's function is silently wrong. It takes the same keywords; as in torch, a keyword of `fn`
     with one of these names is not passed on: bind it with `functools.partial`.

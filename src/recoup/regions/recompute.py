@@ -26,7 +26,8 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
     Kept: the tensors in the arguments, unless these are such outputs themselves, and 5 KB of random
     state if it draws. Backward pays one more run, however many operators saved the output.
     In contrast, `checkpoint` frees the tensors between arguments and output, and the operator after
-    it keeps the output.
+    it keeps the output. In a graph of torch.compile the compiler computes again, in backward, what
+    the callable made; there its output is an ordinary tensor.
 
     Args:
         fn_or_module: a function or module. Values that it reads besides its arguments must not

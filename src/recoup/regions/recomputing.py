@@ -34,6 +34,9 @@ def recomputing() -> AbstractContextManager[None]:
     Changes that a custom kernel makes to memory that operators had filled are not seen; register
     such a kernel as an operator (`torch.library`).
 
+    In a graph of torch.compile the compiler computes again, in backward, what the block made; there
+    its tensors are ordinary ones.
+
     Returns:
         A context manager. It does nothing where no gradient is recorded. Blocks may be nested, and
         any number of them may be in use. Tensors that come out of it are of a subclass of `Tensor`,

@@ -47,6 +47,9 @@ class Sequential(HasMemoryMode, nn.Sequential):
     Gradients, buffers and the random stream are those of ``nn.Sequential``, bit for bit; under
     "constant" to rounding.
 
+    In a graph of torch.compile "inputs" and "sqrt" call torch's own checkpoint, around each segment
+    but the last; the graph breaks at a chain with another `memory`.
+
     Args:
         modules: the modules, or one ordered dictionary of them, as for ``nn.Sequential``. Values
             passed from one to the next may be tensors in tuples, lists and dicts.

@@ -45,7 +45,7 @@ from recoup._core.compiled_graphs import (
     saved,
     unchecked,
 )
-from recoup.errors import RecoupError
+from recoup.errors import RecoupError, ReplayError
 from recoup.weights.forwards import Forward, is_overridden
 from recoup.weights.normed import product_of
 from recoup.weights.outside_forward import warn_of_read
@@ -67,6 +67,10 @@ NOT_IN_GRAPH = (
 _UNCOVERED_NORM = (
     "A weight with a norm is read outside of a forward, so what it is depends on the contexts "
     "around the graph. Compile the module whose forward reads it, or leave `fullgraph` out."
+)
+_BUDGET_OF_0 = (
+    "Where `region_activation_memory_budget(0.0)` is around compiled code, the compiler lets "
+    "backward draw again instead of saving the seeds. Give a budget above 0, such as 1e-6."
 )
 
 
@@ -274,7 +278,11 @@ def _seeds(
     with ExitStack() as stack:
         for number in forwards:
             stack.enter_context(_forward_of(int(number), parametrized))
-        resolution = parametrized.resolution(raw, is_training=is_training)
+        try:
+            resolution = parametrized.resolution(raw, is_training=is_training)
+        except ReplayError as error:
+            error.add_note(_BUDGET_OF_0)
+            raise
         warn_of_read(parametrized, is_training=is_training)
     drawn = {each.step: each for each in resolution}
     found = [drawn.get(step) for step in parametrized.steps]

@@ -115,7 +115,6 @@ class Reparametrization:
     argument: ClassVar[str] = ""  # the name of its magnitude, if it has one
     most: ClassVar[float] = math.inf  # the largest magnitude
     is_random: ClassVar[bool] = True
-    axis: int = -1  # of a norm, which a compiled graph computes by itself
     is_additive: ClassVar[bool] = False  # whether a draw is added to a weight, or scales it
     changes_weight: ClassVar[bool] = False  # whether removing it leaves another raw weight
     function: Callable[..., Tensor] | None = None  # of the user's, which autograd differentiates
@@ -206,6 +205,11 @@ class Reparametrization:
         """
         del module, key, name
         return state_dict
+
+    @property
+    def axis(self) -> int:
+        """The axis of a norm, which a compiled graph computes by itself."""
+        return -1
 
     def operands(self, module: nn.Module, name: str) -> Operands:
         """Return the parameters that it takes in addition to the weight."""
