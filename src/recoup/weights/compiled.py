@@ -110,11 +110,19 @@ def forward_in_graph(
         covering.draws_always or is_overridden() or any(part.training for part in module.modules())
     ):
         number = torch.ops.recoup.forward_begins(covering.handle)
-    unchecked(_traced.append, Traced(covering.applications, number, {}))
+    unchecked(_push, Traced(covering.applications, number, {}))
     try:
         return run(module, *args, **kwargs)
     finally:
-        unchecked(_traced.pop)
+        unchecked(_pop)
+
+
+def _push(traced: Traced) -> None:
+    _traced.append(traced)
+
+
+def _pop() -> None:
+    _traced.pop()
 
 
 def read_in_graph(parametrized: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
