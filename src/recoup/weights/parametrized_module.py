@@ -30,8 +30,9 @@ from recoup._core.compile import (
 )
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
-from recoup.weights.compiled import NOT_IN_GRAPH, forward_in_graph, new_handle, read_in_graph
+from recoup.weights.compiled import NOT_IN_GRAPH, forward_in_graph, read_in_graph
 from recoup.weights.forwards import Forward, frames
+from recoup.weights.graph_operators import new_handle
 from recoup.weights.parametrized_weight import ParametrizedWeight
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization
 
