@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup.weights import draws
@@ -442,3 +443,104 @@ def test_a_function_or_a_learned_deviation_of_a_weight_is_outside_of_the_graph(b
         torch.testing.assert_close(got, want)
     assert not torch.equal(compiled(x), compiled(x))
     assert torch.equal(compiled.eval()(x), model(x))
+
+
+def test_what_no_graph_can_hold_says_the_way_out():
+    module = recoup.weights.apply(nn.Linear(8, 8), multiplied)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="Leave `fullgraph` out"):
+        compiled(torch.randn(BATCH, 8))
+
+
+# -- checkpoints of torch within -------------------------------------------------------------------
+
+
+def block():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+class Checkpointed(nn.Module):
+    """A tree of which parts run in checkpoints, one of them twice, and one outside, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = block(), block(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.c(x).tanh()
+        for part in (self.a, self.b, self.a):
+            x = checkpoint(part, x, use_reentrant=False)
+        x = checkpoint(lambda x: self.c(x).tanh(), x, use_reentrant=False)
+        return self.c(x).tanh()
+
+
+class Broken(Checkpointed):
+    """A tree with breaks of the graph between reads of the same weights."""
+
+    def forward(self, x):
+        x = self.c(self.a(x))
+        torch._dynamo.graph_break()
+        x = self.b(x)
+        torch._dynamo.graph_break()
+        return self.c(self.a(x))
+
+
+def equal_steps(module, call, backend="aot_eager", **more):
+    """Compare three steps of compiled code, and their number, with those of eager code."""
+    compiled, x = torch.compile(call, backend=backend, **more), torch.randn(BATCH, 8)
+    before = recoup.weights.applied(module)[0].step
+    for seed in range(3):
+        num_steps = [recoup.weights.applied(module)[0].step]
+        results = []
+        for each in (compiled, call):
+            torch.manual_seed(seed)
+            module.zero_grad()
+            y = each(x)
+            y.square().sum().backward()
+            gradients = [p.grad.clone() for p in module.parameters()]
+            results.append([y.detach(), *gradients, torch.get_rng_state()])
+            num_steps.append(recoup.weights.applied(module)[0].step)
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert num_steps[1] - num_steps[0] == num_steps[2] - num_steps[1] > 0
+    assert recoup.weights.applied(module)[0].step > before
+
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpoint_around_a_noisy_module(backend):
+    """R2c: one draw a forward, as without the checkpoint."""
+    module = recoup.weight_noise(block(), r".*weight", std=0.1)
+
+    def twice(x):
+        x = checkpoint(module, x, use_reentrant=False)
+        return checkpoint(module, x, use_reentrant=False)
+
+    equal_steps(module, twice, backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoints_within_a_noisy_tree_have_its_draw(backend):
+    """R2c: the same weight within a checkpoint, in another one, and outside of them."""
+    tree = recoup.weight_dropout(Checkpointed(), r".*weight", p=0.2)
+    equal_steps(recoup.weight_noise(tree, r".*weight", std=0.1), tree, backend, fullgraph=True)
+
+
+def test_breaks_within_a_noisy_tree_keep_its_draw():
+    tree = recoup.weight_noise(Broken(), r".*weight", std=0.1)
+    equal_steps(tree, tree)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_forwards_in_a_graph_have_two_draws(backend):
+    """See Rule 9: the compiler takes two calls with the same arguments for one."""
+    module = recoup.weight_noise(nn.Linear(8, 8), std=0.3)
+    equal_steps(module, lambda x: module(module(x)), backend, fullgraph=True)
+
+
+def test_a_part_that_trains_within_a_tree_in_evaluation():
+    tree = recoup.weight_noise(block(), r".*weight", std=0.1).eval()
+    tree[2].train()
+    equal_steps(tree, tree, fullgraph=True)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 __all__ = [
+    "break_graph",
     "is_compiled",
     "is_loaded",
     "is_traced",
@@ -87,3 +88,13 @@ def uncompiled(fn: F, *, recursive: bool = True) -> F:
     if (fn, recursive) not in _uncompiled:
         _uncompiled[fn, recursive] = torch.compiler.disable(fn, recursive=recursive)
     return _uncompiled[fn, recursive]
+
+
+def break_graph(reason: str) -> None:
+    """Break the graph where the compiler follows this code.
+
+    Args:
+        reason: what its error says where the graph must not break: why, and the way out.
+    """
+    dynamo: Any = torch._dynamo
+    dynamo.graph_break(msg=reason)

@@ -10,9 +10,12 @@ import torch
 import torch.utils.checkpoint
 
 from recoup._core.call import Call, run_again
+from recoup._core.compiled_graphs import is_followed
 
-__all__ = ["checkpoint", "name_of"]
+__all__ = ["checkpoint", "checkpoint_in_graph", "name_of"]
 
+# A graph of the compiler computes again what torch's own checkpoint marks in it.
+checkpoint_in_graph = cast("Callable[..., Any]", torch.utils.checkpoint.checkpoint)
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 T = TypeVar("T")
 
@@ -32,7 +35,8 @@ def checkpoint(
 
     Kept: the tensors in the arguments, wherever they are nested, and 5 KB of random state if `fn`
     draws from a default generator. Backward pays one more run of `fn`, and 100 to 200
-    microseconds. A drop-in replacement for
+    microseconds. In a graph of torch.compile it is torch's own checkpoint, so what `fn` uses is not
+    compared. A drop-in replacement for
     ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an error where
     torch's function is silently wrong. It takes the same keywords; as in torch, a keyword of `fn`
     with one of these names is not passed on: bind it with `functools.partial`.
@@ -79,6 +83,9 @@ def checkpoint(
     _check_keywords(use_reentrant, preserve_rng_state, determinism_check, debug)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
+    if is_followed():
+        more = {} if context_fn is None else {"context_fn": context_fn}
+        return checkpoint_in_graph(fn, *args, use_reentrant=False, **more, **kwargs)
     name = f"the checkpointed call of {name_of(fn)}"
     if context_fn is None or context_fn is torch.utils.checkpoint.noop_context_fn:
         call = Call(name, fn, args, kwargs)

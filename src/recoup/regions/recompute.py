@@ -11,6 +11,7 @@ from torch import nn
 
 from recoup._core.call import Call, run_to_value
 from recoup._core.compile import is_traced, is_watched, uncompiled
+from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup.regions.checkpoint import name_of
 
 __all__ = ["call_recomputed", "is_plain", "recompute"]
@@ -25,7 +26,8 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
     Kept: the tensors in the arguments, unless these are such outputs themselves, and 5 KB of random
     state if it draws. Backward pays one more run, however many operators saved the output.
     In contrast, `checkpoint` frees the tensors between arguments and output, and the operator after
-    it keeps the output.
+    it keeps the output. In a graph of torch.compile the compiler computes again, in backward, what
+    the callable made; there its output is an ordinary tensor.
 
     Args:
         fn_or_module: a function or module. Values that it reads besides its arguments must not
@@ -60,9 +62,12 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_plain():
             return fn_or_module(*args, **kwargs)
-        return (uncompiled(call_recomputed) if is_watched() else call_recomputed)(
-            fn_or_module, args, kwargs
-        )
+        if is_followed():
+            with ComputedAgain():
+                return fn_or_module(*args, **kwargs)
+        # Around code that breaks a graph, the compiler leaves this call out of the graph, too.
+        run = uncompiled(call_recomputed) if is_watched() else call_recomputed
+        return run(fn_or_module, args, kwargs)
 
     return call
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from recoup._core.compile import is_watched, never_compiled, uncompiled
+from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup._core.dispatch_modes import InMode
 from recoup._core.restoring import Restoring, Reusable
 from recoup._core.saved_tensors import is_transformed, pair_in_force, saving
@@ -32,6 +33,9 @@ def recomputing() -> AbstractContextManager[None]:
     it, a copy from before the change (the statistics of a batch norm, which are updated only once).
     Changes that a custom kernel makes to memory that operators had filled are not seen; register
     such a kernel as an operator (`torch.library`).
+
+    In a graph of torch.compile the compiler computes again, in backward, what the block made; there
+    its tensors are ordinary ones.
 
     Returns:
         A context manager. It does nothing where no gradient is recorded. Blocks may be nested, and
@@ -60,6 +64,8 @@ def recomputing() -> AbstractContextManager[None]:
     Source: "Gradient checkpointing for weight noise etc",
     https://github.com/rwth-i6/returnn/issues/1552.
     """
+    if is_followed():
+        return ComputedAgain()
     return (uncompiled(_here) if is_watched() else _here)()
 
 

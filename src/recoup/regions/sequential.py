@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup._core.callable_chain import Otherwise, run_through, value_of, ways_of
+from recoup._core.compile import break_graph
+from recoup._core.compiled_graphs import is_followed
 from recoup._core.drift_guard import Drift
 from recoup.planning.budget import is_bytes
 from recoup.planning.memory_mode import HasMemoryMode
+from recoup.regions.checkpoint import checkpoint_in_graph
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
+from recoup.schedules.segmented import segment_lengths
 
 __all__ = ["Sequential"]
+
+_NOT_IN_GRAPH = (
+    "A recoup.Sequential with this `memory` runs outside of graphs. In a graph there are "
+    'memory="linear", "inputs" and "sqrt". Or compile the modules in it one by one, or leave '
+    "`fullgraph` out."
+)
 
 
 class Sequential(HasMemoryMode, nn.Sequential):
@@ -35,6 +46,9 @@ class Sequential(HasMemoryMode, nn.Sequential):
     A state is a value passed from one module to the next, a tape the residuals of one module.
     Gradients, buffers and the random stream are those of ``nn.Sequential``, bit for bit; under
     "constant" to rounding.
+
+    In a graph of torch.compile "inputs" and "sqrt" call torch's own checkpoint, around each segment
+    but the last; the graph breaks at a chain with another `memory`.
 
     Args:
         modules: the modules, or one ordered dictionary of them, as for ``nn.Sequential``. Values
@@ -86,6 +100,10 @@ class Sequential(HasMemoryMode, nn.Sequential):
         """Call the modules in order."""
         if not torch.is_grad_enabled() or self._memory == "linear" or not len(self):
             return self._forward_plainly(input)
+        if is_followed():
+            if self._memory in ("inputs", "sqrt"):
+                return self._forward_in_graph(input)
+            break_graph(_NOT_IN_GRAPH)
         if self._budget.is_bound:
             return self._budget.run(self, self._forward_plainly, (input,), self)
         links = self._links()
@@ -93,9 +111,18 @@ class Sequential(HasMemoryMode, nn.Sequential):
         return run_through(executor, links, input)
 
     def _forward_plainly(self, input: Any) -> Any:
-        for module in self:
-            input = value_of(module, module(input), input)
-        return input
+        return _through(self, input)
+
+    def _forward_in_graph(self, input: Any) -> Any:
+        """Call the modules in checkpoints, as the schedule has them: all but the last segment."""
+        modules = list(self)
+        lengths = segment_lengths(len(modules)) if self._memory == "sqrt" else [1] * len(modules)
+        start = 0
+        for length in lengths[:-1]:
+            segment = modules[start : start + length]
+            input = checkpoint_in_graph(_through, segment, input, use_reentrant=False)
+            start += length
+        return _through(modules[start:], input)
 
     def _links(self) -> dict[str, Any]:
         return {
@@ -127,3 +154,9 @@ class Sequential(HasMemoryMode, nn.Sequential):
             otherwise=self.otherwise,
             drift=self._drift.anew(),
         )
+
+
+def _through(modules: Iterable[nn.Module], input: Any) -> Any:
+    for module in modules:
+        input = value_of(module, module(input), input)
+    return input

@@ -8,7 +8,7 @@ from math import isqrt
 from recoup.schedules.actions import Action, Advance, Drop, Keep, Load, Reverse, Schedule, Tape
 from recoup.schedules.bounds import require_positive
 
-__all__ = ["linear", "sqrt"]
+__all__ = ["linear", "segment_lengths", "sqrt"]
 
 
 def linear(n: int) -> Schedule:
@@ -66,7 +66,7 @@ def sqrt(n: int) -> Schedule:
     segments are Chen et al., "Training deep nets with sublinear memory cost" (2016).
     """
     require_positive("n", n)
-    *earlier, last = pairwise((0, *accumulate(_segments(n))))
+    *earlier, last = pairwise((0, *accumulate(segment_lengths(n))))
     actions: list[Action] = []
     for start, stop in earlier:
         actions += [Keep(start), Advance(start, stop)]
@@ -76,7 +76,7 @@ def sqrt(n: int) -> Schedule:
     return Schedule(n, tuple(actions), name="sqrt")
 
 
-def _segments(n: int) -> list[int]:
+def segment_lengths(n: int) -> list[int]:
     """Return the segment lengths: the fewest of ``k, k - 1, ...`` that reach `n`, the first cut."""
     longest = (isqrt(8 * n - 7) + 1) // 2
     segments: list[int] = []

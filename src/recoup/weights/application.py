@@ -8,7 +8,7 @@ from torch import nn
 
 from recoup.weights.checking import check, check_types, has_forward
 from recoup.weights.clock import Clock, Counter
-from recoup.weights.compiled import register_operators
+from recoup.weights.graph_operators import register_operators
 from recoup.weights.matching import Named, Where, check_is_module, matching, named, suited
 from recoup.weights.parametrized_module import attach, attached_to, restore_class, swap_class
 from recoup.weights.parametrized_weight import ParametrizedWeight

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.saved_tensors import Kept
 from recoup.weights.application import apply_to
 from recoup.weights.matching import Where
+from recoup.weights.normed import Product, lengths_of, product_of
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
 __all__ = ["WeightNorm", "weight_norm"]
@@ -108,8 +108,7 @@ class WeightNorm(Reparametrization):
         weight = module._parameters[key]
         if weight is not None:
             with torch.no_grad():
-                product = self.compute(weight, self.operands(module, key), Drawn(self, 0, 1.0))
-                weight.copy_(product)
+                weight.copy_(self.compute(weight, self.operands(module, key), Drawn(self, 0, 1.0)))
         del module._parameters[f"{key}_g"]
 
     def complete(
@@ -120,11 +119,11 @@ class WeightNorm(Reparametrization):
         return {**state_dict, f"{name}_g": self._norms(state_dict[name])}
 
     @property
-    def _axis(self) -> int:
+    def axis(self) -> int:
         return -1 if self.dim is None else self.dim  # as torch's operators have it
 
     def _norms(self, weight: Tensor) -> Tensor:
-        return _lengths(weight.detach(), self._axis)
+        return lengths_of(weight.detach(), self.axis)
 
     def operands(self, module: nn.Module, name: str) -> Operands:
         norms: Tensor | None = getattr(module, f"{name}_g", None)
@@ -139,61 +138,10 @@ class WeightNorm(Reparametrization):
     def compute(
         self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
     ) -> Tensor:
-        return cast("Tensor", _Product.apply(weight, operands[0], self._axis, self.name))
+        return cast("Tensor", Product.apply(weight, operands[0], self.axis, self.name))
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         return self.compute(weight, operands, drawn)
 
     def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return _product(weight, operands[0], self._axis)
-
-
-class _Product(torch.autograd.Function):
-    """The product as torch computes it, with a correct second derivative and no copy of the weight.
-
-    It does not use `save_for_backward`: a region around it would count the residuals, and a weight
-    that was made before the region began is made only in the region's second run.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, norms: Tensor, dim: int, name: str) -> Tensor:
-        ctx.dim = dim
-        ctx.kept = (Kept(weight, name, None), Kept(norms, f"An operand of {name}", None))
-        ctx.inputs = (weight, norms)
-        ctx.is_fused = dim >= 0 and dim in (0, weight.dim() - 1) and weight.numel() > 0
-        return _fused(weight, norms, dim)[0] if ctx.is_fused else _product(weight, norms, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        weight, norms = (kept.get() for kept in ctx.kept)
-        is_again = torch.is_grad_enabled()
-        if ctx.is_fused and not is_again:
-            lengths = _fused(weight, norms, ctx.dim)[1]
-            given = (value.contiguous() for value in (gradients[0], weight, norms))
-            backward = torch.ops.aten._weight_norm_interface_backward
-            return (*backward(*given, lengths, ctx.dim), None, None)
-        # The fused backward treats the lengths as constants, wrong for a second derivative.
-        wants = tuple(value.requires_grad for value in ctx.inputs)
-        if is_again:
-            weight, norms = ctx.inputs
-        else:
-            weight = weight.detach().requires_grad_(wants[0])
-            norms = norms.detach().requires_grad_(wants[1])
-        with torch.enable_grad():
-            product = _product(weight, norms, ctx.dim)
-        wanted = [value for value, want in zip((weight, norms), wants, strict=True) if want]
-        found = iter(torch.autograd.grad(product, wanted, gradients[0], create_graph=is_again))
-        of_weight = next(found) if wants[0] else None
-        return of_weight, next(found) if wants[1] else None, None, None
-
-
-def _fused(weight: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._weight_norm_interface(weight.contiguous(), norms.contiguous(), dim)
-
-
-def _product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
-    return weight * (norms / _lengths(weight, dim))
-
-
-def _lengths(weight: Tensor, dim: int) -> Tensor:
-    return torch.norm_except_dim(weight, 2, dim) if weight.dim() else weight.abs()
+        return product_of(weight, operands[0], self.axis)

@@ -22,13 +22,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.compile import never_compiled, not_compiled_itself, uncompiled
+from recoup._core.compile import (
+    break_graph,
+    never_compiled,
+    not_compiled_itself,
+    uncompiled,
+)
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
-from recoup.weights.compiled import forward_in_graph, read_in_graph
+from recoup.weights.compiled import NOT_IN_GRAPH, forward_in_graph, read_in_graph
 from recoup.weights.forwards import Forward, frames
+from recoup.weights.graph_operators import new_handle
 from recoup.weights.parametrized_weight import ParametrizedWeight
-from recoup.weights.reparametrization import Application, Drawn
+from recoup.weights.reparametrization import Application, Drawn, Reparametrization
 
 __all__ = ["Attached", "attach", "attached_to", "restore_class", "swap_class"]
 
@@ -44,6 +50,16 @@ class Attached:
         self.roots: list[Application] = []  # those that were applied to this module itself
         self.applications: tuple[Application, ...] = ()
         self.breaks = False  # whether a graph of its forward breaks at a layer
+        self.draws = False  # whether anything in its tree is random
+        self.draws_always = False  # whether that is so in evaluation, too
+        self.handle = new_handle(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "handle"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+        self.__dict__.update(state)
 
     def check(self, module: nn.Module) -> None:
         """Raise if a parameter was removed, which would lose its reparametrizations."""
@@ -76,16 +92,19 @@ def swap_class(module: nn.Module) -> None:
     """Give `module` the class for the parameters that it carries."""
     attached = attach(module)
     attached.refresh()
-    attached.breaks = any(map(_breaks_graph, module.modules()))
+    steps = [step for part in module.modules() for step in _steps_of(part)]
+    attached.breaks = any(step.breaks_graph for step in steps) or any(
+        isinstance(part, nn.RNNBase) for part in module.modules()
+    )
+    attached.draws = any(step.is_random for step in steps)
+    attached.draws_always = any(step.is_random and step.mode == "always" for step in steps)
     module.__class__ = with_stand_in(type(module), _class_for, tuple(sorted(attached.weights)))
 
 
-def _breaks_graph(part: nn.Module) -> bool:
-    """Whether a graph breaks at a part: a recurrent layer, or one whose weights break it."""
+def _steps_of(part: nn.Module) -> list[Reparametrization]:
     attached = attached_to(part)
     weights = {} if attached is None else attached.weights
-    steps = (step for each in weights.values() for step in each.steps)
-    return isinstance(part, nn.RNNBase) or any(step.breaks_graph for step in steps)
+    return [step for each in weights.values() for step in each.steps]
 
 
 def restore_class(module: nn.Module) -> None:
@@ -155,7 +174,8 @@ def _forward_through(forward: Any, run: Any, *, may_be_compiled: bool) -> Any:
         if not torch.compiler.is_compiling():
             return in_progress(self, attached, args, kwargs)
         if may_be_compiled and not attached.breaks:
-            return forward_in_graph(run, self, attached.applications, args, kwargs)
+            return forward_in_graph(run, self, attached, args, kwargs)
+        break_graph(NOT_IN_GRAPH)
         # With a layer within that breaks the graph, the code around it is compiled, and the forward
         # is in force for all of it.
         return uncompiled(in_progress, recursive=not may_be_compiled)(self, attached, args, kwargs)

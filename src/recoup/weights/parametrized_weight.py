@@ -22,9 +22,9 @@ from recoup._core.saved_tensors import (
     version_of,
 )
 from recoup.errors import RecoupError
-from recoup.weights.compiled import new_handle
 from recoup.weights.decisions import Decisions, may_run_again
 from recoup.weights.forwards import Forward, Outside, frames, is_due, is_turned_on, resolve
+from recoup.weights.graph_operators import new_handle
 from recoup.weights.outside_forward import draws_outside
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 from recoup.weights.waiting import WaitingDraws

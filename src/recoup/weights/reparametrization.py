@@ -27,6 +27,7 @@ from recoup.weights.clock import Clock, Counter
 
 __all__ = [
     "Application",
+    "Covering",
     "Drawn",
     "Magnitude",
     "Operands",
@@ -205,6 +206,11 @@ class Reparametrization:
         del module, key, name
         return state_dict
 
+    @property
+    def axis(self) -> int:
+        """The axis of a norm, which a compiled graph computes by itself."""
+        return -1
+
     def operands(self, module: nn.Module, name: str) -> Operands:
         """Return the parameters that it takes in addition to the weight."""
         del module, name
@@ -373,3 +379,12 @@ class Reparametrized(Protocol):
     def resolution(self, raw: Tensor, *, is_training: bool) -> tuple[Drawn, ...]:
         """Return the draws for the weight in the forward in progress."""
         ...
+
+
+class Covering(Protocol):
+    """What forwards of a module cover."""
+
+    handle: Tensor
+    applications: tuple[Application, ...]
+    draws: bool
+    draws_always: bool
