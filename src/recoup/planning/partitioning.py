@@ -5,6 +5,7 @@ It is a module of its own, since it imports the compiler.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,10 @@ def partitioned(graph: Any, inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, 
     """Return the graphs of forward and backward; what draws is kept."""
     for node in graph.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            # Of several outputs each is saved by itself: a tuple cannot be.
+            parts = [user for user in node.users if user.target is operator.getitem]
+            for saved in (node, *parts):
+                saved.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(graph, inputs, **kwargs)
 
 

@@ -179,3 +179,20 @@ def test_what_compile_may_be():
     with pytest.raises(ValueError, match="`compile` is 'eager', but must be True, False or"):
         recoup.plan(model, x, budget="1 GiB", compile="eager")
     assert not isinstance(BlockCode(), CompiledCode)
+
+
+class Checkpointed(Block):
+    """A block that draws within and after a checkpoint of torch, and so in one fused operator."""
+
+    def forward(self, x):
+        within = torch.utils.checkpoint.checkpoint(
+            lambda h: self.drop(self.up(h)), self.norm(x), use_reentrant=False
+        )
+        return x + self.drop(self.down(self.drop(within)))
+
+
+def test_what_a_checkpoint_within_a_block_draws_is_not_drawn_again():
+    torch.manual_seed(0)
+    model, x = Net(num_blocks=2, block=Checkpointed), torch.randn(64, 32)
+    model.stem.eval()
+    assert_same(compiled_plainly(model, x, share=0.0), compiled_plainly(model, x, share=1.0))
