@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 
 from recoup._core.generators import generator_states, same_states
+from recoup.errors import ReplayError
 from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode
 from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
 from recoup.planning.pricing import price
@@ -194,10 +195,18 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
     """Return the codes that each call can run by, its own first (See Rule 1)."""
     step, blocks, calls = own.step, own.blocks, own.measured.calls
     found: list[list[_Candidate]] = [[] for _ in calls]
-    for code in (BlockCode(), *(CompiledCode(share, backend) for share in SHARES)):
-        if isinstance(code, CompiledCode):
-            measure_blocks(step, blocks, device, code)  # compiles
-        steps = [measure_blocks(step, blocks, device, code) for _ in range(_NUM_STEPS)]
+    failed: set[object] = set()
+    codes = (CompiledCode(share, backend, failed) for share in SHARES)
+    for code in (BlockCode(), *codes):
+        try:
+            if isinstance(code, CompiledCode):
+                measure_blocks(step, blocks, device, code)  # compiles
+            steps = [measure_blocks(step, blocks, device, code) for _ in range(_NUM_STEPS)]
+        except ReplayError as error:
+            if not isinstance(code, CompiledCode):
+                raise
+            warnings.warn(f"No block is compiled, as it cannot run again. {error}", stacklevel=5)
+            return [candidates[:1] for candidates in found]
         if any(len(each.calls) != len(calls) for each in steps):
             continue  # it is no code for the same results
         costs = largest_costs_among_ranks(step.model, price(steps[-1], device))

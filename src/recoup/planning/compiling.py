@@ -15,16 +15,21 @@ Rule 3. Codes of one block save different tensors, and the runs of a region must
 Rule 4. The compiler compiles nothing under a dispatch mode, and skips that function for good. So a
         call whose first run is under a mode is not compiled.
 Rule 5. Blocks of one structure share a function, which is compiled once. Blocks of another one have
-        another function, since the compiler bounds how often it compiles a function again.
+        another function, since the compiler bounds how often it compiles a function again. Where a
+        graph breaks, the compiler compiles functions of the block itself, for all codes; planning
+        raises the bound for these.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,10 +38,12 @@ from torch import nn
 
 from recoup._core.dispatch_modes import has_dispatch_mode
 
-__all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of"]
+__all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of", "recompiling"]
 
 SHARES = (1.0, 0.5, 0.1, 0.0)
 _TINY = 1e-6  # See Rule 2
+_RECOMPILE_LIMIT = 128
+_numbers = itertools.count()
 _logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
@@ -68,95 +75,125 @@ class CompiledCode(BlockCode):
         share: the share of the bytes that the compiler would keep for the least time, from 0 to 1.
         backend: "inductor", or "aot_eager" for graphs that are partitioned alike, but whose
             operators run one by one.
+        failed: the structures of blocks that cannot be compiled, to which this code adds those
+            that it finds.
     """
 
-    def __init__(self, share: float, backend: str = "inductor") -> None:
+    def __init__(
+        self, share: float, backend: str = "inductor", failed: set[object] | None = None
+    ) -> None:
         self.share = share
         self.name = f"compiled {share:g}"
         self.num_graphs = 0
-        self.compile_seconds = 0.0
         self._backend = backend
-        self._functions: dict[Any, Forward | None] = {}  # by structure; None if it failed
-        self._structures: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._failed = set() if failed is None else failed
+        self._functions: dict[object, Forward] = {}  # by structure
+        self._structures: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
     def of_call(self, module: nn.Module, forward: Forward) -> Forward:
         return _CompiledCall(self, module, forward)
 
     def compiles(self, module: nn.Module) -> bool:
         """Whether a block was compiled."""
-        return self._functions.get(self._structure_of(module)) is not None
-
-    def run(
-        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a block by this code, or by its own if the compiler fails."""
-        from torch._dynamo.exc import TorchDynamoException
-
         structure = self._structure_of(module)
-        if structure not in self._functions:
-            self._functions[structure] = self._function()
-        function = self._functions[structure]
-        if function is None:
-            return forward(*args, **kwargs)
-        num_graphs, begin = self.num_graphs, time.perf_counter()
-        try:
-            return function(forward, args, kwargs)
-        except TorchDynamoException as error:
-            self._functions[structure] = None
-            cause = getattr(error, "inner_exception", error)
-            reason = str(cause).strip().partition("\n")[0]
-            warnings.warn(
-                f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-                f"{type(cause).__name__}: {reason}",
-                stacklevel=2,
-            )
-            return forward(*args, **kwargs)
-        finally:
-            if self.num_graphs > num_graphs:
-                seconds = time.perf_counter() - begin
-                self.compile_seconds += seconds
-                kind = type(module).__name__
-                _logger.info("%s: %s in %.1f s", kind, self.name, seconds)
+        return structure in self._functions and structure not in self._failed
 
-    def _structure_of(self, module: nn.Module) -> Any:
+    def function_for(self, module: nn.Module) -> Forward | None:
+        """Return a compiled function of a block's forward and its arguments; None if it failed."""
+        structure = self._structure_of(module)
+        if structure in self._failed:
+            return None
+        if structure not in self._functions:
+            # The compiler keeps what it compiled with the code object of a function, and what it
+            # learned of sizes with its name.
+            name = f"block_{self.share:g}_{next(_numbers)}"
+            function = types.FunctionType(
+                _call.__code__.replace(co_name=name), _call.__globals__, name
+            )
+            backend = _Backend(self, self._backend)
+            self._functions[structure] = torch.compile(function, backend=backend)
+        return self._functions[structure]
+
+    def give_up(self, module: nn.Module, error: Exception) -> None:
+        """Note that a block cannot be compiled."""
+        self._failed.add(self._structure_of(module))
+        cause = getattr(error, "inner_exception", error)
+        reason = str(cause).strip().partition("\n")[0]
+        warnings.warn(
+            f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
+            f"{type(cause).__name__}: {reason}",
+            stacklevel=2,
+        )
+
+    def _structure_of(self, module: nn.Module) -> object:
         if module not in self._structures:
             parameters = ((name, p.shape, p.dtype) for name, p in module.named_parameters())
             kinds = (type(each) for each in module.modules())
             self._structures[module] = (tuple(kinds), tuple(parameters))
         return self._structures[module]
 
-    def _function(self) -> Forward:
-        # The compiler keeps what it compiled with the code object of a function.
-        code = _call.__code__.replace(co_name=f"block_{self.name}")
-        function = types.FunctionType(code, _call.__globals__)
-        return torch.compile(function, backend=self._compile)
 
-    def _compile(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        """Compile a graph; the compiler calls this as its backend."""
+class _Backend:
+    """The backend by which the compiler compiles a code, which it keeps for longer than the code.
+
+    Args:
+        code: the code.
+        name: the name of what compiles the graphs of forward and backward.
+    """
+
+    def __init__(self, code: CompiledCode, name: str) -> None:
+        self._code = weakref.ref(code)
+        self._share = code.share
+        self._compile = _BACKENDS[name]
+
+    def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
         from torch._functorch import config
 
-        self.num_graphs += 1
-        with config.patch(activation_memory_budget=max(self.share, _TINY)):
-            return _BACKENDS[self._backend](graph, inputs)
+        code = self._code()
+        if code is not None:
+            code.num_graphs += 1
+        with config.patch(activation_memory_budget=max(self._share, _TINY)):
+            return self._compile(graph, inputs)
 
 
 class _CompiledCall:
     """One call of a block, all of whose runs are by the same code (See Rules 3 and 4)."""
 
-    __slots__ = ("_code", "_forward", "_is_compiled", "_module")
+    __slots__ = ("_code", "_forward", "_function", "_has_run", "_module")
 
     def __init__(self, code: CompiledCode, module: nn.Module, forward: Forward) -> None:
         self._code = code
         self._module = module
         self._forward = forward
-        self._is_compiled: bool | None = None
+        self._has_run = False
+        self._function: Forward | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_compiled is None:
-            self._is_compiled = not has_dispatch_mode()
-        if not self._is_compiled:
+        if not self._has_run:
+            return self._first(args, kwargs)
+        if self._function is None:
             return self._forward(*args, **kwargs)
-        return self._code.run(self._module, self._forward, args, kwargs)
+        return self._function(self._forward, args, kwargs)
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._has_run = True
+        function = None if has_dispatch_mode() else self._code.function_for(self._module)
+        if function is None:
+            return self._forward(*args, **kwargs)
+        from torch._dynamo.exc import TorchDynamoException
+
+        code = self._code
+        num_graphs, begin = code.num_graphs, time.perf_counter()
+        try:
+            result = function(self._forward, args, kwargs)
+        except TorchDynamoException as error:
+            code.give_up(self._module, error)
+            return self._forward(*args, **kwargs)
+        self._function = function
+        if code.num_graphs > num_graphs:
+            seconds = time.perf_counter() - begin
+            _logger.info("%s: %s in %.1f s", type(self._module).__name__, code.name, seconds)
+        return result
 
 
 class CodeByModule(BlockCode):
@@ -202,6 +239,14 @@ def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
 
 
 _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}
+
+
+def recompiling() -> AbstractContextManager[Any]:
+    """Return a context in which the compiler may compile a function many times (See Rule 5)."""
+    from torch._dynamo import config as found
+
+    config: Any = found
+    return config.patch(recompile_limit=_RECOMPILE_LIMIT)
 
 
 def backend_of(compile: bool | str) -> str | None:  # noqa: A002

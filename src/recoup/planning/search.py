@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from recoup.planning.advice import constant_memory_of
 from recoup.planning.blocks import name_blocks
 from recoup.planning.choosing import choose
 from recoup.planning.compiled_costs import price_codes
-from recoup.planning.compiling import backend_of
+from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import suspended, wrapped_forwards_in
 from recoup.planning.losses import losses_from
@@ -162,9 +162,10 @@ def plan_call(
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
-        if backend is not None:
-            priced = [code for kind in priced for code in price_codes(kind, device, backend)]
-        return _fastest(priced, device, budget_bytes, standing)
+        with recompiling() if backend is not None else nullcontext():
+            if backend is not None:
+                priced = [code for kind in priced for code in price_codes(kind, device, backend)]
+            return _fastest(priced, device, budget_bytes, standing)
 
 
 def _fastest(
