@@ -293,9 +293,7 @@ class Chain(HasMemoryMode, InvertibleModule):
             return self._module_stages(context)
         self._start(x, context)
         return [
-            CompiledStage(one, one.code())
-            if isinstance(one, Step)
-            else _module_stage(*one, context)
+            one.stage() if isinstance(one, Step) else _module_stage(*one, context)
             for one in self._ready_steps(settings, has_context=context is not None)
         ]
 

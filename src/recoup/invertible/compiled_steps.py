@@ -87,7 +87,9 @@ class Step:
         )
         self.num_inputs = 1 + any(part.takes_context for part in self.parts)
         self._settings = settings
-        self._sources: tuple[nn.Module, ...] | None = None
+        kind = [(type(part.module), part.takes_context) for part in self.parts]
+        shapes = [parameter.shape for part in self.parts for parameter in part.parameters()]
+        self._kind = (settings, *kind, *shapes)
 
     @property
     def name(self) -> str:
@@ -95,32 +97,24 @@ class Step:
         first, last = self.names[0], self.names[-1]
         return first if len(self.names) == 1 else f"{first} to {last}"
 
-    @property
-    def inverts_in_backward(self) -> bool:
-        """Whether every module inverts in backward."""
-        return all(module.inverts_in_backward for module in self.modules)
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Return the parameters that get a gradient, in the order of `compute_both`."""
-        return tuple([each for part in self.parts for each in part.learned().values()])
-
-    def code(self) -> _Code | None:
-        """Return the compiled code, or None if the step runs uncompiled; that is said once."""
-        reason, draws = self._obstacle()
-        kind = tuple(
-            (type(part.module), part.takes_context, *(p.shape for p in part.parameters()))
-            for part in self.parts
-        )
-        code = _codes.get(key := (self._settings, draws, kind))
+    def stage(self) -> CompiledStage:
+        """Return the stage for a forward, with the modules as they are now."""
+        found = _Found()
+        for module in self.modules:
+            found.begin(module)
+            found.walk(module)
+        reason = found.obstacle or self._obstacle(found.drawing)
+        draws = bool(found.drawing)
+        code = _codes.get((draws, self._kind))
         if code is None:
-            code = _codes[key] = _Code(self._settings, draws=draws)
+            code = _codes[draws, self._kind] = _Code(self._settings, draws=draws)
         reason = reason or code.reason
         if reason is None:
-            return code
+            return CompiledStage(self, code, tuple(found.learned))
         if reason not in code.warned:
             code.warned.add(reason)
             self._say(reason)
-        return None
+        return CompiledStage(self, None, ())
 
     def _say(self, reason: str) -> None:
         message = f"{self.name} of the chain is not compiled: {reason}"
@@ -128,40 +122,72 @@ class Step:
             raise ValueError(f"{message}. Or leave `fullgraph` out, and it runs uncompiled.")
         warnings.warn(f"{message}. It runs as before, and so do its like.", stacklevel=2)
 
-    def _obstacle(self) -> tuple[str | None, bool]:
-        """Return why the step cannot be compiled as its modules are now, and whether it draws."""
-        drawing: list[nn.Module] = []
-        for module in self.modules:
-            for part in module.modules():
-                own = part.__dict__
-                if any(own[kind] for kind in _HOOKS):
-                    return f"{type(part).__name__} has hooks", False
-                if is_stand_in(type(part)) or hasattr(part, "unshard"):
-                    return f"the weights of {type(part).__name__} are computed as it runs", False
-            drawing += _drawing(module)
-        if not drawing:
-            return None, False
+    def _obstacle(self, drawing: Sequence[nn.Module]) -> str | None:
+        """Return why draws in these parts cannot be repeated in backward, if so (See Rule 3)."""
         last = self.modules[-1]
-        is_one = len(drawing) == 1 and isinstance(last, Coupling) and drawing[0] is not last
-        if is_one and (last.g is None or last.g is not last.network):
-            return None, True
+        if not drawing or (
+            len(drawing) == 1
+            and isinstance(last, Coupling)
+            and drawing[0] is last.network
+            and last.g is not last.network
+        ):
+            return None
         kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in drawing))
         return (
             f"{kinds} may draw random numbers, in an order that differs in backward. Where only "
-            "modules within draw, set `draws_only_in_modules = True` on the class",
-            False,
+            "modules within draw, set `draws_only_in_modules = True` on the class"
         )
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _drawing(module: InvertibleModule) -> list[nn.Module]:
-    """Return the networks of `module` that may draw; itself, if that is unknown (See Rule 3)."""
-    kind = type(module)
-    if not kind.__module__.startswith("recoup.") and not vars(kind).get("draws_only_in_modules"):
-        return [module]
-    return [child for child in module.children() if not draws_nothing(child)]
+class _Found:
+    """What one walk over the modules of a step finds; it is made in every forward.
+
+    Attributes:
+        learned: The parameters that get a gradient, in the order of `step_code.compute_both`.
+        drawing: The networks that may draw random numbers, and modules of which that is unknown.
+        obstacle: Why the step cannot be compiled as it is, or None.
+    """
+
+    def __init__(self) -> None:
+        self.learned: list[Tensor] = []
+        self.drawing: list[nn.Module] = []
+        self.obstacle: str | None = None
+        self._seen: set[object] = set()
+
+    def begin(self, module: InvertibleModule) -> None:
+        """Begin a module of the step."""
+        self._seen.clear()
+        kind = type(module)
+        is_known = kind.__module__.startswith("recoup.")
+        if not is_known and not vars(kind).get("draws_only_in_modules"):
+            self.drawing.append(module)
+            return
+        for child in module._modules.values():
+            if child is not None and not draws_nothing(child):
+                self.drawing.append(child)
+
+    def walk(self, module: nn.Module) -> None:
+        """Walk over a module and the modules in it."""
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        own = module.__dict__
+        for kind in _HOOKS:
+            if own[kind]:
+                self.obstacle = f"{type(module).__name__} has hooks"
+        if is_stand_in(type(module)) or hasattr(type(module), "unshard"):
+            self.obstacle = f"the weights of {type(module).__name__} are computed as it runs"
+        for parameter in own["_parameters"].values():
+            if parameter is not None and parameter not in self._seen:
+                self._seen.add(parameter)
+                if parameter.requires_grad:
+                    self.learned.append(parameter)
+        for child in own["_modules"].values():
+            if child is not None:
+                self.walk(child)
 
 
 class CompiledStage(OneCallStage):
@@ -169,12 +195,13 @@ class CompiledStage(OneCallStage):
 
     Args:
         step: the step.
-        code: its compiled code.
+        code: its compiled code; None if it runs uncompiled.
+        learned: the parameters that get a gradient.
     """
 
     closure_guard = None
 
-    def __init__(self, step: Step, code: _Code | None) -> None:
+    def __init__(self, step: Step, code: _Code | None, learned: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.step = step
         self.name = step.name
@@ -183,6 +210,7 @@ class CompiledStage(OneCallStage):
         self.code = step.modules[0]
         self.num_inputs = step.num_inputs
         self._code = code
+        self._learned = learned
         self._is_plain: bool | None = None if code is not None else True
 
     def forward(self, state: State) -> tuple[State, Tensor]:
@@ -193,7 +221,7 @@ class CompiledStage(OneCallStage):
         if self._is_plain:
             outputs = step_code.compute(self.step.parts, state[0], self._context(inputs))
         elif is_answered() and torch.is_grad_enabled():
-            outputs = self.as_node(inputs, self.step.parameters())
+            outputs = self.as_node(inputs, self._learned)
         else:
             outputs = self.compute(inputs)
         return (outputs[0], *state[1:], *outputs[1:-1]), outputs[-1]
