@@ -5,9 +5,7 @@ NOTE [ Compiled for each kind ]
 Rule 1. The compiler keeps what it compiles with the code of a function, and stops at eight versions
         of one code. So a function that is compiled for modules of many kinds gets a code of its own
         for each kind. Whether a version fits is for the compiler's guards to say, not for the kind.
-Rule 2. Code that draws random numbers runs twice, in two graphs. The compiler's own generator may
-        be called otherwise in each; torch's gives the same numbers in both, from one seed.
-Rule 3. If compiling fails, the function runs as it is. If that fails too, it is the user's mistake
+Rule 2. If compiling fails, the function runs as it is. If that fails too, it is the user's mistake
         and nobody's limitation, and the next call is compiled.
 """
 
@@ -64,23 +62,23 @@ class CompileSettings(NamedTuple):
         backend = callback_in_force()
         while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
             backend = inner
-        if getattr(backend, "compiler_name", None) != "inductor":
+        name = getattr(backend, "compiler_name", None)
+        if name is None:
             return cls(backend)
-        config: dict[str, Any] = dict(backend.config)
-        return cls("inductor", tuple(sorted(config.items())), backend.dynamic)
+        # Inductor's wrapper has its options, that of any other backend the keywords for it.
+        if name == "inductor":
+            return cls(name, tuple(sorted(backend.config.items())), backend.dynamic)
+        options: dict[str, Any] = backend.kwargs.get("options") or {}
+        return cls(backend.compiler_fn, tuple(sorted(options.items())), backend.dynamic)
 
-    def apply(self, fn: Callable[..., Any], *, draws: bool) -> Callable[..., Any]:
-        """Return `fn` compiled.
-
-        Args:
-            fn: the function.
-            draws: whether it draws random numbers (See Rule 2).
-        """
-        options = dict(self.options)
-        if draws and self.backend == "inductor":
-            options["fallback_random"] = True
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn` compiled."""
         return torch.compile(
-            fn, fullgraph=True, dynamic=self.dynamic, backend=self.backend, options=options or None
+            fn,
+            fullgraph=True,
+            dynamic=self.dynamic,
+            backend=self.backend,
+            options=dict(self.options) or None,
         )
 
 
@@ -105,12 +103,12 @@ class Compiled:
         own = types.FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__)
         self.draws = draws
         self._plain = fn
-        self._compiled = settings.apply(own, draws=draws)
+        self._compiled = settings.apply(own)
         self._raises = settings.fullgraph
         self.failure: Exception | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function, compiled if possible (See Rule 3)."""
+        """Call the function, compiled if possible (See Rule 2)."""
         if self.failure is not None:
             return self._plain(*args)
         try:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from recoup._core.compile import never_compiled
+from recoup._core.saved_tensors import detached
 from recoup.errors import RecoupError
 
 __all__ = ["OneCallStage"]
@@ -102,7 +103,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, stage: OneCallStage, num_inputs: int, *tensors: Tensor) -> Tensors:
         ctx.stage = stage
         ctx.save_for_backward(*tensors[:num_inputs])
-        return stage.compute(tensors[:num_inputs])
+        return stage.compute(detached(tensors[:num_inputs]))
 
     @staticmethod
     @never_compiled

@@ -9,7 +9,8 @@ Rule 1. A step is a run of modules of a chain that is compiled as a whole, up to
 Rule 2. Under "constant" a step is one node (NOTE [ One node ]). Otherwise it is an ordinary
         compiled function, whose residuals are kept or made again as those of any stage.
 Rule 3. A step that draws random numbers does so from one seed, which its second run gets again. It
-        draws in one network that it evaluates once in each direction, or it runs uncompiled.
+        draws in one network that it evaluates once in each direction, or it runs uncompiled. The
+        numbers need not be those of eager code, nor those of another memory mode on inductor.
 Rule 4. A first run under a dispatch mode is uncompiled, and so are its later runs. recoup itself
         looks in this way for random numbers that no second run repeats, once for each module.
 """
@@ -104,7 +105,7 @@ class Step:
             found.begin(module)
             found.walk(module)
         reason = found.obstacle or self._obstacle(found.drawing)
-        draws = bool(found.drawing)
+        draws = self.parts[-1].draws = bool(found.drawing)
         code = _codes.get((draws, self._kind))
         if code is None:
             code = _codes[draws, self._kind] = _Code(self._settings, draws=draws)
@@ -211,6 +212,7 @@ class CompiledStage(OneCallStage):
         self.num_inputs = step.num_inputs
         self._code = code
         self._learned = learned
+        self._wants_context = False
         self._is_plain: bool | None = None if code is not None else True
 
     def forward(self, state: State) -> tuple[State, Tensor]:
@@ -221,6 +223,7 @@ class CompiledStage(OneCallStage):
         if self._is_plain:
             outputs = step_code.compute(self.step.parts, state[0], self._context(inputs))
         elif is_answered() and torch.is_grad_enabled():
+            self._wants_context = inputs[-1].requires_grad
             outputs = self.as_node(inputs, self._learned)
         else:
             outputs = self.compute(inputs)
@@ -250,12 +253,12 @@ class CompiledStage(OneCallStage):
     def compute_both(self, outputs: State, gradients: State) -> tuple[State, Gradients]:
         """Return the value before the step, and all gradients."""
         values, context = self._values(outputs)
-        return self._sorted(self._call("compute_both", values, context, gradients))
+        return self._sorted(self._call("compute_both", values, context, gradients, self._wants_context))
 
     def compute_gradients(self, inputs: State, gradients: State) -> Gradients:
         """Return all gradients."""
         x, context = inputs[0], self._context(inputs)
-        return self._sorted(self._call("compute_gradients", x, context, gradients))[1]
+        return self._sorted(self._call("compute_gradients", x, context, gradients, self._wants_context))[1]
 
     def _context(self, inputs: State) -> Tensor | None:
         return inputs[1] if self.num_inputs > 1 else None

@@ -8,6 +8,9 @@ Rule 1. Inverse and gradients of a module are one graph: the inverse evaluates i
         evaluations are differentiated apart, last evaluation first.
 Rule 2. A network that is evaluated twice is ambiguous. Nothing is shared then.
 Rule 3. Operators of backward do not cast under autocast, as in autograd.
+Rule 4. A network that draws random numbers must draw the same in both graphs, from one seed. A
+        transform of `torch.func` may choose another operator, and numbers are drawn in the order of
+        memory. So forward evaluates it under that transform, too, and its inputs are contiguous.
 """
 
 from __future__ import annotations
@@ -37,9 +40,13 @@ class Part(nn.Module):
         module: the module.
         name: its name in error messages.
         takes_context: whether it is handed the context.
+
+    Attributes:
+        draws: Whether a network in it may draw random numbers (See Rule 4).
     """
 
     module: InvertibleModule
+    draws = False
 
     def __init__(self, module: InvertibleModule, name: str, *, takes_context: bool) -> None:
         super().__init__()
@@ -81,7 +88,7 @@ def compute(parts: Sequence[Part], x: Tensor, context: Tensor | None) -> tuple[T
     early: list[Tensor] = []
     total: Tensor | None = None
     for part in parts:
-        (x, *more), log_det = part.map(x, context)
+        (x, *more), log_det = _mapped(part, x, context)
         early += more
         total = log_det if total is None else total + log_det
     assert total is not None
@@ -105,6 +112,7 @@ def compute_both(
     values: Sequence[Tensor],
     context: Tensor | None,
     gradients: Sequence[Tensor],
+    wants_context: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
     """Return ``x``, and the gradients of ``x``, of the context and of the parameters.
 
@@ -113,14 +121,19 @@ def compute_both(
         values: ``(y, *early)``.
         context: the context.
         gradients: those of ``(y, *early, log_det)``.
+        wants_context: whether the context gets a gradient.
     """
     x, early = values[0], list(values[1:])
     of_y, of_early, of_log_det = gradients[0], list(gradients[1:-1]), gradients[-1]
-    return _walked(parts, x, early, None, context, (of_y, of_early, of_log_det))
+    return _walked(parts, x, early, None, context, (of_y, of_early, of_log_det), wants_context)
 
 
 def compute_gradients(
-    parts: Sequence[Part], x: Tensor, context: Tensor | None, gradients: Sequence[Tensor]
+    parts: Sequence[Part],
+    x: Tensor,
+    context: Tensor | None,
+    gradients: Sequence[Tensor],
+    wants_context: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
     """Return ``x``, and the gradients of ``x``, of the context and of the parameters.
 
@@ -129,12 +142,13 @@ def compute_gradients(
         x: the input of the first.
         context: the context.
         gradients: those of ``(y, *early, log_det)``.
+        wants_context: whether the context gets a gradient.
     """
     inputs = [x]
     for part in parts[:-1]:
-        inputs.append(part.map(inputs[-1], context)[0][0])
+        inputs.append(_mapped(part, inputs[-1], context)[0][0])
     of_y, of_early, of_log_det = gradients[0], list(gradients[1:-1]), gradients[-1]
-    return _walked(parts, x, [], inputs, context, (of_y, of_early, of_log_det))
+    return _walked(parts, x, [], inputs, context, (of_y, of_early, of_log_det), wants_context)
 
 
 def _walked(
@@ -144,6 +158,7 @@ def _walked(
     inputs: list[Tensor] | None,
     context: Tensor | None,
     gradients: tuple[Tensor, list[Tensor], Tensor],
+    wants_context: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
     """Go from the last part to the first; the input of each is found, or one of `inputs`."""
     of_x, of_early, of_log_det = gradients
@@ -160,7 +175,8 @@ def _walked(
             values = (x, *early[len(early) - num_early :])
             del early[len(early) - num_early :]
             x, shared = _undone(part, values, context)
-        of_x, of_this, of_parameters = _differentiated(part, x, context, shared, given)
+        wants = wants_context and part.takes_context
+        of_x, of_this, of_parameters = _differentiated(part, x, context, shared, given, wants)
         if of_this is not None:
             of_context = of_this if of_context is None else of_context + of_this
         of_parts.append(of_parameters)
@@ -182,23 +198,44 @@ class _Shared(NamedTuple):
     pull: Callable[[Any], tuple[Parameters, Any]]
 
 
+def _mapped(
+    part: Part, x: Tensor, context: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    if not part.draws:
+        return part.map(x, context)
+    if torch.is_grad_enabled():  # autograd differentiates this run, and no other graph draws again
+        answer_with(_called_on_contiguous)
+    else:
+        answer_with(lambda *evaluation: _evaluated(part, *evaluation).value)
+    mapped = part.map(x, context)
+    answer_with(None)
+    return mapped
+
+
+def _evaluated(part: Part, network: nn.Module, inputs: tuple[Tensor, ...], then: Any) -> _Shared:
+    """Evaluate a network of `part` so that it can be differentiated."""
+
+    def call(*given: Tensor) -> Any:
+        output = network(*given)
+        return output if then is None else then(output)
+
+    if part.draws:  # See Rule 4
+        inputs = tuple([each.contiguous() for each in inputs])
+    own = [*network.parameters(), *part.module.parameters(recurse=False)]  # `then` may read
+    used = {name: p for name, p in part.learned().items() if any(p is each for each in own)}
+    value, pull = vjp(lambda p, *given: functional_call(part, p, (call, *given)), used, *inputs)
+    return _Shared(network, value, lambda gradient: _pulled(pull, gradient, value))
+
+
 def _undone(
     part: Part, values: Sequence[Tensor], context: Tensor | None
 ) -> tuple[Tensor, list[_Shared]]:
     """Return the input of `part`, and the evaluations that the inverse made (See Rule 1)."""
     shared: list[_Shared] = []
-    learned = part.learned()
 
     def evaluate(network: nn.Module, inputs: tuple[Tensor, ...], then: Any) -> Any:
-        def call(*given: Tensor) -> Any:
-            output = network(*given)
-            return output if then is None else then(output)
-
-        own = [*network.parameters(), *part.module.parameters(recurse=False)]  # `then` may read
-        used = {name: p for name, p in learned.items() if any(p is each for each in own)}
-        value, pull = vjp(lambda p, *given: functional_call(part, p, (call, *given)), used, *inputs)
-        shared.append(_Shared(network, value, lambda gradient: _pulled(pull, gradient, value)))
-        return value
+        shared.append(_evaluated(part, network, inputs, then))
+        return shared[-1].value
 
     answer_with(evaluate)
     x = part.undo(values, context)
@@ -215,25 +252,29 @@ def _differentiated(
     context: Tensor | None,
     shared: Sequence[_Shared],
     gradients: tuple[tuple[Tensor, ...], Tensor],
+    wants_context: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Return the gradients of ``x``, of the context and of the parameters of `part`."""
     learned = part.learned()
-    wants_context = part.takes_context and context is not None and context.requires_grad
     contexts = (context,) if wants_context else ()
     num_contexts = len(contexts)
+
+    order: list[int] = []  # of the evaluations, in forward
 
     def run(parameters: Parameters, values: Sequence[Any], *inputs: Any) -> Any:
         """Run forward on the values of the networks; return its result and their inputs."""
         seen: list[Any] = [None] * len(shared)
+        order.clear()
 
         def recall(network: nn.Module, given: tuple[Tensor, ...], then: Any) -> Any:
             for place, one in enumerate(shared):
                 if one.network is network:
                     seen[place] = given
+                    order.append(place)
                     return values[place]
             raise RuntimeError("the inverse did not evaluate a network that forward evaluates")
 
-        answer_with(recall if shared else None)
+        answer_with(recall if shared else _called_on_contiguous if part.draws else None)
         its_context = inputs[1] if wants_context else context
         result = functional_call(part, parameters, (part.map, inputs[0], its_context))
         answer_with(None)
@@ -243,8 +284,8 @@ def _differentiated(
     primals = (learned, values, x, *contexts)
     result, pull = vjp(lambda *given: run(*given)[0], *primals)
     of_learned, of_values, *of_inputs = _pulled(pull, gradients, result)
-    for place, one in reversed(list(enumerate(shared))):
-        of_network, *of_seen = one.pull(of_values[place])
+    for place in reversed(list(order)):
+        of_network, *of_seen = shared[place].pull(of_values[place])
         of_learned = _summed(of_learned, of_network)
         seen, pull = vjp(lambda *given: run(*given)[1][place], *primals)  # noqa: B023 - called here
         of_run = _pulled(pull, tuple(of_seen), seen)
@@ -253,6 +294,11 @@ def _differentiated(
         of_inputs = [a + b for a, b in zip(of_inputs, of_run[2:], strict=True)]
     of_context = of_inputs[1] if num_contexts else None
     return of_inputs[0], of_context, [of_learned[name] for name in learned]
+
+
+def _called_on_contiguous(network: nn.Module, inputs: tuple[Tensor, ...], then: Any) -> Any:
+    output = network(*[each.contiguous() for each in inputs])  # See Rule 4
+    return output if then is None else then(output)
 
 
 def _pulled(pull: Callable[[Any], Any], gradients: Any, outputs: Any) -> Any:
