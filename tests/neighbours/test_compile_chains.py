@@ -143,9 +143,9 @@ def test_the_peak_does_not_grow_with_the_depth():
     """Beyond gradients, which are allocated before, and eight numbers a step for the guard."""
     torch.set_num_threads(1)
     peaks = {}
-    for num_steps in (4, 16):
+    for num_steps in (4, 12):
         torch.manual_seed(0)
-        flow = Glow((1, 8, 8), levels=17, num_steps=num_steps, width=32, memory="constant")
+        flow = Glow((1, 8, 8), levels=17, num_steps=num_steps, num_levels=1, width=32, memory="constant")
         flow.compile(backend="aot_eager")
         x = torch.randint(17, (32, 1, 8, 8))
 
@@ -156,34 +156,18 @@ def test_the_peak_does_not_grow_with_the_depth():
         for _ in range(3):
             run()
         peaks[num_steps] = recoup.measure(run, device="cpu", repeats=1).peak_bytes
-    assert peaks[16] < 1.15 * peaks[4]
+    assert peaks[12] < 1.15 * peaks[4]
 
 
-def test_dropout_draws_the_same_in_both_directions():
-    """Masks are drawn in the order of memory, which compiled steps choose: eager has others."""
-    flow = glow("linear", dropout=0.5)
-    flow.compile(backend="aot_eager")
-    want = step(flow)
-    assert want[0] != step(flow.eval())[0]
-    flow = glow("constant", dropout=0.5)
+@pytest.mark.parametrize("memory", MODES)
+def test_dropout_runs_uncompiled_with_the_draws_of_eager(memory):
+    want = step(glow("linear", dropout=0.5))
+    flow = glow(memory, dropout=0.5)
     flow.drift = "raise"
-    number = step(flow)[2]
-    assert number == want[2]
     flow.compile(backend="aot_eager")
-    for memory in ("constant", "sqrt"):
-        flow.memory = memory
-        for _ in range(2):
-            assert_same(step(flow), want)
-    dense = step(nice("linear"))
-    flow = nice("constant")
-    flow.compile(backend="aot_eager")
-    for _ in range(2):
-        assert_same(step(flow), dense)  # vectors have one order
-
-
-def nice(memory):
-    torch.manual_seed(0)
-    return started(NICE(SHAPE, levels=17, width=8, dropout=0.5, memory=memory)).double()
+    with pytest.warns(UserWarning, match="is not compiled: ConvNetwork may draw"):
+        assert_same(step(flow), want)
+    assert_same(step(flow), want)
 
 
 def test_labels():
@@ -225,8 +209,9 @@ def run_with_context(chain):
 
 
 def test_a_context_two_networks_and_a_split():
+    linear = features("linear")
     torch.manual_seed(3)
-    want = run_with_context(features("linear"))
+    want = run_with_context(linear)
     chain = features("constant")
     chain.drift = "raise"
     for compiled in (False, True):
@@ -240,40 +225,42 @@ def test_a_context_two_networks_and_a_split():
 
 
 @pytest.mark.drifts
+@pytest.mark.filterwarnings("ignore:Most states of this chain must be kept")
 def test_the_guard_compares_and_repairs():
-    """A stiff chain in float32: without the guard its gradients are off by more than a tenth."""
-
-    def stiff(memory):
-        torch.manual_seed(0)
-        couplings = [
-            AffineCoupling(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6)), bound=12.0)
-            for _ in range(6)
-        ]
-        model = Chain(*couplings, memory=memory)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter *= 4
-        return model
+    """An inverse that is off by a twentieth: the gradients are right all the same."""
 
     def grads(model):
         torch.manual_seed(1)
         model.zero_grad()
-        x = torch.randn(16, 6)
-        y, log_det = model(x)
+        y, log_det = model(torch.randn(16, 6))
         (y.tanh().sum() + log_det.mean()).backward()
-        return [p.grad for p in model.parameters()]
+        return [p.grad.clone() for p in model.parameters()]
 
-    want = [each.clone() for each in grads(stiff("linear"))]
-    model = stiff("constant")
+    def build(memory):
+        torch.manual_seed(0)
+        networks = (nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(6))
+        return Chain(*map(Off, networks), memory=memory)
+
+    want = grads(build("linear"))
+    model = build("constant")
     model.compile(backend="aot_eager")
     for _ in range(3):
         for value, expected in zip(grads(model), want, strict=True):
-            torch.testing.assert_close(value, expected, rtol=2e-3, atol=1e-3 * expected.abs().max())
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+    assert num_graphs() > 0
     assert model.drift.refused
     assert model.drift.kept
     model.drift = "raise"
     with pytest.raises(DriftError):
         grads(model)
+
+
+class Off(AdditiveCoupling):
+    draws_only_in_modules = True
+
+    def inverse(self, y, context=None):
+        x, log_det = super().inverse(y, context)
+        return x + 0.05, log_det
 
 
 def test_a_graph_that_is_used_twice_and_in_part():
@@ -473,11 +460,9 @@ def test_every_flow_compiled_equals_the_eager_one(name, memory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MODES)
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_inductor(memory, dropout):
-    """In float32, with the draws of eager in the mode that draws twice."""
-    want = step(glow("linear", torch.float32, dropout=dropout))
-    flow = glow(memory, torch.float32, dropout=dropout)
+def test_inductor(memory):
+    want = step(glow("linear", torch.float32))
+    flow = glow(memory, torch.float32)
     step(flow)
     flow.compile()
     for _ in range(2):

@@ -12,6 +12,7 @@ Rule 2. If compiling fails, the function runs as it is. If that fails too, it is
 from __future__ import annotations
 
 import importlib
+import itertools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
@@ -20,6 +21,15 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from recoup._core.compile import callback_in_force
+
+_numbers = itertools.count()
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
+
+
+class _hooks:  # noqa: N801
+    message = staticmethod(_autograd._saved_tensors_hooks_get_disabled_error_message)
+    enable = staticmethod(_autograd._saved_tensors_hooks_enable)
+
 
 __all__ = ["Compiled", "CompileSettings", "is_compilable_here"]
 
@@ -88,20 +98,17 @@ class Compiled:
     Args:
         fn: the function.
         settings: the settings.
-        draws: whether it draws random numbers.
 
     Attributes:
-        draws: Whether it draws random numbers.
         failure: Why it runs as it is; None while it is compiled.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], settings: CompileSettings, *, draws: bool = False
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], settings: CompileSettings) -> None:
         plain: Any = fn
-        code: types.CodeType = plain.__code__.replace()
+        # The name, too: the compiler learns by name which sizes differ from call to call.
+        name = f"{plain.__name__}_{next(_numbers)}"
+        code: types.CodeType = plain.__code__.replace(co_name=name)
         own = types.FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__)
-        self.draws = draws
         self._plain = fn
         self._compiled = settings.apply(own)
         self._raises = settings.fullgraph
@@ -111,9 +118,12 @@ class Compiled:
         """Call the function, compiled if possible (See Rule 2)."""
         if self.failure is not None:
             return self._plain(*args)
+        message = _hooks.message()
         try:
             return self._compiled(*args)
         except _failures() as error:
+            if message is None:
+                _hooks.enable()  # a transform that is cut off in a trace leaves hooks disabled
             if self._raises:
                 raise
             failure = error

@@ -8,9 +8,8 @@ Rule 1. A step is a run of modules of a chain that is compiled as a whole, up to
         of the same kinds of modules share compiled code, whatever their parameters.
 Rule 2. Under "constant" a step is one node (NOTE [ One node ]). Otherwise it is an ordinary
         compiled function, whose residuals are kept or made again as those of any stage.
-Rule 3. A step that draws random numbers does so from one seed, which its second run gets again. It
-        draws in one network that it evaluates once in each direction, or it runs uncompiled. The
-        numbers need not be those of eager code, nor those of another memory mode on inductor.
+Rule 3. A step that may draw random numbers runs uncompiled. Forward and backward are two graphs,
+        which may draw by different operators and in another order of memory.
 Rule 4. A first run under a dispatch mode is uncompiled, and so are its later runs. recoup itself
         looks in this way for random numbers that no second run repeats, once for each module.
 """
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from recoup._core.compiled_calls import Compiled, CompileSettings, is_compilable_here
 from recoup._core.one_call import Gradients, OneCallStage
 from recoup._core.random_sources import draws_nothing
-from recoup._core.rng import SeededCall
+from recoup._core.saved_tensors import without_pairs
 from recoup._core.shared_evaluation import is_answered, unshared
 from recoup._core.stage import State
 from recoup._core.stand_ins import is_stand_in
 from recoup.invertible import step_code
 from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.coupling import Coupling
 from recoup.invertible.step_code import Part
 
 __all__ = ["CompiledStage", "Step", "steps_of"]
@@ -42,14 +41,11 @@ __all__ = ["CompiledStage", "Step", "steps_of"]
 class _Code:
     """The compiled code of steps of one kind (See Rule 1)."""
 
-    def __init__(self, settings: CompileSettings, *, draws: bool) -> None:
-        def compiled(fn: Callable[..., Any]) -> Compiled:
-            return Compiled(fn, settings, draws=draws)
-
-        self.compute = compiled(step_code.compute)
-        self.compute_inputs = compiled(step_code.compute_inputs)
-        self.compute_both = compiled(step_code.compute_both)
-        self.compute_gradients = compiled(step_code.compute_gradients)
+    def __init__(self, settings: CompileSettings) -> None:
+        self.compute = Compiled(step_code.compute, settings)
+        self.compute_inputs = Compiled(step_code.compute_inputs, settings)
+        self.compute_both = Compiled(step_code.compute_both, settings)
+        self.compute_gradients = Compiled(step_code.compute_gradients, settings)
         self.warned: set[str] = set()
 
     @property
@@ -104,12 +100,10 @@ class Step:
         for module in self.modules:
             found.begin(module)
             found.walk(module)
-        reason = found.obstacle or self._obstacle(found.drawing)
-        draws = self.parts[-1].draws = bool(found.drawing)
-        code = _codes.get((draws, self._kind))
+        code = _codes.get(self._kind)
         if code is None:
-            code = _codes[draws, self._kind] = _Code(self._settings, draws=draws)
-        reason = reason or code.reason
+            code = _codes[self._kind] = _Code(self._settings)
+        reason = found.obstacle or _why_draws(found.drawing) or code.reason
         if reason is None:
             return CompiledStage(self, code, tuple(found.learned))
         if reason not in code.warned:
@@ -123,21 +117,16 @@ class Step:
             raise ValueError(f"{message}. Or leave `fullgraph` out, and it runs uncompiled.")
         warnings.warn(f"{message}. It runs as before, and so do its like.", stacklevel=2)
 
-    def _obstacle(self, drawing: Sequence[nn.Module]) -> str | None:
-        """Return why draws in these parts cannot be repeated in backward, if so (See Rule 3)."""
-        last = self.modules[-1]
-        if not drawing or (
-            len(drawing) == 1
-            and isinstance(last, Coupling)
-            and drawing[0] is last.network
-            and last.g is not last.network
-        ):
-            return None
-        kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in drawing))
-        return (
-            f"{kinds} may draw random numbers, in an order that differs in backward. Where only "
-            "modules within draw, set `draws_only_in_modules = True` on the class"
-        )
+
+def _why_draws(drawing: Sequence[nn.Module]) -> str | None:
+    """Return why parts that may draw cannot be compiled, if there are any (See Rule 3)."""
+    if not drawing:
+        return None
+    kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in drawing))
+    return (
+        f"{kinds} may draw random numbers, which two graphs need not repeat. Where only modules "
+        "within draw, set `draws_only_in_modules = True` on the class"
+    )
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -276,11 +265,9 @@ class CompiledStage(OneCallStage):
         assert code is not None
         run: Compiled = getattr(code, name)
 
-        def call() -> Any:
-            with unshared():  # for the case that it runs as it is
-                return run(self.step.parts, *args)
-
-        return SeededCall().run(call) if run.draws else call()  # See Rule 3
+        # The first for the case that it runs as it is. Transforms allow no pair in force.
+        with unshared(), nullcontext() if torch.is_grad_enabled() else without_pairs():
+            return run(self.step.parts, *args)
 
 
 def steps_of(

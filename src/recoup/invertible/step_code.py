@@ -8,9 +8,6 @@ Rule 1. Inverse and gradients of a module are one graph: the inverse evaluates i
         evaluations are differentiated apart, last evaluation first.
 Rule 2. A network that is evaluated twice is ambiguous. Nothing is shared then.
 Rule 3. Operators of backward do not cast under autocast, as in autograd.
-Rule 4. A network that draws random numbers must draw the same in both graphs, from one seed. A
-        transform of `torch.func` may choose another operator, and numbers are drawn in the order of
-        memory. So forward evaluates it under that transform, too, and its inputs are contiguous.
 """
 
 from __future__ import annotations
@@ -40,13 +37,9 @@ class Part(nn.Module):
         module: the module.
         name: its name in error messages.
         takes_context: whether it is handed the context.
-
-    Attributes:
-        draws: Whether a network in it may draw random numbers (See Rule 4).
     """
 
     module: InvertibleModule
-    draws = False
 
     def __init__(self, module: InvertibleModule, name: str, *, takes_context: bool) -> None:
         super().__init__()
@@ -88,7 +81,7 @@ def compute(parts: Sequence[Part], x: Tensor, context: Tensor | None) -> tuple[T
     early: list[Tensor] = []
     total: Tensor | None = None
     for part in parts:
-        (x, *more), log_det = _mapped(part, x, context)
+        (x, *more), log_det = part.map(x, context)
         early += more
         total = log_det if total is None else total + log_det
     assert total is not None
@@ -146,7 +139,7 @@ def compute_gradients(
     """
     inputs = [x]
     for part in parts[:-1]:
-        inputs.append(_mapped(part, inputs[-1], context)[0][0])
+        inputs.append(part.map(inputs[-1], context)[0][0])
     of_y, of_early, of_log_det = gradients[0], list(gradients[1:-1]), gradients[-1]
     return _walked(parts, x, [], inputs, context, (of_y, of_early, of_log_det), wants_context)
 
@@ -198,20 +191,6 @@ class _Shared(NamedTuple):
     pull: Callable[[Any], tuple[Parameters, Any]]
 
 
-def _mapped(
-    part: Part, x: Tensor, context: Tensor | None
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    if not part.draws:
-        return part.map(x, context)
-    if torch.is_grad_enabled():  # autograd differentiates this run, and no other graph draws again
-        answer_with(_called_on_contiguous)
-    else:
-        answer_with(lambda *evaluation: _evaluated(part, *evaluation).value)
-    mapped = part.map(x, context)
-    answer_with(None)
-    return mapped
-
-
 def _evaluated(part: Part, network: nn.Module, inputs: tuple[Tensor, ...], then: Any) -> _Shared:
     """Evaluate a network of `part` so that it can be differentiated."""
 
@@ -219,8 +198,6 @@ def _evaluated(part: Part, network: nn.Module, inputs: tuple[Tensor, ...], then:
         output = network(*given)
         return output if then is None else then(output)
 
-    if part.draws:  # See Rule 4
-        inputs = tuple([each.contiguous() for each in inputs])
     own = [*network.parameters(), *part.module.parameters(recurse=False)]  # `then` may read
     used = {name: p for name, p in part.learned().items() if any(p is each for each in own)}
     value, pull = vjp(lambda p, *given: functional_call(part, p, (call, *given)), used, *inputs)
@@ -274,7 +251,7 @@ def _differentiated(
                     return values[place]
             raise RuntimeError("the inverse did not evaluate a network that forward evaluates")
 
-        answer_with(recall if shared else _called_on_contiguous if part.draws else None)
+        answer_with(recall if shared else None)
         its_context = inputs[1] if wants_context else context
         result = functional_call(part, parameters, (part.map, inputs[0], its_context))
         answer_with(None)
@@ -294,11 +271,6 @@ def _differentiated(
         of_inputs = [a + b for a, b in zip(of_inputs, of_run[2:], strict=True)]
     of_context = of_inputs[1] if num_contexts else None
     return of_inputs[0], of_context, [of_learned[name] for name in learned]
-
-
-def _called_on_contiguous(network: nn.Module, inputs: tuple[Tensor, ...], then: Any) -> Any:
-    output = network(*[each.contiguous() for each in inputs])  # See Rule 4
-    return output if then is None else then(output)
 
 
 def _pulled(pull: Callable[[Any], Any], gradients: Any, outputs: Any) -> Any:
