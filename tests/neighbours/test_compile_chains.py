@@ -124,6 +124,7 @@ def test_a_compiled_glow_has_the_gradients_of_the_eager_one():
     assert num_graphs() == seen
 
 
+@pytest.mark.slow
 def test_alike_steps_are_compiled_once():
     found = []
     for num_steps in (3, 9):
@@ -139,13 +140,16 @@ def test_alike_steps_are_compiled_once():
     assert found[1] <= found[0] + 1
 
 
+@pytest.mark.slow
 def test_the_peak_does_not_grow_with_the_depth():
     """Beyond gradients, which are allocated before, and eight numbers a step for the guard."""
     torch.set_num_threads(1)
     peaks = {}
     for num_steps in (4, 12):
         torch.manual_seed(0)
-        flow = Glow((1, 8, 8), levels=17, num_steps=num_steps, num_levels=1, width=32, memory="constant")
+        flow = Glow(
+            (1, 8, 8), levels=17, num_steps=num_steps, num_levels=1, width=32, memory="constant"
+        )
         flow.compile(backend="aot_eager")
         x = torch.randint(17, (32, 1, 8, 8))
 
@@ -170,6 +174,7 @@ def test_dropout_runs_uncompiled_with_the_draws_of_eager(memory):
     assert_same(step(flow), want)
 
 
+@pytest.mark.slow
 def test_labels():
     labels = torch.tensor([0, 1, 2, 1])
     want = step(glow("linear", num_classes=3), labels=labels)
@@ -263,6 +268,7 @@ class Off(AdditiveCoupling):
         return x + 0.05, log_det
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_used_twice_and_in_part():
     flow, x = glow("constant"), pictures()
     step(flow)
@@ -278,6 +284,7 @@ def test_a_graph_that_is_used_twice_and_in_part():
         torch.autograd.grad(flow.bits_per_dim(x).mean(), parameters, create_graph=True)
 
 
+@pytest.mark.slow
 def test_an_early_latent_alone():
     def run(flow):
         flow.zero_grad()
@@ -297,6 +304,7 @@ def test_an_early_latent_alone():
         torch.testing.assert_close(got[1][name], value, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_other_batches():
     def prepared(memory):
         flow = glow(memory)
@@ -313,6 +321,7 @@ def test_frozen_parameters_and_other_batches():
         assert_same(step(flow, pictures(n)), step(prepared("linear"), pictures(n)))
 
 
+@pytest.mark.slow
 def test_autocast_in_constant_memory():
     def cost(flow):
         def call(x):
@@ -348,6 +357,7 @@ def test_copies_are_compiled_likewise():
 
 
 @pytest.mark.filterwarnings("ignore")  # what the compiler itself warns of when a graph breaks
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MODES)
 def test_torch_compile_of_the_flow_compiles_the_steps(memory):
     want = step(glow("linear"))

@@ -22,16 +22,15 @@ from torch.utils import _python_dispatch as dispatch
 
 from recoup._core.compile import callback_in_force
 
+__all__ = ["Compiled", "CompileSettings", "is_compilable_here"]
+
 _numbers = itertools.count()
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 
 
-class _hooks:  # noqa: N801
-    message = staticmethod(_autograd._saved_tensors_hooks_get_disabled_error_message)
-    enable = staticmethod(_autograd._saved_tensors_hooks_enable)
-
-
-__all__ = ["Compiled", "CompileSettings", "is_compilable_here"]
+_why_disabled: Callable[[], str | None]
+_why_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message
+_enable_hooks: Callable[[], None] = _autograd._saved_tensors_hooks_enable
 
 
 class CompileSettings(NamedTuple):
@@ -118,12 +117,12 @@ class Compiled:
         """Call the function, compiled if possible (See Rule 2)."""
         if self.failure is not None:
             return self._plain(*args)
-        message = _hooks.message()
+        message = _why_disabled()
         try:
             return self._compiled(*args)
         except _failures() as error:
             if message is None:
-                _hooks.enable()  # a transform that is cut off in a trace leaves hooks disabled
+                _enable_hooks()  # a transform that is cut off in a trace leaves hooks disabled
             if self._raises:
                 raise
             failure = error

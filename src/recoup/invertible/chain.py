@@ -299,8 +299,7 @@ class Chain(HasMemoryMode, InvertibleModule):
 
     def _module_stages(self, context: Tensor | None) -> list[ModuleStage]:
         return [
-            _module_stage(name, module, context)
-            for name, module in self._named(flat=self._is_flat)
+            _module_stage(name, module, context) for name, module in self._named(flat=self._is_flat)
         ]
 
     def _ready_steps(
@@ -316,9 +315,7 @@ class Chain(HasMemoryMode, InvertibleModule):
             self._steps = (key, list(found))
         return self._steps[1]
 
-    def _named(
-        self, *, flat: bool, linear: bool = False
-    ) -> Iterator[tuple[str, InvertibleModule]]:
+    def _named(self, *, flat: bool, linear: bool = False) -> Iterator[tuple[str, InvertibleModule]]:
         """Yield the modules in order with their names; if `flat`, inner chains as their modules.
 
         If `linear`, only chains in linear memory are: others have a mode of their own.
@@ -351,9 +348,7 @@ def _forward_outside(chain: Chain, x: Tensor, context: Tensor | None) -> tuple[A
     return uncompiled(Chain._forward)(chain, x, context, settings)
 
 
-def _module_stage(
-    name: str, module: InvertibleModule, context: Tensor | None
-) -> ModuleStage:
+def _module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:
     hands_context = context is not None and module.takes_context
     return kind_of(module)(name, module, hands_context=hands_context)
 

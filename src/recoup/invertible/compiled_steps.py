@@ -46,7 +46,6 @@ class _Code:
         self.compute_inputs = Compiled(step_code.compute_inputs, settings)
         self.compute_both = Compiled(step_code.compute_both, settings)
         self.compute_gradients = Compiled(step_code.compute_gradients, settings)
-        self.warned: set[str] = set()
 
     @property
     def reason(self) -> str | None:
@@ -66,6 +65,7 @@ class Step:
     Args:
         named: the modules with their names.
         settings: the settings of the compiler.
+        said: the reasons of the chain that a warning gave already.
         has_context: whether the chain is given a context.
     """
 
@@ -73,6 +73,7 @@ class Step:
         self,
         named: Sequence[tuple[str, InvertibleModule]],
         settings: CompileSettings,
+        said: set[str],
         *,
         has_context: bool,
     ) -> None:
@@ -84,6 +85,7 @@ class Step:
         )
         self.num_inputs = 1 + any(part.takes_context for part in self.parts)
         self._settings = settings
+        self._said = said
         kind = [(type(part.module), part.takes_context) for part in self.parts]
         shapes = [parameter.shape for part in self.parts for parameter in part.parameters()]
         self._kind = (settings, *kind, *shapes)
@@ -106,8 +108,8 @@ class Step:
         reason = found.obstacle or _why_draws(found.drawing) or code.reason
         if reason is None:
             return CompiledStage(self, code, tuple(found.learned))
-        if reason not in code.warned:
-            code.warned.add(reason)
+        if reason not in self._said:
+            self._said.add(reason)
             self._say(reason)
         return CompiledStage(self, None, ())
 
@@ -242,12 +244,16 @@ class CompiledStage(OneCallStage):
     def compute_both(self, outputs: State, gradients: State) -> tuple[State, Gradients]:
         """Return the value before the step, and all gradients."""
         values, context = self._values(outputs)
-        return self._sorted(self._call("compute_both", values, context, gradients, self._wants_context))
+        return self._sorted(
+            self._call("compute_both", values, context, gradients, self._wants_context)
+        )
 
     def compute_gradients(self, inputs: State, gradients: State) -> Gradients:
         """Return all gradients."""
         x, context = inputs[0], self._context(inputs)
-        return self._sorted(self._call("compute_gradients", x, context, gradients, self._wants_context))[1]
+        return self._sorted(
+            self._call("compute_gradients", x, context, gradients, self._wants_context)
+        )[1]
 
     def _context(self, inputs: State) -> Tensor | None:
         return inputs[1] if self.num_inputs > 1 else None
@@ -286,10 +292,11 @@ def steps_of(
         whole: whether a module must not become a part of a step.
     """
     waiting: list[tuple[str, InvertibleModule]] = []
+    said: set[str] = set()
 
     def step() -> Iterator[Step]:
         if waiting:
-            yield Step(waiting, settings, has_context=has_context)
+            yield Step(waiting, settings, said, has_context=has_context)
             waiting.clear()
 
     for name, module in named:
