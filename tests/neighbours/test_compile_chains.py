@@ -13,7 +13,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import DriftError, RecoupError
-from recoup.flows import Flow, FlowPlusPlus, Glow, IResNet, NICE, RealNVP
+from recoup.flows import NICE, Flow, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -280,7 +280,7 @@ def test_a_graph_that_is_used_twice_and_in_part():
     again = torch.autograd.grad(loss, parameters)
     for one, other in zip((*first, *first[-2:]), (*again, *last), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
-    with pytest.raises(RecoupError, match="create_graph.*disable=True"):
+    with pytest.raises(RecoupError, match="disable=True"):
         torch.autograd.grad(flow.bits_per_dim(x).mean(), parameters, create_graph=True)
 
 
@@ -413,9 +413,8 @@ def test_what_cannot_be_compiled_runs_as_before_and_says_so_once():
     assert len(said) == len(set(said))
     assert all("Odd" in text for text in said)
     chain.compile(backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="compile|graph|Unsupported"):
-        for _ in range(3):
-            run(chain)
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported)):
+        run(chain)
 
 
 @pytest.mark.parametrize("reason", ["hooks", "computed", "random numbers"])

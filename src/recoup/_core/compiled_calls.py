@@ -22,7 +22,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from recoup._core.compile import callback_in_force
 
-__all__ = ["Compiled", "CompileSettings", "is_compilable_here"]
+__all__ = ["CompileSettings", "Compiled", "is_compilable_here"]
 
 _numbers = itertools.count()
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it

@@ -14,7 +14,7 @@ Rule 3. What a node computes has no graph: a gradient of a gradient is an error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -90,11 +90,9 @@ class OneCallStage(ABC):
             inputs: Tensors = node.saved_tensors
             if self._found is None:  # there is no region around that ran the stage again
                 self.differentiate(inputs)
-            found = self._found
+            return cast("Gradients", self._found)
         finally:
             self._given = self._found = None
-        assert found is not None
-        return found
 
 
 class _Node(torch.autograd.Function):

@@ -157,8 +157,8 @@ class _Found:
         if not is_known and not vars(kind).get("draws_only_in_modules"):
             self.drawing.append(module)
             return
-        for child in module._modules.values():
-            if child is not None and not draws_nothing(child):
+        for child in module.children():
+            if not draws_nothing(child):
                 self.drawing.append(child)
 
     def walk(self, module: nn.Module) -> None:
@@ -267,9 +267,7 @@ class CompiledStage(OneCallStage):
         return (x,), (*of_inputs, *of_parameters)
 
     def _call(self, name: str, *args: Any) -> Any:
-        code = self._code
-        assert code is not None
-        run: Compiled = getattr(code, name)
+        run: Compiled = getattr(self._code, name)
 
         # The first for the case that it runs as it is. Transforms allow no pair in force.
         with unshared(), nullcontext() if torch.is_grad_enabled() else without_pairs():

@@ -13,11 +13,10 @@ Rule 3. Operators of backward do not cast under autocast, as in autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
 from recoup._core.autocast_off import without_autocast
 from recoup._core.log_det_pairs import check_pair
@@ -28,6 +27,7 @@ from recoup.invertible.rearrange import Split
 __all__ = ["Part", "compute", "compute_both", "compute_gradients", "compute_inputs"]
 
 Parameters = dict[str, Tensor]
+_vjp: Any = torch.func.vjp
 
 
 class Part(nn.Module):
@@ -53,8 +53,8 @@ class Part(nn.Module):
 
     def map(self, x: Tensor, context: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return ``((y, *early), log_det)``."""
-        module = self.module
-        returned = module(x, context) if self.takes_context else module(x)
+        module: Any = self.module
+        returned: Any = module(x, context) if self.takes_context else module(x)
         num_early = module.num_early
         y, log_det = check_pair(returned, x.shape[0], "forward", self.name, num_early=num_early)
         if not num_early:
@@ -63,7 +63,7 @@ class Part(nn.Module):
 
     def undo(self, values: Sequence[Tensor], context: Tensor | None) -> Tensor:
         """Return ``x`` for ``(y, *early)``."""
-        module = self.module
+        module: Any = self.module
         y: Any = values[0]
         if module.num_early:
             y = tuple(values) if isinstance(module, Split) else (*values[1:], values[0])
@@ -84,8 +84,7 @@ def compute(parts: Sequence[Part], x: Tensor, context: Tensor | None) -> tuple[T
         (x, *more), log_det = part.map(x, context)
         early += more
         total = log_det if total is None else total + log_det
-    assert total is not None
-    return x, *early, total
+    return x, *early, cast("Tensor", total)
 
 
 def compute_inputs(
@@ -200,8 +199,15 @@ def _evaluated(part: Part, network: nn.Module, inputs: tuple[Tensor, ...], then:
 
     own = [*network.parameters(), *part.module.parameters(recurse=False)]  # `then` may read
     used = {name: p for name, p in part.learned().items() if any(p is each for each in own)}
-    value, pull = vjp(lambda p, *given: functional_call(part, p, (call, *given)), used, *inputs)
-    return _Shared(network, value, lambda gradient: _pulled(pull, gradient, value))
+
+    def run(parameters: Parameters, *given: Tensor) -> Any:
+        return functional_call(part, parameters, (call, *given))
+
+    def pulled(gradient: Any) -> Any:
+        return _pulled(pull, gradient, value)
+
+    value, pull = _vjp(run, used, *inputs)
+    return _Shared(network, value, pulled)
 
 
 def _undone(
@@ -259,12 +265,12 @@ def _differentiated(
 
     values = [one.value for one in shared]
     primals = (learned, values, x, *contexts)
-    result, pull = vjp(lambda *given: run(*given)[0], *primals)
+    result, pull = _vjp(lambda *given: run(*given)[0], *primals)
     of_learned, of_values, *of_inputs = _pulled(pull, gradients, result)
     for place in reversed(list(order)):
         of_network, *of_seen = shared[place].pull(of_values[place])
         of_learned = _summed(of_learned, of_network)
-        seen, pull = vjp(lambda *given: run(*given)[1][place], *primals)  # noqa: B023 - called here
+        seen, pull = _vjp(lambda *given: run(*given)[1][place], *primals)  # noqa: B023 - called here
         of_run = _pulled(pull, tuple(of_seen), seen)
         of_learned = _summed(of_learned, of_run[0])
         of_values = [_added(a, b) for a, b in zip(of_values, of_run[1], strict=True)]
@@ -284,7 +290,7 @@ def _leaves(values: Any) -> Iterable[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
-        for value in values:
+        for value in cast("Iterable[Any]", values):
             yield from _leaves(value)
 
 
