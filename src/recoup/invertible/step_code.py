@@ -13,8 +13,10 @@ Rule 3. Operators of backward do not cast under autocast, as in autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -265,18 +267,26 @@ def _differentiated(
 
     values = [one.value for one in shared]
     primals = (learned, values, x, *contexts)
-    result, pull = _vjp(lambda *given: run(*given)[0], *primals)
+    result, pull = _vjp(partial(_result_of, run), *primals)
     of_learned, of_values, *of_inputs = _pulled(pull, gradients, result)
     for place in reversed(list(order)):
         of_network, *of_seen = shared[place].pull(of_values[place])
         of_learned = _summed(of_learned, of_network)
-        seen, pull = _vjp(lambda *given: run(*given)[1][place], *primals)  # noqa: B023 - called here
+        seen, pull = _vjp(partial(_seen_at, run, place), *primals)
         of_run = _pulled(pull, tuple(of_seen), seen)
         of_learned = _summed(of_learned, of_run[0])
         of_values = [_added(a, b) for a, b in zip(of_values, of_run[1], strict=True)]
         of_inputs = [a + b for a, b in zip(of_inputs, of_run[2:], strict=True)]
     of_context = of_inputs[1] if num_contexts else None
     return of_inputs[0], of_context, [of_learned[name] for name in learned]
+
+
+def _result_of(run: Callable[..., Any], *primals: Any) -> Any:
+    return run(*primals)[0]
+
+
+def _seen_at(run: Callable[..., Any], place: int, *primals: Any) -> Any:
+    return run(*primals)[1][place]
 
 
 def _pulled(pull: Callable[[Any], Any], gradients: Any, outputs: Any) -> Any:
