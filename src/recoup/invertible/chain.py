@@ -191,8 +191,13 @@ class Chain(HasMemoryMode, InvertibleModule):
         if is_linear and (is_watched() or self._settings is None):
             return self._forward_plainly(x, context)
         if is_watched():
-            return uncompiled(_forward_outside, recursive=False)(self, x, context)
+            return uncompiled(Chain._forward_outside, recursive=False)(self, x, context)
         return self._forward(x, context, self._settings, is_linear=is_linear)
+
+    def _forward_outside(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
+        """Run where the graph of torch.compile breaks: the steps are compiled likewise."""
+        settings = self._settings or CompileSettings.in_force()
+        return uncompiled(Chain._forward)(self, x, context, settings)
 
     def _forward(
         self,
@@ -240,7 +245,7 @@ class Chain(HasMemoryMode, InvertibleModule):
         if context is not None:
             state = (state[0], *state[2:])
         if settings is not None and log_dets:
-            total = functools.reduce(operator.add, log_dets)
+            total = functools.reduce(operator.add, cast("list[Tensor]", log_dets))
         else:
             total = self._sum(iter(log_dets), x, flat=self._is_flat)
         return _to_output(state), total
@@ -340,12 +345,6 @@ class Chain(HasMemoryMode, InvertibleModule):
             return total
         dtype = like.dtype if like.is_floating_point() else None
         return torch.zeros(len(like), device=like.device, dtype=dtype)
-
-
-def _forward_outside(chain: Chain, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
-    """Run a chain where the graph of torch.compile breaks: its steps are compiled likewise."""
-    settings = chain._settings or CompileSettings.in_force()
-    return uncompiled(Chain._forward)(chain, x, context, settings)
 
 
 def _module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:

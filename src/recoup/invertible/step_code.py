@@ -55,13 +55,13 @@ class Part(nn.Module):
 
     def map(self, x: Tensor, context: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return ``((y, *early), log_det)``."""
-        module: Any = self.module
-        returned: Any = module(x, context) if self.takes_context else module(x)
-        num_early = module.num_early
+        call: Callable[..., Any] = self.module
+        returned = call(x, context) if self.takes_context else call(x)
+        num_early = self.module.num_early
         y, log_det = check_pair(returned, x.shape[0], "forward", self.name, num_early=num_early)
         if not num_early:
             return (y,), log_det
-        return (tuple(y) if isinstance(module, Split) else (y[-1], *y[:-1])), log_det
+        return (tuple(y) if isinstance(self.module, Split) else (y[-1], *y[:-1])), log_det
 
     def undo(self, values: Sequence[Tensor], context: Tensor | None) -> Tensor:
         """Return ``x`` for ``(y, *early)``."""
