@@ -49,7 +49,7 @@ class OneCallStage(ABC):
     def as_node(self, inputs: Tensors, parameters: Tensors) -> Tensors:
         """Return what `compute` returns, as one node of the graph (See Rule 1)."""
         self.is_one_call = True
-        return _Node.apply(self, len(inputs), *inputs, *parameters)
+        return cast("Tensors", _Node.apply(self, len(inputs), *inputs, *parameters))
 
     @property
     def is_asked(self) -> bool:

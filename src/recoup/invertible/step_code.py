@@ -55,7 +55,7 @@ class Part(nn.Module):
 
     def map(self, x: Tensor, context: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return ``((y, *early), log_det)``."""
-        call: Callable[..., Any] = self.module
+        call = cast("Callable[..., Any]", self.module)
         returned = call(x, context) if self.takes_context else call(x)
         num_early = self.module.num_early
         y, log_det = check_pair(returned, x.shape[0], "forward", self.name, num_early=num_early)
