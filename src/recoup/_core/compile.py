@@ -15,6 +15,7 @@ import torch
 
 __all__ = [
     "break_graph",
+    "callback_in_force",
     "is_compiled",
     "is_loaded",
     "is_traced",
@@ -39,8 +40,13 @@ def is_watched() -> bool:
     """Whether the compiler looks at the frames of the functions that are called from here."""
     if torch.compiler.is_compiling():
         return True
+    return callback_in_force() is not None
+
+
+def callback_in_force() -> Any:
+    """Return the callback of the compiler that looks at the frames of this thread, if any."""
     callback = _frames.get_eval_frame_callback()
-    return callback is not None and callback is not False
+    return None if callback is False else callback
 
 
 def is_traced() -> bool:

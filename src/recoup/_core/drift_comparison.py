@@ -14,7 +14,8 @@ Rule 3. A state is compared before autograd uses anything computed from it, or t
         stage would be wrong before the drift is found. Where the last backward was far within the
         tolerance, only every fourth stage is compared, and the last of each run of inverses, since
         nothing below it would show the error: a stage that was skipped counts with the error of
-        the next compared one below it, and a warning is given if that one is too far off.
+        the next compared one below it, and a warning is given if that one is too far off. Compiled
+        stages are always compared: each stands for several modules.
 Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
         that stage, but before the first stage that changes it, whose inverse returns it. If stages
         are skipped, that one may be among them, so then the whole state is sketched.
@@ -80,10 +81,22 @@ class DriftComparison:
         self._top = 0
 
     def sketch_input(
-        self, index: int, state: tuple[Tensor, ...], output: tuple[Tensor, ...]
+        self,
+        index: int,
+        state: tuple[Tensor, ...],
+        output: tuple[Tensor, ...],
+        *,
+        is_always: bool = False,
     ) -> None:
-        """Sketch the input of a stage that backward will invert (See Rule 4)."""
-        if index % self._every and index - 1 in self._inverted:
+        """Sketch the input of a stage that backward will invert (See Rule 4).
+
+        Args:
+            index: the stage.
+            state: its input.
+            output: its output.
+            is_always: whether it is compared wherever others are skipped.
+        """
+        if index % self._every and index - 1 in self._inverted and not is_always:
             return
         passed = {id(value) for value in output} if self._every == 1 else set[int]()
         sketches = (None if id(v) in passed else self._sketch(index, v) for v in state)

@@ -95,6 +95,11 @@ class Filling(saving):
             self._before = None
         self._pack = _itself  # or this object would hold itself: a reference cycle
 
+    def put(self, values: Iterable[Tensor]) -> None:
+        """Fill the slots with `values`, where nothing runs that would save them."""
+        for value in values:
+            self._fill(value)
+
     @never_compiled
     def _fill(self, tensor: Tensor) -> Tensor:
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):

@@ -56,6 +56,7 @@ __all__ = [
     "untransformed",
     "version_of",
     "versions_of",
+    "without_pairs",
     "without_torch_function",
 ]
 
@@ -144,6 +145,25 @@ class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_h
             self._is_entered = False
         if self.around is not None:
             self.around.restore()
+
+
+class without_pairs(Restoring):  # noqa: N801 - as `saving`
+    """A context in which no pair is in force, for code that keeps nothing for autograd."""
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self) -> None:
+        self._pairs: list[Pair] = []
+
+    def __enter__(self) -> None:
+        while (pair := _top(False)) is not None:
+            self._pairs.append(pair)
+            _pop()
+
+    def restore(self) -> None:
+        while self._pairs:
+            _push(*self._pairs[-1])
+            self._pairs.pop()
 
 
 def pop_down_to(beneath: Pair | None) -> None:

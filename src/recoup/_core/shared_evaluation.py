@@ -40,7 +40,7 @@ from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of
 from recoup.errors import ReplayError
 
-__all__ = ["Evaluations", "evaluate", "is_answered"]
+__all__ = ["Evaluations", "answer_with", "evaluate", "is_answered", "unshared"]
 
 Inputs = tuple[Tensor, ...]
 Then = Callable[[Any], Any] | None
@@ -55,6 +55,16 @@ class _Local(threading.local):
 _local = _Local()
 
 
+class _InGraph:
+    """The answer to evaluations in code that the compiler traces, together with its changes."""
+
+    def __init__(self) -> None:
+        self.answer: _Answer | None = None
+
+
+_in_graph = _InGraph()
+
+
 def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
     """Return the output of `network`, shared by the running region if any (Rules 1 and 2).
 
@@ -64,6 +74,8 @@ def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
         then: computes from its output what is returned instead, as a part of the evaluation.
     """
     if torch.compiler.is_compiling():
+        if _in_graph.answer is not None:
+            return _in_graph.answer(network, inputs, then)
         return _called(network, inputs, then)  # compiled draws belong to the graph anyway
     answer = _local.answer
     if answer is None:
@@ -140,6 +152,19 @@ class _Answering(Restoring):
         self._restore_answer()
         if self._around is not None:
             self._around.leave(kind, value, traceback)
+
+
+def unshared() -> Restoring:
+    """Return a context in which evaluations are plain calls, or as `answer_with` says."""
+    return _Answering(_called)
+
+
+def answer_with(answer: _Answer | None) -> None:
+    """Let `answer` make the evaluations from here on, in a graph or a context of `unshared`."""
+    if torch.compiler.is_compiling():
+        _in_graph.answer = answer
+    else:
+        _local.answer = _called if answer is None else answer
 
 
 class _Evaluation:

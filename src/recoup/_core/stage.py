@@ -31,6 +31,7 @@ from recoup._core.filling import Filled, Filling
 from recoup._core.guards import is_in_place
 from recoup._core.inner_gradients import Advancing
 from recoup._core.memory_layout import in_order, strides_of
+from recoup._core.one_call import OneCallStage
 from recoup._core.region import Owner, Region
 from recoup._core.replay import Replay
 from recoup._core.saved_tensors import (
@@ -207,6 +208,13 @@ class StageRun:
         return self._filled(state, recall=False, needs_output=needs_output)
 
     def _filled(self, state: State, *, recall: bool, needs_output: bool) -> State:
+        one_call = self._one_call
+        if one_call is not None:
+            again = self._replay.again()
+            with grad_mode(False), again.lock, again:
+                one_call.differentiate(state[: one_call.num_inputs])
+            self._put(state[: one_call.num_inputs])
+            return ()
         inputs = self._inputs(state)
         evaluations = self._evaluations
         region = self._wanted_region()
@@ -238,6 +246,14 @@ class StageRun:
         evaluations = self._evaluations
         if evaluations is None:
             raise ReplayError(f"{self._stage.name} did not run as a stage to be inverted.")
+        one_call = self._one_call
+        if one_call is not None:
+            again = self._replay.again()
+            with grad_mode(False), again.lock, again:
+                state = self._inverse(after)
+            if is_taped:
+                self._put(state[: one_call.num_inputs])
+            return state
         recall = is_taped and evaluations.are_shared
         again = self._replay.again()
         try:
@@ -252,6 +268,19 @@ class StageRun:
         finally:
             evaluations.forget()
         return state
+
+    @property
+    def _one_call(self) -> OneCallStage | None:
+        stage = self._stage
+        return stage if isinstance(stage, OneCallStage) and stage.is_one_call else None
+
+    def _put(self, inputs: State) -> None:
+        """Fill the slots of a stage that is reversed in one call: it saves its inputs alone."""
+        region = self._wanted_region()
+        if region is not None:
+            filling = Filling(region, inputs)
+            with filling:
+                filling.put(inputs)
 
     def _wanted_region(self) -> Region | None:
         region = self._region() if self._region is not None else None

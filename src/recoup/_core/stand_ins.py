@@ -25,6 +25,7 @@ __all__ = [
     "Maker",
     "check_has_own_forward",
     "has_stand_in",
+    "is_stand_in",
     "new_stand_in",
     "with_stand_in",
     "without_stand_in",
@@ -75,6 +76,11 @@ def new_stand_in(
             return made
     made_by: Any = type(base)
     return made_by(base.__name__, (base,), own)
+
+
+def is_stand_in(kind: Kind) -> bool:
+    """Whether `kind` stands in for a class, whoever made it."""
+    return getattr(kind, _STEP, None) is not None
 
 
 def has_stand_in(kind: Kind, make: Maker) -> bool:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from recoup._core.compile import is_traced, is_watched, uncompiled
+from recoup._core.compiled_calls import CompileSettings
 from recoup._core.drift_guard import Drift
 from recoup._core.generators import generators_restored
-from recoup._core.log_det_pairs import check_pair, has_inverse
+from recoup._core.log_det_pairs import has_inverse
 from recoup._core.stage import State
 from recoup.errors import ConvergenceError, NotInvertibleError
 from recoup.invertible.actnorm import ActNorm
+from recoup.invertible.chain_stages import ModuleStage, kind_of
+from recoup.invertible.compiled_steps import CompiledStage, Step, steps_of
 from recoup.invertible.contract import InvertibleModule
-from recoup.invertible.rearrange import Split
 from recoup.planning.budget import is_bytes
 from recoup.planning.memory_mode import HasMemoryMode
 from recoup.schedules import Way
@@ -89,7 +94,43 @@ class Chain(HasMemoryMode, InvertibleModule):
                 )
             _check_defined(index, module)
             self.add_module(str(index), module)
+        self._settings: CompileSettings | None = None
+        self._steps: tuple[object, list[Step | tuple[str, InvertibleModule]]] | None = None
         self._set_memory_mode(memory, drift)
+
+    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *, disable: bool = False, **settings: Any
+    ) -> None:
+        """Compile the steps of the chain, each kind of them once, in every memory mode but bytes.
+
+        A step is a run of modules up to and with a coupling, or another module that has parts.
+        Under "constant" backward computes the input of a step and its gradients in one compiled
+        call. What cannot be compiled runs as before, and a warning names it and the reason, once.
+        The first steps that train take as long as the compiler needs.
+
+        Args:
+            disable: Whether to turn compiling off.
+            settings: Arguments of `torch.compile`. With ``fullgraph=True`` a step that cannot be
+                compiled is an error.
+
+        Raises:
+            ValueError: In forward, when `fullgraph` is given and a step cannot be compiled.
+            RecoupError: In backward, when the graph of the gradients is asked for
+                (``create_graph``) under "constant".
+
+        Example:
+            >>> from recoup.invertible import ActNorm, Chain, Flip
+            >>> chain = Chain(ActNorm(2), Flip(), memory="constant")
+            >>> chain.compile(backend="aot_eager")
+        """
+        self._settings = None if disable else CompileSettings.of(**settings)
+        self._steps = None
+        for module in self:
+            if isinstance(module, Chain):
+                module.compile(disable=disable, **settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_steps": None}
 
     def _check_memory(self, memory: Memory) -> None:
         num_stages = sum(1 for _ in self._named(flat=memory != "linear"))
@@ -146,36 +187,68 @@ class Chain(HasMemoryMode, InvertibleModule):
     def forward(self, x: Tensor, context: Tensor | None = None) -> tuple[Any, Tensor]:
         """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""
         self._check_context(context)
-        if torch.is_grad_enabled() and self._memory != "linear" and len(self):
-            if self._budget.is_bound:
-                self._start(x, context)
-                blocks = [module for _, module in self._named(flat=True)]
-                return self._budget.run(self, self._forward_plainly, (x, context), blocks)
-            stages = self._stages(context)
-            links: dict[str, InvertibleModule] = {}
-            ways: list[Way] = []
-            for stage in stages:
-                links[stage.name] = stage.module
-                ways.append("invert" if stage.module.inverts_in_backward else "recompute")
-            executor = self._ready_executor(links, tuple(ways))
-            state, log_dets = executor.execute(stages, _state_of(x, context))
-            return self._to_pair(x, context, state, log_dets)
-        return self._forward_plainly(x, context)
+        is_linear = not torch.is_grad_enabled() or self._memory == "linear" or not len(self)
+        if is_linear and (is_watched() or self._settings is None):
+            return self._forward_plainly(x, context)
+        if is_watched():
+            return uncompiled(Chain._forward_outside, recursive=False)(self, x, context)
+        return self._forward(x, context, self._settings, is_linear=is_linear)
 
-    def _forward_plainly(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
+    def _forward_outside(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
+        """Run where the graph of torch.compile breaks: the steps are compiled likewise."""
+        settings = self._settings or CompileSettings.in_force()
+        return uncompiled(Chain._forward)(self, x, context, settings)
+
+    def _forward(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        settings: CompileSettings | None,
+        *,
+        is_linear: bool = False,
+    ) -> tuple[Any, Tensor]:
+        if is_linear and not is_traced():
+            return self._forward_plainly(x, context, settings)
+        if self._budget.is_bound and not is_linear:
+            self._start(x, context)
+            blocks = [module for _, module in self._named(flat=True)]
+            return self._budget.run(self, self._forward_plainly, (x, context), blocks)
+        stages = self._stages(x, context, settings)
+        links: dict[str, Any] = {}
+        ways: list[Way] = []
+        for stage in stages:
+            links[stage.name] = stage.modules[0]
+            is_inverted = all(module.inverts_in_backward for module in stage.modules)
+            ways.append("invert" if is_inverted else "recompute")
+        executor = self._ready_executor(links, tuple(ways))
+        state, log_dets = executor.execute(stages, _state_of(x, context))
+        return self._to_pair(x, context, state, log_dets, settings)
+
+    def _forward_plainly(
+        self, x: Tensor, context: Tensor | None, settings: CompileSettings | None = None
+    ) -> tuple[Any, Tensor]:
         state = _state_of(x, context)
         log_dets: list[Tensor | None] = []
-        for stage in self._stages(context):
+        for stage in self._stages(x, context, settings):
             state, value = stage.forward(state)
             log_dets.append(value)
-        return self._to_pair(x, context, state, log_dets)
+        return self._to_pair(x, context, state, log_dets, settings)
 
     def _to_pair(
-        self, x: Tensor, context: Tensor | None, state: State, log_dets: list[Tensor | None]
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        state: State,
+        log_dets: list[Tensor | None],
+        settings: CompileSettings | None,
     ) -> tuple[Any, Tensor]:
         if context is not None:
             state = (state[0], *state[2:])
-        return _to_output(state), self._sum(iter(log_dets), x, flat=self._is_flat)
+        if settings is not None and log_dets:
+            total = functools.reduce(operator.add, cast("list[Tensor]", log_dets))
+        else:
+            total = self._sum(iter(log_dets), x, flat=self._is_flat)
+        return _to_output(state), total
 
     @torch.no_grad()
     def _start(self, x: Tensor, context: Tensor | None) -> None:
@@ -197,7 +270,7 @@ class Chain(HasMemoryMode, InvertibleModule):
         if context is not None:
             state = (state[0], context, *state[1:])
         log_dets: list[Tensor | None] = []
-        for stage in reversed(self._stages(context)):
+        for stage in reversed(self._module_stages(context)):
             try:
                 state, value = stage.invert(state)
             except (ConvergenceError, NotImplementedError) as error:
@@ -218,19 +291,43 @@ class Chain(HasMemoryMode, InvertibleModule):
     def _is_flat(self) -> bool:
         return self._memory != "linear"
 
-    def _stages(self, context: Tensor | None) -> list[_Stage]:
+    def _stages(
+        self, x: Tensor, context: Tensor | None, settings: CompileSettings | None
+    ) -> Sequence[ModuleStage | CompiledStage]:
+        if settings is None:
+            return self._module_stages(context)
+        self._start(x, context)
         return [
-            _kind_of(module)(
-                name, module, hands_context=context is not None and module.takes_context
-            )
-            for name, module in self._named(flat=self._is_flat)
+            one.stage() if isinstance(one, Step) else _module_stage(*one, context)
+            for one in self._ready_steps(settings, has_context=context is not None)
         ]
 
-    def _named(self, *, flat: bool) -> Iterator[tuple[str, InvertibleModule]]:
-        """Yield the modules in order with their names; if `flat`, inner chains as their modules."""
+    def _module_stages(self, context: Tensor | None) -> list[ModuleStage]:
+        return [
+            _module_stage(name, module, context) for name, module in self._named(flat=self._is_flat)
+        ]
+
+    def _ready_steps(
+        self, settings: CompileSettings, *, has_context: bool
+    ) -> list[Step | tuple[str, InvertibleModule]]:
+        """Return the steps, the previous ones if nothing has changed."""
+        named = list(self._named(flat=True, linear=not self._is_flat))
+        key = (settings, has_context, *named)
+        if self._steps is None or self._steps[0] != key:
+            found = steps_of(
+                named, settings, has_context=has_context, whole=lambda m: isinstance(m, Chain)
+            )
+            self._steps = (key, list(found))
+        return self._steps[1]
+
+    def _named(self, *, flat: bool, linear: bool = False) -> Iterator[tuple[str, InvertibleModule]]:
+        """Yield the modules in order with their names; if `flat`, inner chains as their modules.
+
+        If `linear`, only chains in linear memory are: others have a mode of their own.
+        """
         for index, module in enumerate(self):
-            if flat and _is_flat(module):
-                for name, inner in module._named(flat=True):
+            if flat and _is_flat(module) and not (linear and module._is_flat):
+                for name, inner in module._named(flat=True, linear=linear):
                     yield f"{index}.{name}", inner
             else:
                 yield str(index), module
@@ -250,88 +347,9 @@ class Chain(HasMemoryMode, InvertibleModule):
         return torch.zeros(len(like), device=like.device, dtype=dtype)
 
 
-class _Stage:
-    """A module that maps the first tensor of the state; a context and early latents pass by."""
-
-    __slots__ = (
-        "_hands_context",
-        "_is_checked",
-        "closure_guard",
-        "code",
-        "module",
-        "modules",
-        "name",
-    )
-    part_names = ()
-
-    def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
-        self.name = f"module `{name}` ({type(module).__name__})"
-        self.module = self.code = module
-        self.modules = (module,)
-        self.closure_guard = None
-        self._hands_context = hands_context
-        self._is_checked = False
-
-    def forward(self, state: State) -> tuple[State, Tensor]:
-        returned = self.module(state[0], *self._context(state))
-        if not self._is_checked:  # a later run returns the same
-            num = len(state[0])
-            check_pair(returned, num, "forward", self.name, num_early=self.module.num_early)
-            self._is_checked = True
-        y, log_det = returned
-        return self._after(y, state[1:]), log_det
-
-    def invert(self, state: State) -> tuple[State, Tensor]:
-        y, passed = self._before(state)
-        returned = self.module.inverse(y, *self._context(state))
-        x, log_det = check_pair(returned, len(state[0]), "inverse", self.name)
-        return (x, *passed), log_det
-
-    def _context(self, state: State) -> State:
-        return state[1:2] if self._hands_context else ()
-
-    def _after(self, y: Any, passed: State) -> State:
-        """Return the state after the module, from its value and the tensors that pass by."""
-        return (y, *passed)
-
-    def _before(self, state: State) -> tuple[Any, State]:
-        """Return the value of the module that a state holds, and the tensors that passed by."""
-        return state[0], state[1:]
-
-    def inverse(self, state: State) -> State:
-        return self.invert(state)[0]
-
-
-class _SplitStage(_Stage):
-    """A split: the state after it has one more tensor."""
-
-    __slots__ = ()
-
-    def _after(self, y: Any, passed: State) -> State:
-        h, z = y
-        return (h, *passed, z)
-
-    def _before(self, state: State) -> tuple[Any, State]:
-        return (state[0], state[-1]), state[1:-1]
-
-
-class _ChainStage(_Stage):
-    """A chain that splits: its early latents come last in the state after it."""
-
-    __slots__ = ()
-
-    def _after(self, y: Any, passed: State) -> State:
-        return (y[-1], *passed, *y[:-1])
-
-    def _before(self, state: State) -> tuple[Any, State]:
-        start = len(state) - self.module.num_early
-        return (*state[start:], state[0]), state[1:start]
-
-
-def _kind_of(module: InvertibleModule) -> type[_Stage]:
-    if isinstance(module, Split):
-        return _SplitStage
-    return _ChainStage if module.num_early else _Stage
+def _module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:
+    hands_context = context is not None and module.takes_context
+    return kind_of(module)(name, module, hands_context=hands_context)
 
 
 def _check_defined(index: int, module: InvertibleModule) -> None:

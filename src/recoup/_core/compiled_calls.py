@@ -1,0 +1,146 @@
+"""Functions that are compiled as a user asked for, and run as they are where that fails.
+
+NOTE [ Compiled for each kind ]
+
+Rule 1. The compiler keeps what it compiles with the code of a function, and stops at eight versions
+        of one code. So a function that is compiled for modules of many kinds gets a code of its own
+        for each kind. Whether a version fits is for the compiler's guards to say, not for the kind.
+Rule 2. If compiling fails, the function runs as it is. If that fails too, it is the user's mistake
+        and nobody's limitation, and the next call is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+from recoup._core.compile import callback_in_force
+
+__all__ = ["CompileSettings", "Compiled", "is_compilable_here"]
+
+_numbers = itertools.count()
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
+
+
+_why_disabled: Callable[[], str | None]
+_why_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message
+_enable_hooks: Callable[[], None] = _autograd._saved_tensors_hooks_enable
+
+
+class CompileSettings(NamedTuple):
+    """The arguments of `torch.compile`, in a form that can be compared.
+
+    Args:
+        backend: the backend: a name, or a function.
+        options: the options of the backend and what its mode stands for, as pairs.
+        dynamic: whether sizes are symbols.
+        fullgraph: whether code that cannot be compiled is an error.
+    """
+
+    backend: Any = "inductor"
+    options: tuple[tuple[str, Any], ...] = ()
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        backend: Any = "inductor",
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return the settings for the arguments of `torch.compile`."""
+        given = dict(options or {})
+        if mode is not None:
+            inductor: Any = importlib.import_module("torch._inductor")
+            given = {**inductor.list_mode_options(mode, dynamic), **given}
+        return cls(backend, tuple(sorted(given.items())), dynamic, fullgraph)
+
+    @classmethod
+    def in_force(cls) -> Self:
+        """Return the settings of the `torch.compile` that looks at the frames of this thread."""
+        backend = callback_in_force()
+        while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+            backend = inner
+        name = getattr(backend, "compiler_name", None)
+        if name is None:
+            return cls(backend)
+        # Inductor's wrapper has its options, that of any other backend the keywords for it.
+        if name == "inductor":
+            return cls(name, tuple(sorted(backend.config.items())), backend.dynamic)
+        options: dict[str, Any] = backend.kwargs.get("options") or {}
+        return cls(backend.compiler_fn, tuple(sorted(options.items())), backend.dynamic)
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn` compiled."""
+        return torch.compile(
+            fn,
+            fullgraph=True,
+            dynamic=self.dynamic,
+            backend=self.backend,
+            options=dict(self.options) or None,
+        )
+
+
+class Compiled:
+    """A function that is compiled for one kind of modules (See Rule 1).
+
+    Args:
+        fn: the function.
+        settings: the settings.
+
+    Attributes:
+        failure: Why it runs as it is; None while it is compiled.
+    """
+
+    def __init__(self, fn: Callable[..., Any], settings: CompileSettings) -> None:
+        plain: Any = fn
+        # The name, too: the compiler learns by name which sizes differ from call to call.
+        name = f"{plain.__name__}_{next(_numbers)}"
+        code: types.CodeType = plain.__code__.replace(co_name=name)
+        own = types.FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__)
+        self._plain = fn
+        self._compiled = settings.apply(own)
+        self._raises = settings.fullgraph
+        self.failure: Exception | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function, compiled if possible (See Rule 2)."""
+        if self.failure is not None:
+            return self._plain(*args)
+        message = _why_disabled()
+        try:
+            return self._compiled(*args)
+        except _failures() as error:
+            if message is None:
+                _enable_hooks()  # a transform that is cut off in a trace leaves hooks disabled
+            if self._raises:
+                raise
+            failure = error
+        result = self._plain(*args)
+        self.failure = failure.with_traceback(None)
+        return result
+
+    @property
+    def reason(self) -> str:
+        """The first line of the failure."""
+        return str(self.failure).strip().splitlines()[0]
+
+
+def is_compilable_here() -> bool:
+    """Whether the compiler works here: under a dispatch mode code runs as it is."""
+    return dispatch._get_current_dispatch_mode() is None and not torch.compiler.is_compiling()
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    errors: Any = importlib.import_module("torch._dynamo.exc")
+    return errors.TorchDynamoException, errors.FailOnRecompileLimitHit

@@ -1,0 +1,102 @@
+"""The stages of a chain: what maps the tensors that pass through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from recoup._core.log_det_pairs import check_pair
+from recoup._core.stage import State
+from recoup.invertible.contract import InvertibleModule
+from recoup.invertible.rearrange import Split
+
+__all__ = ["ModuleStage", "kind_of"]
+
+
+class ModuleStage:
+    """A module that maps the first tensor of the state; a context and early latents pass by."""
+
+    __slots__ = (
+        "_hands_context",
+        "_is_checked",
+        "closure_guard",
+        "code",
+        "module",
+        "modules",
+        "name",
+    )
+    part_names = ()
+
+    def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
+        self.name = f"module `{name}` ({type(module).__name__})"
+        self.module = self.code = module
+        self.modules = (module,)
+        self.closure_guard = None
+        self._hands_context = hands_context
+        self._is_checked = False
+
+    def forward(self, state: State) -> tuple[State, Tensor]:
+        """Return the next state and the log-determinant."""
+        returned = self.module(state[0], *self._context(state))
+        if not self._is_checked:  # a later run returns the same
+            num = len(state[0])
+            check_pair(returned, num, "forward", self.name, num_early=self.module.num_early)
+            self._is_checked = True
+        y, log_det = returned
+        return self._after(y, state[1:]), log_det
+
+    def invert(self, state: State) -> tuple[State, Tensor]:
+        """Return the state before the module, and the log-determinant of its inverse."""
+        y, passed = self._before(state)
+        returned = self.module.inverse(y, *self._context(state))
+        x, log_det = check_pair(returned, len(state[0]), "inverse", self.name)
+        return (x, *passed), log_det
+
+    def _context(self, state: State) -> State:
+        return state[1:2] if self._hands_context else ()
+
+    def _after(self, y: Any, passed: State) -> State:
+        """Return the state after the module, from its value and the tensors that pass by."""
+        return (y, *passed)
+
+    def _before(self, state: State) -> tuple[Any, State]:
+        """Return the value of the module that a state holds, and the tensors that passed by."""
+        return state[0], state[1:]
+
+    def inverse(self, state: State) -> State:
+        """Return the state before the module."""
+        return self.invert(state)[0]
+
+
+class _SplitStage(ModuleStage):
+    """A split: the state after it has one more tensor."""
+
+    __slots__ = ()
+
+    def _after(self, y: Any, passed: State) -> State:
+        h, z = y
+        return (h, *passed, z)
+
+    def _before(self, state: State) -> tuple[Any, State]:
+        return (state[0], state[-1]), state[1:-1]
+
+
+class _ChainStage(ModuleStage):
+    """A chain that splits: its early latents come last in the state after it."""
+
+    __slots__ = ()
+
+    def _after(self, y: Any, passed: State) -> State:
+        return (y[-1], *passed, *y[:-1])
+
+    def _before(self, state: State) -> tuple[Any, State]:
+        start = len(state) - self.module.num_early
+        return (*state[start:], state[0]), state[1:start]
+
+
+def kind_of(module: InvertibleModule) -> type[ModuleStage]:
+    """Return the kind of stage that a module is."""
+    if isinstance(module, Split):
+        return _SplitStage
+    return _ChainStage if module.num_early else ModuleStage
