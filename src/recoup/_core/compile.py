@@ -7,7 +7,9 @@ module calls. Our hooks read versions and addresses of real tensors, which a tra
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,10 +25,12 @@ __all__ = [
     "never_compiled",
     "not_compiled_itself",
     "uncompiled",
+    "with_own_code",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _uncompiled: dict[Any, Any] = {}
+_numbers = itertools.count()
 # The C part of the compiler, which is available before the rest is imported.
 _frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
 
@@ -58,6 +62,20 @@ def is_traced() -> bool:
         return True
     is_fx = getattr(fx._symbolic_trace, "_is_fx_tracing_flag", False)
     return is_fx and not torch.compiler.is_compiling()
+
+
+def with_own_code(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that does what `fn` does, with a code object of its own.
+
+    The compiler keeps what it compiled with the code of a function, of which it compiles eight
+    versions, and what it learned of sizes with the name.
+
+    Args:
+        fn: a function without cells.
+        name: the beginning of its name.
+    """
+    code = fn.__code__.replace(co_name=f"{name}_{next(_numbers)}")
+    return types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -12,19 +12,16 @@ Rule 2. If compiling fails, the function runs as it is. If that fails too, it is
 from __future__ import annotations
 
 import importlib
-import itertools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch.utils import _python_dispatch as dispatch
 
-from recoup._core.compile import callback_in_force
+from recoup._core.compile import callback_in_force, with_own_code
+from recoup._core.dispatch_modes import has_dispatch_mode
 
 __all__ = ["CompileSettings", "Compiled", "is_compilable_here"]
 
-_numbers = itertools.count()
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 
 
@@ -103,13 +100,8 @@ class Compiled:
     """
 
     def __init__(self, fn: Callable[..., Any], settings: CompileSettings) -> None:
-        plain: Any = fn
-        # The name, too: the compiler learns by name which sizes differ from call to call.
-        name = f"{plain.__name__}_{next(_numbers)}"
-        code: types.CodeType = plain.__code__.replace(co_name=name)
-        own = types.FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__)
         self._plain = fn
-        self._compiled = settings.apply(own)
+        self._compiled = settings.apply(with_own_code(fn, fn.__name__))
         self._raises = settings.fullgraph
         self.failure: Exception | None = None
 
@@ -138,7 +130,7 @@ class Compiled:
 
 def is_compilable_here() -> bool:
     """Whether the compiler works here: under a dispatch mode code runs as it is."""
-    return dispatch._get_current_dispatch_mode() is None and not torch.compiler.is_compiling()
+    return not has_dispatch_mode() and not torch.compiler.is_compiling()
 
 
 def _failures() -> tuple[type[Exception], ...]:

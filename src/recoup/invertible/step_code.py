@@ -55,8 +55,8 @@ class Part(nn.Module):
 
     def map(self, x: Tensor, context: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return ``((y, *early), log_det)``."""
-        call: Any = self.module
-        returned: Any = call(x, context) if self.takes_context else call(x)
+        call: Callable[..., Any] = cast("Any", self.module)
+        returned = call(x, context) if self.takes_context else call(x)
         num_early = self.module.num_early
         y, log_det = check_pair(returned, x.shape[0], "forward", self.name, num_early=num_early)
         if not num_early:
@@ -68,7 +68,7 @@ class Part(nn.Module):
         module: Any = self.module
         y: Any = values[0]
         if module.num_early:
-            y = tuple(values) if isinstance(module, Split) else (*values[1:], values[0])
+            y = tuple(values) if isinstance(self.module, Split) else (*values[1:], values[0])
         returned = module.inverse(y, context) if self.takes_context else module.inverse(y)
         return check_pair(returned, values[0].shape[0], "inverse", self.name)[0]
 

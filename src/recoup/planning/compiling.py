@@ -22,10 +22,8 @@ Rule 5. Blocks of one structure share a function, which is compiled once. Blocks
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,6 +34,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from recoup._core.compile import with_own_code
 from recoup._core.dispatch_modes import has_dispatch_mode
 
 __all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of", "recompiling"]
@@ -43,7 +42,6 @@ __all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of", 
 SHARES = (1.0, 0.5, 0.1, 0.0)
 _TINY = 1e-6  # See Rule 2
 _RECOMPILE_LIMIT = 128
-_numbers = itertools.count()
 _logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
@@ -104,12 +102,7 @@ class CompiledCode(BlockCode):
         if structure in self._failed:
             return None
         if structure not in self._functions:
-            # The compiler keeps what it compiled with the code object of a function, and what it
-            # learned of sizes with its name.
-            name = f"block_{self.share:g}_{next(_numbers)}"
-            function = types.FunctionType(
-                _call.__code__.replace(co_name=name), _call.__globals__, name
-            )
+            function = with_own_code(_call, f"block_{self.share:g}")
             backend = _Backend(self, self._backend)
             self._functions[structure] = torch.compile(function, backend=backend)
         return self._functions[structure]
