@@ -11,6 +11,8 @@ from plans import NOISE, Contestant
 from torch import Tensor
 
 import recoup
+from recoup.errors import BudgetError
+from recoup.planning.plan import Plan
 
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.2, 0.0)
 SHARES = (0.14, 0.11)  # of the bytes of the uncompiled step
@@ -44,7 +46,7 @@ def contestants(build: Callable[[str], Case], device: str) -> Iterator[Contestan
         start = time.perf_counter()
         try:
             plan = _plan(case, budget)
-        except recoup.BudgetError as error:
+        except BudgetError as error:
             print("   no plan:", error, flush=True)
             plan = _plan(case, error.least_bytes)
         seconds = time.perf_counter() - start
@@ -58,7 +60,7 @@ def contestants(build: Callable[[str], Case], device: str) -> Iterator[Contestan
         yield contestant
 
 
-def _plan(case: Case, budget: int) -> recoup.Plan:
+def _plan(case: Case, budget: int) -> Plan:
     kwargs = {"loss": case.loss, "holds_output": False, **case.kwargs}
     return recoup.plan(case.model, budget=budget, compile=True, **kwargs)
 

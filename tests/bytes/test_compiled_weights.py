@@ -24,7 +24,7 @@ from tests.alive import allocated_bytes
 
 BYTES_A_WEIGHT = 64
 PATTERN = ".*weight.*"
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 
 pytestmark = [
     pytest.mark.usefixtures("measured", "fresh_compiler"),
