@@ -21,6 +21,7 @@ def write() -> None:
         "language_model",
         "language_model_curve",
         "plans",
+        "compiled",
         "drift",
         "flows",
         "mnist",
@@ -38,6 +39,7 @@ def write() -> None:
             found["language_model"], found["language_model_curve"]
         ),
         "Plans": tables.plans_table(found["plans"]),
+        "Compiled plans": tables.compiled_table(found["compiled"]),
         "Drift": tables.drift_table(found["drift"]),
         "Flows beside other libraries": tables.flows_table(found["flows"]),
         "Flows on MNIST": tables.mnist_table(found["mnist"]),

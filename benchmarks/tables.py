@@ -269,6 +269,34 @@ def plans_table(found: dict) -> str:
     return "\n".join([figure, "", sentence, "", _plans_rows(found)])
 
 
+def compiled_table(found: dict) -> str:
+    """Return a row for the compiler at each of its budgets, and one for each plan."""
+    lines = [
+        "| a training step | peak MiB | time over eager | relative error of its gradients |",
+        "|---|---|---|---|",
+    ]
+    for row in found["compiled"]:
+        name = row["name"]
+        if name == "recoup":
+            name = f"**recoup**, {mib(row['budget_bytes'])} MiB"
+        error = f"{row['gradient_error']:.0e}" if "gradient_error" in row else "-"
+        cells = (f"{row['model']}: {name}", mib(row["peak_bytes"]), f"{row['ratio']:.2f}", error)
+        lines.append(f"| {' | '.join(cells)} |")
+    sentence = (
+        "`recoup.plan(model, budget=..., compile=True)`, and the model compiled whole with "
+        "`activation_memory_budget` as given. The error is the distance of the gradients, under "
+        "one seed, from those of the way's own largest budget: dropout masks are drawn alike at "
+        "all budgets, so a large one means that backward used other masks than forward."
+    )
+    conditions = (
+        "<sub>Forward, loss and backward; peaks by the allocator's events; wall time on "
+        f"{found['num_threads']} threads, the fastest of 5 rounds in turn. "
+        f"{found['device_name']}, {found['date']}, torch {found['versions']['torch']}, "
+        f"transformers {found['versions']['transformers']}.</sub>"
+    )
+    return "\n".join([sentence, "", *lines, "", conditions])
+
+
 def flows_table(found: dict) -> str:
     """Return a row for each library: its times over ours, and its peak at two depths."""
     lines = [
