@@ -44,13 +44,8 @@ def is_watched() -> bool:
     """Whether the compiler looks at the frames of the functions that are called from here."""
     if torch.compiler.is_compiling():
         return True
-    return callback_in_force() is not None
-
-
-def callback_in_force() -> Any:
-    """Return the callback of the compiler that looks at the frames of this thread, if any."""
     callback = _frames.get_eval_frame_callback()
-    return None if callback is False else callback
+    return callback is not None and callback is not False
 
 
 def is_traced() -> bool:
@@ -100,6 +95,13 @@ def _mark(fn: Any, what_it_calls: str) -> None:
         actions = _frames._FrameAction
         strategy = _frames._FrameExecStrategy(actions.SKIP, getattr(actions, what_it_calls))
         _frames.set_code_exec_strategy(fn.__code__, strategy)
+
+
+@never_compiled
+def callback_in_force() -> Any:
+    """Return the callback of the compiler that looks at the frames of this thread, if any."""
+    callback = _frames.get_eval_frame_callback()
+    return None if callback is False else callback
 
 
 def uncompiled(fn: F, *, recursive: bool = True) -> F:

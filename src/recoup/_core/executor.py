@@ -36,7 +36,6 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.lazy_values import HasTensor, Source, as_value, keep
 from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.offload import moved_to_host
-from recoup._core.one_call import OneCallStage
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.restoring import new_lock
 from recoup._core.reversal import Forward, Reversal
@@ -261,7 +260,7 @@ class Run:
         run = forward.runs[index] = StageRun(stage, state, index, is_inverted=is_inverted)
         result = run.record(state, self)
         if is_inverted and forward.drift is not None and not run.changes_input:
-            is_always = isinstance(stage, OneCallStage)
+            is_always = getattr(stage, "is_one_call", False)
             forward.drift.sketch_input(index, state, result[0], is_always=is_always)
         if run.changes_input and index in forward.kept and not is_marked_in_place(stage):
             raise _changes_kept_input(stage)

@@ -208,7 +208,8 @@ class StageRun:
         return self._filled(state, recall=False, needs_output=needs_output)
 
     def _filled(self, state: State, *, recall: bool, needs_output: bool) -> State:
-        one_call = self._one_call
+        stage: Any = self._stage
+        one_call: OneCallStage | None = stage if getattr(stage, "is_one_call", False) else None
         if one_call is not None:
             again = self._replay.again()
             with grad_mode(False), again.lock, again:
@@ -246,7 +247,8 @@ class StageRun:
         evaluations = self._evaluations
         if evaluations is None:
             raise ReplayError(f"{self._stage.name} did not run as a stage to be inverted.")
-        one_call = self._one_call
+        stage: Any = self._stage
+        one_call: OneCallStage | None = stage if getattr(stage, "is_one_call", False) else None
         if one_call is not None:
             again = self._replay.again()
             with grad_mode(False), again.lock, again:
@@ -268,11 +270,6 @@ class StageRun:
         finally:
             evaluations.forget()
         return state
-
-    @property
-    def _one_call(self) -> OneCallStage | None:
-        stage = self._stage
-        return stage if isinstance(stage, OneCallStage) and stage.is_one_call else None
 
     def _put(self, inputs: State) -> None:
         """Fill the slots of a stage that is reversed in one call: it saves its inputs alone."""

@@ -218,7 +218,7 @@ class Chain(HasMemoryMode, InvertibleModule):
         ways: list[Way] = []
         for stage in stages:
             links[stage.name] = stage.modules[0]
-            is_inverted = all(module.inverts_in_backward for module in stage.modules)
+            is_inverted = all(map(_inverts_in_backward, stage.modules))  # without a call of Python
             ways.append("invert" if is_inverted else "recompute")
         executor = self._ready_executor(links, tuple(ways))
         state, log_dets = executor.execute(stages, _state_of(x, context))
@@ -345,6 +345,9 @@ class Chain(HasMemoryMode, InvertibleModule):
             return total
         dtype = like.dtype if like.is_floating_point() else None
         return torch.zeros(len(like), device=like.device, dtype=dtype)
+
+
+_inverts_in_backward = operator.attrgetter("inverts_in_backward")
 
 
 def _module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:
