@@ -468,6 +468,7 @@ def test_every_flow_compiled_equals_the_eager_one(name, memory):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("memory", MODES)
 def test_inductor(memory):
     want = step(glow("linear", torch.float32))

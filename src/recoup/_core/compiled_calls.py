@@ -20,7 +20,7 @@ import torch
 from recoup._core.compile import callback_in_force, with_own_code
 from recoup._core.dispatch_modes import has_dispatch_mode
 
-__all__ = ["CompileSettings", "Compiled", "is_compilable_here"]
+__all__ = ["CompileSettings", "Compiled", "is_compilable_here", "reason_of"]
 
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 
@@ -124,8 +124,14 @@ class Compiled:
 
     @property
     def reason(self) -> str:
-        """The first line of the failure."""
-        return str(self.failure).strip().splitlines()[0]
+        """Why it runs as it is."""
+        return "" if self.failure is None else reason_of(self.failure)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the type and the first line of what made the compiler fail."""
+    cause = getattr(error, "inner_exception", error)
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
 
 def is_compilable_here() -> bool:

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from recoup._core.compile import with_own_code
+from recoup._core.compiled_calls import reason_of
 from recoup._core.dispatch_modes import has_dispatch_mode
 
 __all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of", "recompiling"]
@@ -110,11 +111,9 @@ class CompiledCode(BlockCode):
     def give_up(self, module: nn.Module, error: Exception) -> None:
         """Note that a block cannot be compiled."""
         self._failed.add(self._structure_of(module))
-        cause = getattr(error, "inner_exception", error)
-        reason = str(cause).strip().partition("\n")[0]
         warnings.warn(
             f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-            f"{type(cause).__name__}: {reason}",
+            + reason_of(error),
             stacklevel=2,
         )
 
