@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from recoup._core.generators import generator_states, same_states
-from recoup.errors import ReplayError
+from recoup.errors import ChangedError, ReplayError
 from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode
 from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
 from recoup.planning.pricing import price
@@ -202,7 +202,7 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
             if isinstance(code, CompiledCode):
                 measure_blocks(step, blocks, device, code)  # compiles
             steps = [measure_blocks(step, blocks, device, code) for _ in range(_NUM_STEPS)]
-        except ReplayError as error:
+        except (ChangedError, ReplayError) as error:
             if not isinstance(code, CompiledCode):
                 raise
             warnings.warn(f"No block is compiled, as it cannot run again. {error}", stacklevel=5)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.errors import ChangedError
 from recoup.planning import compiled_costs, compiling
 from recoup.planning.compiling import BlockCode, CompiledCode
 from recoup.planning.forwards import followed
@@ -139,6 +140,18 @@ def test_compiled_blocks_that_compute_something_else_are_left_out(steady_times, 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     with pytest.warns(UserWarning, match="No block is compiled. A planned step"):
         plan = plan_at(model, torch.randn(64, 32), "1 GiB")
+    assert ways(plan) == {"keep"}
+
+
+def test_blocks_that_cannot_run_again_compiled_run_as_they_are(steady_times, monkeypatch):
+    class Changed(CompiledCode):
+        def of_call(self, module, forward):
+            raise ChangedError("A tensor was changed in place")
+
+    monkeypatch.setattr(compiled_costs, "CompiledCode", Changed)
+    model, x = model_and_input()
+    with pytest.warns(UserWarning, match="No block is compiled, as it cannot run again. A tensor"):
+        plan = plan_at(model, x, "1 GiB")
     assert ways(plan) == {"keep"}
 
 
