@@ -1,13 +1,12 @@
 """`recoup.plan(compile=True)` beside the compiler's own budgets: peak and time of a step."""
 
-import random
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 from plan_models import COMPILED, Case
 from plan_rivals import compiled
-from plans import NOISE, Contestant
+from plans import NOISE, Contestant, timed
 from torch import Tensor
 
 import recoup
@@ -76,22 +75,7 @@ def rows(model: str, build: Callable[[str], Case], device: str) -> list[dict]:
     for contestant in contestants(build, device):
         print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
         found.append(contestant)
-    order = list(found)
-    shuffle = random.Random(0).shuffle
-    for _ in range(ROUNDS):
-        shuffle(order)
-        for contestant in order:
-            contestant.time(device)
-    plain = min(found[0].seconds)
-    return [
-        {
-            "model": model,
-            **each.found,
-            "seconds": min(each.seconds),
-            "ratio": min(each.seconds) / plain,
-        }
-        for each in found
-    ]
+    return timed(model, found, device, ROUNDS)
 
 
 def gains(found: list[dict]) -> list[dict]:

@@ -183,6 +183,11 @@ def rows(model: str, device: str, rounds: int = 4) -> list[dict]:
     for name in OURS:
         for contestant in ours(name, model, device, peaks):
             add(contestant)
+    return timed(model, contestants, device, rounds)
+
+
+def timed(model: str, contestants: list[Contestant], device: str, rounds: int) -> list[dict]:
+    """Time all contestants in turn, and return a row for each; the first one is plain."""
     shuffle = random.Random(0).shuffle
     order = list(contestants)
     for _ in range(rounds):

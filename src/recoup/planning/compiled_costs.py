@@ -210,12 +210,18 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
         if any(len(each.calls) != len(calls) for each in steps):
             continue  # it is no code for the same results
         costs = largest_costs_among_ranks(step.model, price(steps[-1], device))
-        for call, cost, times, candidates in zip(
-            calls, costs, _times(own, steps), found, strict=False
-        ):
-            if not isinstance(code, CompiledCode) or code.compiles(call.module):
-                candidates.append(_Candidate(code, cost, *times))
-    return found
+        for cost, times, candidates in zip(costs, _times(own, steps), found, strict=False):
+            candidates.append(_Candidate(code, cost, *times))
+    # A block that fails at one share is compiled at none.
+    return [
+        [each for each in candidates if _is_by(each.code, call)]
+        for call, candidates in zip(calls, found, strict=True)
+    ]
+
+
+def _is_by(code: BlockCode, call: MeasuredCall) -> bool:
+    """Whether a call runs by `code`, and not by its own because the compiler failed."""
+    return not isinstance(code, CompiledCode) or code.compiles(call.module)
 
 
 def _times(own: PricedBlocks, steps: Sequence[Measured]) -> list[tuple[float, float]]:

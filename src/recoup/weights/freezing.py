@@ -36,7 +36,7 @@ __all__ = ["FrozenDropped", "freeze_dropped"]
 
 
 class FrozenDropped:
-    """What `freeze_dropped` returns: it is in force until `remove` is called, or a block ends."""
+    """The freezing of dropped weights, until `remove` is called or its block of code ends."""
 
     def __init__(self, optimizer: Optimizer, weights: list[_Weight]) -> None:
         steps = _Steps(weights)

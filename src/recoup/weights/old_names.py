@@ -1,4 +1,4 @@
-"""What other libraries call the tensors of a model, and what they are called here.
+"""The names of tensors in other libraries, and the names of the same tensors here.
 
 NOTE [ Names that merely look alike ]
 
@@ -9,7 +9,7 @@ Rule 1. A magnitude is a number, or has the length of the direction along one ax
         others. `a_g` and `a_v` of other shapes, or beside an `a`, are no weight norm of torch; nor
         are two vectors of one shape, whose weight norm would be but signs.
 Rule 2. A wrapper that drops weights has a single child, called `module`, which has no children. So
-        `module.` of DataParallel, and `a_raw` of somebody's own, remain.
+        the prefix `module.` of DataParallel stays, and so does a parameter `a_raw` elsewhere.
 Rule 3. `gamma`, `beta` and `alpha` are also names in models of torch. They are those of gluon in a
         file of arrays, and remain in one of tensors.
 

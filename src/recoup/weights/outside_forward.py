@@ -4,8 +4,8 @@ NOTE [ Reads outside of a forward ]
 
 Rule 1. A weight that is read while its module trains is the one that the step in progress uses (see
         `waiting`), wherever it is read. Optimizers, initialisation, weight tying, averages and
-        penalties need the parameter. These are told apart by what the source of the reading code
-        does with the weight (see `readers`), and by the grad mode.
+        penalties need the parameter. The source of the code that reads shows which of the two it
+        wants (see `readers`), and so does the grad mode.
 Rule 2. Where the source does not tell, a method of a model gets the weight of the step, and so does
         any code while one step, or one forward, waits for a backward. Other code gets the
         parameter, and a warning if there is a source that could tell. Code that changes such a

@@ -1,4 +1,4 @@
-"""What code that has just read a weight does with it, as its source shows.
+"""The use that code makes of a weight it has just read, as the source of the code shows.
 
 NOTE [ A use that the source shows ]
 
@@ -32,7 +32,7 @@ __all__ = ["Use", "has_source", "use_of", "variable_of"]
 
 
 class Use(enum.Enum):
-    """What code does with a weight that it reads."""
+    """The use that code makes of a weight."""
 
     ASKS = enum.auto()  # describes, changes, ties, optimizes or penalises the parameter
     COMBINES = enum.auto()  # computes with it as a model does, or an average of models
@@ -127,7 +127,7 @@ def _use_by_next(code: types.CodeType, offset: int) -> Use:
     name = "" if then is None else then.opname
     if then is not None and name in ("LOAD_ATTR", "LOAD_METHOD"):
         return _use_by_attribute(str(then.argval))
-    if name.startswith("LOAD_"):  # what it is compared with, or given to
+    if name.startswith("LOAD_"):  # the other operand, or an argument before it
         name = "" if after is None else after.opname
     asked = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "STORE_ATTR", "POP_TOP", "SWAP", "COPY")
     return Use.ASKS if name in asked else Use.UNKNOWN

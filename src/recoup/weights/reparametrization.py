@@ -382,7 +382,7 @@ class Reparametrized(Protocol):
 
 
 class Covering(Protocol):
-    """What forwards of a module cover."""
+    """The reparametrizations that a forward of a module is in force for."""
 
     handle: Tensor
     applications: tuple[Application, ...]

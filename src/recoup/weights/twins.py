@@ -7,7 +7,7 @@ Rule 1. A twin is a deep copy in which the dictionaries of parameters and buffer
         that is assigned) writes to the dictionary of its module, which is that of both. A copy or
         a pickle of the pair has shared dictionaries, too.
 Rule 2. Code may hold a module or a tensor that is not registered, in a list or in a hook. The deep
-        copy says what it has copied, so what was missed is shared in the next copy.
+        copy has a record of what it copied, by which the next copy shares what was missed.
 Rule 3. A reparametrization that stays is the same object in both: its rate, its schedule and its
         draw within `same_draw` are those of the model. A function of the user's own is copied,
         since it may be a module within the tree.
@@ -44,7 +44,7 @@ def twin(module: M) -> M:
 
     Kept: nothing but modules. Parameters and buffers are the same objects under the same names, and
     remain so when they are stepped, loaded, moved, replaced, or copied and pickled together, as in
-    ``copy.deepcopy((module, twin))``. All else is a copy of what it is now: a layer that is
+    ``copy.deepcopy((module, twin))``. Everything else is copied as it is now: a layer that is
     replaced in `module` later, or a parametrization that is applied to it later, is not in the
     twin. Make it once, when the model is complete, and before it is wrapped or sharded.
 

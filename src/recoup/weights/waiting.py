@@ -13,7 +13,7 @@ Rule 3. If several forwards with draws of their own wait, it cannot be told whic
         belongs to: that is an error.
 Rule 4. A graph holds its draws, by hooks on its nodes, and not the other way round. So a step ends
         with its graph, too.
-Rule 5. Steps are told apart by thread, since replicas of a model run side by side.
+Rule 5. Each thread has steps of its own, since replicas of a model run side by side.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WaitingDraws:
 
     Attributes:
         drawn: the draws.
-        steps: the numbers of the steps that schedules are asked for.
+        steps: the numbers of steps at which schedules are evaluated.
         is_over: whether a backward has reached them.
     """
 

@@ -129,6 +129,22 @@ def test_where_the_compiler_fails_the_blocks_run_as_they_are(steady_times, monke
         assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
 
 
+def test_a_block_that_fails_at_one_share_is_compiled_at_none(steady_times, monkeypatch):
+    partition = compiling._BACKENDS["aot_eager"]
+    count = itertools.count()
+
+    def fails_later(graph, inputs):
+        if next(count) >= 2:
+            raise torch._dynamo.exc.InternalTorchDynamoError("out of order")
+        return partition(graph, inputs)
+
+    monkeypatch.setitem(compiling._BACKENDS, "aot_eager", fails_later)
+    model, x = model_and_input()
+    with pytest.warns(UserWarning, match="A Block cannot be compiled"):
+        plan = plan_at(model, x, "1 GiB")
+    assert ways(plan) == {"keep"}
+
+
 def test_compiled_blocks_that_compute_something_else_are_left_out(steady_times, monkeypatch):
     class Wrong(CompiledCode):
         def of_call(self, module, forward):
