@@ -115,4 +115,4 @@ def _frontier(axes: Any, plan: Plans, unit: int, name: str) -> None:
     )  # fmt: skip
     axes.set_ylim(min(0.99, *times), max(times) + 0.03 + 0.08 * (max(times) - 1.0))
     axes.set_xlim(0, 1.06 * sizes[-1])
-    finish(axes, "Time of a step, by the work it does", f"Peak of a step ({name})")
+    finish(axes, "Predicted time of a step", f"Peak of a step ({name})")

@@ -133,7 +133,7 @@ def described(plan: Summary) -> str:
         name = first.name if first is last else f"{first.name} ... {last.name}"
         table.append((
             name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
-            format_bytes(row.saves_bytes), f"{1e3 * row.seconds:.3g} ms" if row.seconds else "-",
+            format_bytes(row.saves_bytes), _shown(row.seconds),
         ))  # fmt: skip
     lines += aligned(table, left=range(3))
     if plan.num_seen < plan.num_blocks:
@@ -145,6 +145,12 @@ def described(plan: Summary) -> str:
     if plan.standing_bytes:
         lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
     return "\n".join(lines)
+
+
+def _shown(seconds: float) -> str:
+    if not seconds:
+        return "-"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _merged(rows: Sequence[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, BlockPlan]]:
