@@ -5,10 +5,12 @@ NOTE [ Correct or an error ]
 Rule 1. Parameters, buffers and the training mode of a region's modules are compared before it
         runs again: the same tensors, unchanged since the end of the first run. (A first run may
         change them itself: a data-dependent start does.)
-Rule 2. Batch and instance norms update their statistics in the first run only. Numbers that are
-        attributes of modules (a counter, the probability of a dropout) have in a second run the
-        values from before the first run, and are put back after it. A flag has the value that the
-        first run left, since most flags record that something has been done once.
+Rule 2. Batch and instance norms update their statistics in the first run only: a second run updates
+        copies. (Without momentum, it would be other code for a compiler, and might save other
+        tensors.) Numbers that are attributes of modules (a counter, the probability of a dropout)
+        have in a second run the values from before the first run, and are put back after it. A
+        flag has the value that the first run left, since most flags record that something has been
+        done once.
 Rule 3. Any other buffer that a first run changes may change the result of a second run, so it is
         an error in the first run.
 Rule 4. Sharded modules (FSDP2) replace their parameters while they run, so those are not compared.
@@ -218,8 +220,9 @@ class ModuleGuard:
             if own.get(key) != value:
                 found.append((Location(own, key), value))
         for norm in self._norms:
-            found.append((Location(norm, "momentum"), 0.0))
-            found.append((Location(norm._buffers, "num_batches_tracked"), None))
+            for key, buffer in norm._buffers.items():
+                if buffer is not None:
+                    found.append((Location(norm._buffers, key), buffer.clone()))
         return found
 
     def modules_with_attributes(self) -> list[nn.Module]:

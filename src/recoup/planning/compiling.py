@@ -227,7 +227,10 @@ def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
         del inputs
         return make_boxed_func(graph.forward)
 
-    return aot_autograd(fw_compiler=as_it_is, partition_fn=partitioned)(graph, inputs)
+    backend = aot_autograd(
+        fw_compiler=as_it_is, partition_fn=partitioned, keep_inference_input_mutations=True
+    )
+    return backend(graph, inputs)
 
 
 _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 
 import pytest
 import torch
@@ -91,6 +92,35 @@ def test_a_plan_keeps_its_budget_with_the_gradients_of_compiled_blocks(steady_ti
     assert peak.peak_bytes <= plan.budget_bytes
     assert all("compiled" in way for way in ways(plan))
     assert "compiled" in str(plan)
+
+
+class Normed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width, momentum=0.3)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+def test_norms_are_compiled_once_and_count_once(steady_times, caplog):
+    torch.manual_seed(0)
+    model, x = Net(64, 4, Normed), torch.randn(256, 64)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    wanted = compiled_plainly(model, x)
+    least = plan_at(model, x, "1 GiB").least_bytes
+    model.load_state_dict(state)
+    caplog.set_level(logging.INFO, logger=compiling.__name__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute")
+        plan = plan_at(model, x, least)
+    assert all(way.startswith(("recompute, compiled", "keep, compiled")) for way in ways(plan))
+    assert any(row.num_forwards > 1 for row in plan.blocks)
+    ours = [record for record in caplog.records if record.name == compiling.__name__]
+    assert len(ours) == len(compiling.SHARES)
+    with plan.applied():
+        assert_same(result_of(model, lambda: loss_of(model(x)).backward()), wanted)
 
 
 def test_masks_are_not_drawn_again(steady_times):
