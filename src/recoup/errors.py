@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "BudgetError",
     "ChangedError",
@@ -58,11 +60,16 @@ class BudgetError(RecoupError, ValueError):
     Args:
         message: the budget, and the smallest one that is possible.
         least_bytes: the smallest budget that a plan fits in.
+
+    Attributes:
+        frontier: the plans that are possible, a `Frontier` (See `recoup.plan`); None in an error
+            that comes from another process.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:
         super().__init__(message)
         self.least_bytes = least_bytes
+        self.frontier: Any = None
 
     def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:
         return type(self), (str(self), self.least_bytes)

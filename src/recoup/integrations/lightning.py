@@ -12,7 +12,7 @@ from torch import nn
 
 from recoup.integrations.planning_callback import PlanningCallback
 from recoup.planning.plan import Plan
-from recoup.planning.search import plan_call
+from recoup.planning.search import frontier_of_call
 
 __all__ = ["MemoryBudget"]
 
@@ -65,17 +65,17 @@ class MemoryBudget(PlanningCallback, Callback):
                 "recoup.plan on its network instead."
             )
         with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
-            plan = plan_call(
+            frontier = frontier_of_call(
                 pl_module,
                 pl_module.training_step,
                 (batch, batch_idx),
                 {},
-                budget=self.budget,
                 blocks=self.blocks,
                 budget_of=self.budget_of,
                 compile=self.compile,
                 optimizer=_first(trainer.optimizers) if self.budget_of == "total" else None,
             )
+            plan = frontier.plan(self.budget)
         self._apply(plan)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from recoup.planning.compiling import backend_of
 from recoup.planning.plan import Plan
-from recoup.planning.search import checked_budget
+from recoup.planning.sizes import check_budget_of, checked_budget
 
 __all__ = ["PlanningCallback"]
 
@@ -28,7 +28,8 @@ class PlanningCallback:
         show: Callable[[Plan], object] | None,
         compile: bool | str,  # noqa: A002
     ) -> None:
-        checked_budget(budget, budget_of)
+        checked_budget(budget)
+        check_budget_of(budget_of)
         backend_of(compile)
         self.budget = budget
         self.blocks = blocks

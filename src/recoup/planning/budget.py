@@ -26,7 +26,7 @@ from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.memory.size import parse_bytes
 from recoup.planning.plan import Plan
-from recoup.planning.search import plan_call
+from recoup.planning.search import frontier_of_call
 
 __all__ = ["Budget", "is_bytes"]
 
@@ -144,7 +144,7 @@ class Budget:
         if self._plan is not None:
             self._plan.remove()
             self._forget()
-        plan = plan_call(chain, call, args, {}, budget=self._bytes, blocks=blocks)
+        plan = frontier_of_call(chain, call, args, {}, blocks=blocks).plan(self._bytes)
         self._plan = plan.apply_while_held()
         self._size, self._blocks = size, blocks
 

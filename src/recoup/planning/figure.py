@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from recoup.memory.figures import COLORS, INK, QUIET, finish, rendered
 from recoup.schedules import Cost, Moment, Point, trace
 
-__all__ = ["Plans", "draw"]
+__all__ = ["Line", "Plans", "draw", "draw_frontier"]
 
 _BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
 
@@ -21,6 +21,7 @@ class Plans(NamedTuple):
         costs: the costs of the blocks, and of the code after them.
         frontier: the plans that are best for some budget, from the least bytes to the most.
         chosen: the one that was taken.
+        kept_seconds: the time of the blocks where everything is kept, in the unit of the costs.
         budget_bytes: the budget.
         standing_bytes: the bytes that are alive before a step.
     """
@@ -28,6 +29,7 @@ class Plans(NamedTuple):
     costs: Sequence[Cost]
     frontier: Sequence[Point]
     chosen: Point
+    kept_seconds: float
     budget_bytes: int
     standing_bytes: int
 
@@ -35,6 +37,39 @@ class Plans(NamedTuple):
     def most_bytes(self) -> int:
         """The peak of a step that keeps everything."""
         return self.standing_bytes + self.frontier[-1].peak_bytes
+
+
+class Line(NamedTuple):
+    """The plans over one kind of blocks.
+
+    Args:
+        name: the name of the kind.
+        sizes: the peaks of steps, in bytes.
+        times: the times of steps, where 1 is a step with everything kept.
+    """
+
+    name: str
+    sizes: Sequence[int]
+    times: Sequence[float]
+
+
+def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
+    """Draw the plans over each kind of blocks into a file, and return the path."""
+    unit, name = _unit(max(max(line.sizes) for line in lines))
+
+    def draw_panel(panels: Sequence[Any]) -> None:
+        axes = panels[0]
+        colors = (_AFTER, _BEFORE, *(QUIET for _ in lines))
+        for line, color in zip(lines, colors, strict=False):
+            sizes = [size / unit for size in line.sizes]
+            axes.step(sizes, line.times, where="post", color=color, linewidth=2.2, label=line.name)
+            axes.plot(sizes[-1:], line.times[-1:], "o", color=color, markersize=5)
+        axes.set_xlim(0, None)
+        axes.legend(loc="upper right", frameon=False, fontsize=9.5)
+        finish(axes, "Predicted time of a step", f"Peak of a step ({name})")
+
+    path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
+    return path
 
 
 def draw(plan: Plans, path: Path) -> Path:
@@ -94,10 +129,9 @@ def _line(
 
 def _frontier(axes: Any, plan: Plans, unit: int, name: str) -> None:
     points = plan.frontier
-    least = points[-1].seconds or 1.0
+    least, whole = points[-1].seconds, plan.kept_seconds or 1.0
     sizes = [(plan.standing_bytes + point.peak_bytes) / unit for point in points]
-    # Backward takes twice a forward, so a step with everything kept takes three.
-    times = [(point.seconds + 2 * least) / (3 * least) for point in points]
+    times = [1 + (point.seconds - least) / whole for point in points]
     axes.step(sizes, times, where="post", color=_AFTER, linewidth=2.2)
     place = points.index(plan.chosen)
     axes.plot(

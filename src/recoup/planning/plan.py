@@ -15,7 +15,7 @@ from recoup.planning.report import BlockPlan, Summary, described, rows_of
 from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Action, Cost, Point, Schedule
 
-__all__ = ["Plan", "applied_plans"]
+__all__ = ["Plan", "applied_plans", "own_forwards"]
 
 
 def applied_plans(model: nn.Module) -> list[Plan]:
@@ -44,6 +44,12 @@ def applied_plans(model: nn.Module) -> list[Plan]:
     return [owner for owner in owners if isinstance(owner, Plan)]
 
 
+def own_forwards(model: nn.Module) -> list[WrappedForwards]:
+    """Return the forwards that a plan for `model` itself has wrapped."""
+    found = wrapped_forwards_in(model)
+    return [each for each in found if getattr(each.owner, "model", None) is model]
+
+
 class Plan:
     """A plan: what each block of a model does with its residuals; made by `recoup.plan`.
 
@@ -57,6 +63,8 @@ class Plan:
         budget_bytes: the budget.
         standing_bytes: the part of it that is alive before a step; 0 for a budget of "step".
         step_seconds: the time of a step that follows it.
+        kept_seconds: the time of the blocks where all keep their whole tapes, in the unit of the
+            costs.
         sizes: the sizes of the arguments of the step that was planned.
     """
 
@@ -72,6 +80,7 @@ class Plan:
         budget_bytes: int,
         standing_bytes: int,
         step_seconds: float,
+        kept_seconds: float,
         sizes: ArgumentSizes,
     ) -> None:
         self.model = planned.model
@@ -85,6 +94,7 @@ class Plan:
         self._rehearsed_bytes = rehearsed_bytes
         self._least_bytes = least_bytes
         self._step_seconds = step_seconds
+        self._kept_seconds = kept_seconds
         self._sizes = sizes
         self._forwards: WrappedForwards | None = None
 
@@ -137,7 +147,7 @@ class Plan:
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
         """The planned treatment of each block, in the order of forward."""
-        work = self._point.seconds + 2 * self.frontier[-1].seconds  # backward is twice a forward
+        work = self._kept_seconds + self._point.seconds - self.frontier[-1].seconds
         scale = self._step_seconds / work if work else 0.0
         if any(call.codes for call in self._planned.calls):
             scale = 1.0  # its costs are seconds
@@ -237,4 +247,5 @@ class Plan:
         from recoup.planning.figure import Plans, draw
 
         bounds = (self.budget_bytes, self.standing_bytes)
-        return draw(Plans(self.costs, self.frontier, self._point, *bounds), Path(path))
+        plans = Plans(self.costs, self.frontier, self._point, self._kept_seconds, *bounds)
+        return draw(plans, Path(path))

@@ -1,57 +1,70 @@
 """The search for a plan that fits the training step of a model into a byte budget.
 
-The blocks are found, measured and priced; the points of their frontier are rehearsed, the fastest
-first, and each rehearsal is compared with the plain step.
+The blocks are found, measured and priced, which gives a frontier of plans. For a budget, its points
+are rehearsed, the fastest first, and each rehearsal is compared with the plain step.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from recoup._core.saved_tensors import check_hooks_work
-from recoup.errors import BudgetError
-from recoup.memory import format_bytes, parse_bytes
-from recoup.planning.advice import constant_memory_of
 from recoup.planning.blocks import name_blocks
-from recoup.planning.choosing import choose
 from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
-from recoup.planning.following import PlannedModel
-from recoup.planning.forwards import suspended, wrapped_forwards_in
+from recoup.planning.forwards import suspended
+from recoup.planning.frontier import Frontier
 from recoup.planning.losses import losses_from
-from recoup.planning.plan import Plan
-from recoup.planning.ranks import is_sharded, largest_among_ranks
+from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
-from recoup.planning.sizes import ArgumentSizes, standing_bytes
+from recoup.planning.sizes import check_budget_of, checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
-from recoup.planning.stages import (
-    PricedBlocks,
-    expect_again,
-    expect_plain,
-    fastest_first,
-    kinds_of_blocks,
-    price_blocks,
-)
-from recoup.planning.step import Step, peak_of, seconds_of
-from recoup.planning.verification import DifferentStepError
-from recoup.schedules import frontier
+from recoup.planning.stages import kinds_of_blocks, price_blocks
+from recoup.planning.step import Step
 
-__all__ = ["checked_budget", "plan", "plan_call"]
+__all__ = ["frontier_of_call", "plan"]
 
-_MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
+
+@overload
+def plan(
+    model: nn.Module,
+    *example_args: Any,
+    budget: int | str,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    compile: bool | str = ...,
+    **example_kwargs: Any,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    *example_args: Any,
+    budget: None = ...,
+    loss: Callable[[Any], Any] | None = ...,
+    blocks: str | Iterable[str | nn.Module] | None = ...,
+    budget_of: Literal["step", "total"] = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    holds_output: bool = ...,
+    compile: bool | str = ...,
+    **example_kwargs: Any,
+) -> Frontier: ...
 
 
 def plan(
     model: nn.Module,
     *example_args: Any,
-    budget: int | str,
+    budget: int | str | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
@@ -59,7 +72,7 @@ def plan(
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
     **example_kwargs: Any,
-) -> Plan:
+) -> Plan | Frontier:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
 
     Planning runs a few steps that leave no trace: parameters, buffers, gradients and the random
@@ -75,7 +88,8 @@ def plan(
         model: any module. The plan is for its current mode (training or evaluation), and for the
             autocast that is in force.
         example_args: its arguments as in training, with the largest batch that will occur.
-        budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
+        budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
+            for all budgets are returned, to choose from.
         loss: a function from the output of the model to a scalar, or several. The default is the
             attribute or entry `loss` of the output, or else the sum of the output. A loss that is
             computed outside the model takes memory too, so pass it.
@@ -98,11 +112,12 @@ def plan(
         example_kwargs: keyword arguments of the model.
 
     Returns:
-        The plan, printable.
+        The plan, printable. Without a budget, a `Frontier`: printed, it shows the peaks and times
+        that plans are predicted to have, and its `plan` makes one for a budget.
 
     Raises:
         BudgetError: no plan keeps to the budget; the message and `least_bytes` give the smallest
-            budget that suffices.
+            budget that suffices, and `frontier` has the plans that are possible.
         ValueError: an argument is invalid.
         ReplayError: a block cannot be recomputed, a forward changes a parameter, or the results of
             a planned step differ from those of the plain step.
@@ -121,39 +136,38 @@ def plan(
     Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
     neural networks with limited memory" (2019).
     """
-    return plan_call(
-        model, model, example_args, example_kwargs, budget=budget, loss=loss, blocks=blocks,
+    budget_bytes = None if budget is None else checked_budget(budget)
+    found = frontier_of_call(
+        model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
         budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
     )  # fmt: skip
+    return found if budget_bytes is None else found.plan(budget_bytes)
 
 
-def plan_call(
+def frontier_of_call(
     model: nn.Module,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    budget: int | str,
     loss: Callable[[Any], Any] | None = None,
     blocks: str | Iterable[str | nn.Module] | None = None,
     budget_of: Literal["step", "total"] = "step",
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
-) -> Plan:
-    """Return a plan, as `plan` does, for steps that call the model or a function around it."""
-    budget_bytes = checked_budget(budget, budget_of)
+) -> Frontier:
+    """Return the plans for steps that call the model, or a function around it, as `plan` does."""
+    check_budget_of(budget_of)
     _check_arguments(model, loss, budget_of, optimizer)
     backend = backend_of(compile)
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
-    standing, least_budget = map(int, largest_among_ranks(model, [standing, -budget_bytes]))
-    budget_bytes = -least_budget
+    (standing,) = map(int, largest_among_ranks(model, [standing]))
     device = _device_of(model)
     step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
     named = name_blocks(model, blocks)
-    own = [each for each in wrapped_forwards_in(model) if getattr(each.owner, "model", 0) is model]
-    with suspended(own), uncollected():  # measure the model without a plan
+    with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
         named = named or blocks_that_are_called(step)
         if not named:
             raise ValueError(
@@ -165,117 +179,7 @@ def plan_call(
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]
-            return _fastest(priced, device, budget_bytes, standing)
-
-
-def _fastest(
-    kinds: Sequence[PricedBlocks], device: torch.device, budget_bytes: int, standing: int
-) -> Plan:
-    """Return a plan that keeps to the budget, for the blocks that are predicted to be fastest."""
-    errors: list[BudgetError] = []
-    for kind in fastest_first(kinds, budget_bytes - standing):
-        try:
-            return _verified(kind, device, budget_bytes, standing)
-        except BudgetError as error:
-            errors.append(error)
-    raise min(errors, key=lambda error: error.least_bytes)
-
-
-def _verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
-    """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ]).
-
-    Raises:
-        BudgetError: no plan keeps to the budget.
-        DifferentStepError: the results of every plan that was tried differ.
-    """
-
-    def planned(kind: PricedBlocks) -> Plan:
-        return _rehearsed(kind, device, budget_bytes, standing)
-
-    expect_plain(kind, device)
-    try:
-        return planned(kind)
-    except DifferentStepError as error:
-        difference = error
-    expect_again(kind, device)
-    with suppress(DifferentStepError):
-        return planned(kind)
-    without_products = [replace(cost, variants=()) for cost in kind.costs]
-    simpler = {
-        "no results of products": kind._replace(
-            costs=without_products, points=list(frontier(without_products))
-        ),
-        "all residuals": kind._replace(points=kind.points[-1:]),
-    }
-    for what, other in simpler.items():
-        with suppress(DifferentStepError, BudgetError):
-            plan = planned(other)
-            warnings.warn(
-                f"The plan keeps {what}. With the one first chosen: {difference}", stacklevel=5
-            )
-            return plan
-    raise difference
-
-
-def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
-    """Return the plan for the fastest point whose rehearsal keeps to the budget.
-
-    Raises:
-        BudgetError: no rehearsal keeps to the budget.
-        DifferentStepError: the results of a rehearsal differ from those of the plain step.
-    """
-    step, budget = kind.step, budget_bytes - standing
-    root = step.model if step.call is step.model else None
-    planned = PlannedModel(step.model, root, kind.blocks, kind.calls)
-    is_partly_estimated = any(call.is_estimated for call in kind.calls)
-
-    def rehearse(index: int) -> int:
-        point = kind.points[index]
-        with planned.followed(point.schedule):
-            peak_bytes = peak_of(step, device)
-            for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
-                if peak_bytes > budget:  # See Rule 3 of ranks.py
-                    peak_bytes = min(peak_bytes, peak_of(step, device))
-        # Other forwards call more blocks than the rehearsal did.
-        return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
-
-    choice = choose([point.peak_bytes for point in kind.points], budget, rehearse)
-    if choice.point_index is None:
-        raise _too_small(step.model, budget_bytes, standing, standing + choice.least_bytes)
-    point = kind.points[choice.point_index]
-    with planned.followed(point.schedule):
-        step_seconds = seconds_of(step)
-    return Plan(
-        planned, kind.costs, kind.points, point,
-        rehearsed_bytes=choice.peak_bytes, least_bytes=choice.least_bytes,
-        budget_bytes=budget_bytes, standing_bytes=standing,
-        step_seconds=step_seconds, sizes=ArgumentSizes(step.args, step.kwargs),
-    )  # fmt: skip
-
-
-def _too_small(model: nn.Module, budget_bytes: int, standing: int, least: int) -> BudgetError:
-    alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
-    inverting = "".join(f" {line}" for line in constant_memory_of(model))
-    return BudgetError(
-        f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
-        f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "
-        f"Give that much, a smaller batch, or smaller `blocks`.{inverting}",
-        least,
-    )
-
-
-def checked_budget(budget: int | str, budget_of: str) -> int:
-    """Return the bytes of a budget.
-
-    Raises:
-        ValueError: `budget` is not a number of bytes, or `budget_of` is unknown.
-    """
-    if budget_of not in ("step", "total"):
-        raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
-    try:
-        return parse_bytes(budget)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`value`", "`budget`")) from None
+    return Frontier(priced, device, standing)
 
 
 def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Sizes beyond those of a step: the memory alive before it, and batches larger than planned."""
+"""Sizes beside those of a step: budgets, what is alive before it, and batches that are larger."""
 
 from __future__ import annotations
 
@@ -13,9 +13,27 @@ from torch import nn
 
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
-from recoup.memory import format_bytes
+from recoup.memory import format_bytes, parse_bytes
 
-__all__ = ["ArgumentSizes", "standing_bytes"]
+__all__ = ["ArgumentSizes", "check_budget_of", "checked_budget", "standing_bytes"]
+
+
+def checked_budget(budget: int | str) -> int:
+    """Return the bytes of a budget.
+
+    Raises:
+        ValueError: `budget` is not a number of bytes.
+    """
+    try:
+        return parse_bytes(budget)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`value`", "`budget`")) from None
+
+
+def check_budget_of(budget_of: str) -> None:
+    """Raise a ValueError if `budget_of` is unknown."""
+    if budget_of not in ("step", "total"):
+        raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
 
 
 def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

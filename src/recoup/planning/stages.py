@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,7 +41,7 @@ from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.planning.skipped_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.step import Step, plain_outcome
 from recoup.planning.verification import Outcome, has_room
-from recoup.schedules import Cost, Point, frontier
+from recoup.schedules import Cost, Point, frontier, simulate
 
 __all__ = [
     "PricedBlocks",
@@ -49,6 +50,7 @@ __all__ = [
     "fastest_first",
     "kinds_of_blocks",
     "price_blocks",
+    "with_new_step",
 ]
 
 
@@ -79,6 +81,24 @@ class PricedBlocks(NamedTuple):
     seconds: float = 0.0
     code: BlockCode = BlockCode()
     code_again: BlockCode = BlockCode()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether some of the blocks are compiled."""
+        return isinstance(self.code, CodeByModule)
+
+    @property
+    def kept_seconds(self) -> float:
+        """The time of a step of the blocks where all keep their whole tapes."""
+        return self.seconds or 3 * self.points[-1].seconds  # backward takes twice a forward
+
+    def seconds_of(self, point: Point) -> float:
+        """Return the time of a step of the blocks that follows a plan."""
+        return self.kept_seconds + point.seconds - self.points[-1].seconds
+
+    def num_forwards(self, point: Point) -> int:
+        """Return the runs of blocks in a step that follows a plan."""
+        return sum(simulate(point.schedule, costs=self.costs).forwards_per_stage[:-1])
 
     def repriced(
         self, calls: list[MeasuredCall], costs: list[Cost], seconds: float
@@ -149,6 +169,15 @@ def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
         lacks_room = not has_room(device, most_bytes + most_bytes // 4)  # fragmentation
         if not largest_among_ranks(kind.step.model, [float(lacks_room)])[0]:
             verification.expect(kind.plain_outcome(), is_plain=True)
+    if not verification.has_expected:
+        outcome = _outcome_again(kind, device)
+        if outcome is not None:
+            verification.expect(outcome, is_plain=False)
+
+
+def with_new_step(kind: PricedBlocks) -> PricedBlocks:
+    """Return the same blocks with a step that nothing is expected of, for changed parameters."""
+    return kind._replace(step=replace(kind.step))
 
 
 def expect_again(kind: PricedBlocks, device: torch.device) -> None:
@@ -161,12 +190,17 @@ def expect_again(kind: PricedBlocks, device: torch.device) -> None:
     step = kind.step
     if step.verification.is_plain:
         step.verification.expect_again(kind.plain_outcome())
+    is_coded = isinstance(kind.code_again, CodeByModule)
+    if is_coded or not step.verification.is_plain:
+        outcome = _outcome_again(kind, device)
+        if outcome is not None:
+            step.verification.expect_again(outcome)
+
+
+def _outcome_again(kind: PricedBlocks, device: torch.device) -> Outcome | None:
+    """Run the step that runs all blocks again, and return its outcome."""
     code = kind.code_again if isinstance(kind.code_again, CodeByModule) else None
-    if code is None and step.verification.is_plain:
-        return
-    outcome = measure_blocks(step, kind.blocks, device, code).outcome
-    if outcome is not None:
-        step.verification.expect_again(outcome)
+    return measure_blocks(kind.step, kind.blocks, device, code).outcome
 
 
 def fastest_first(kinds: Sequence[PricedBlocks], budget_bytes: int) -> list[PricedBlocks]:

@@ -97,6 +97,11 @@ class Verification:
         self._spread: dict[str, float] = {}
 
     @property
+    def has_expected(self) -> bool:
+        """Whether there is an expected outcome."""
+        return self._expected is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether the expected outcome is that of the plain step (See Rule 2)."""
         return self._is_plain

@@ -1,0 +1,215 @@
+"""The frontier of a model: the plans that are best for some budget, to choose from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from recoup.errors import BudgetError
+from recoup.memory import format_bytes
+from recoup.memory.tables import aligned
+from recoup.planning.compiling import recompiling
+from recoup.planning.forwards import suspended
+from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.rehearsal import uncollected
+from recoup.planning.sizes import checked_budget
+from recoup.planning.stages import PricedBlocks, fastest_first, with_new_step
+from recoup.planning.verified_plan import verified
+
+__all__ = ["Frontier", "FrontierPoint"]
+
+_NUM_ROWS = 12  # that are printed
+
+
+class FrontierPoint(NamedTuple):
+    """A plan that is predicted to be the fastest of those that take no more bytes.
+
+    Args:
+        peak_bytes: the predicted peak of a step.
+        relative_time: the predicted time, where 1 is a step that keeps every residual and compiles
+            no block.
+        num_forwards: the runs of blocks in a step.
+        is_compiled: whether blocks are compiled.
+    """
+
+    peak_bytes: int
+    relative_time: float
+    num_forwards: int
+    is_compiled: bool
+
+
+class Frontier:
+    """The plans of a model that are best for some budget; made by `recoup.plan` without a budget.
+
+    The steps that measure the blocks have been run, so that a plan for one more budget takes a few
+    steps only. The model and the example arguments are held.
+
+    Args:
+        kinds: the blocks with their costs, of each kind that was measured.
+        device: the device whose bytes are counted.
+        standing_bytes: the bytes that are alive before a step; 0 for budgets of "step".
+
+    Example:
+        >>> import recoup, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "abcd"]
+        >>> frontier = recoup.plan(torch.nn.Sequential(*blocks), torch.ones(256, 64))
+        >>> print(frontier)
+        Plans for Sequential: 4 blocks, from 352.5 KiB to 640 KiB (step)
+        <BLANKLINE>
+             peak  time  forwards  blocks
+          640 KiB  1.00         4  as they are
+          576 KiB  1.08         5  as they are
+          448 KiB  1.17         6  as they are
+        416.5 KiB  1.25         7  as they are
+          384 KiB  1.33         8  as they are
+        352.5 KiB  1.50        10  as they are
+        >>> plan = frontier.plan("600 KiB")
+        >>> plan.rehearsed_peak_bytes <= 600 * 2**10
+        True
+    """
+
+    def __init__(
+        self, kinds: Sequence[PricedBlocks], device: torch.device, standing_bytes: int
+    ) -> None:
+        self.model = kinds[0].step.model
+        self.standing_bytes = standing_bytes
+        self._kinds = list(kinds)
+        self._device = device
+        self._state = _state_of(self.model)
+        self._is_new = True  # no plan was made
+
+    @property
+    def points(self) -> tuple[FrontierPoint, ...]:
+        """The plans, from the least bytes to the most; those that are slower are left out."""
+        whole = min(k.kept_seconds for k in self._kinds if not k.is_compiled)
+        found = sorted(
+            (
+                FrontierPoint(
+                    self.standing_bytes + point.peak_bytes,
+                    kind.seconds_of(point) / whole if whole else 1.0,
+                    kind.num_forwards(point),
+                    kind.is_compiled,
+                )
+                for kind in self._kinds
+                for point in kind.points
+            ),
+            key=lambda point: (point.peak_bytes, point.relative_time),
+        )
+        best: list[FrontierPoint] = []
+        for point in found:
+            if not best or point.relative_time < best[-1].relative_time:
+                best.append(point)
+        return tuple(best)
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """The smallest budget that is known to suffice; asking for it first runs a few steps."""
+        try:
+            return self.plan(self.points[0].peak_bytes).rehearsed_peak_bytes
+        except BudgetError as error:
+            return error.least_bytes
+
+    def plan(self, budget: int | str) -> Plan:
+        """Return the plan for a budget, rehearsed and compared as by `recoup.plan`.
+
+        Args:
+            budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
+
+        Raises:
+            BudgetError: no plan keeps to the budget.
+            ValueError: `budget` is no number of bytes, or the model is another than was measured.
+            ReplayError: the results of a planned step differ from those of the plain step.
+        """
+        budget_bytes = checked_budget(budget)
+        (least,) = largest_among_ranks(self.model, [-budget_bytes])
+        budget_bytes = -int(least)
+        self._check_state()
+        own = own_forwards(self.model)
+        is_compiling = any(kind.is_compiled for kind in self._kinds)
+        errors: list[BudgetError] = []
+        with suspended(own), uncollected(), recompiling() if is_compiling else nullcontext():
+            if not self._is_new:  # the parameters may have changed, and with them the gradients
+                self._kinds = [with_new_step(kind) for kind in self._kinds]
+            self._is_new = False
+            for kind in fastest_first(self._kinds, budget_bytes - self.standing_bytes):
+                try:
+                    return verified(kind, self._device, budget_bytes, self.standing_bytes)
+                except BudgetError as error:
+                    errors.append(error)
+        error = min(errors, key=lambda error: error.least_bytes)
+        error.frontier = self
+        raise error
+
+    def figure(self, path: str | Path) -> Path:
+        """Draw the time of a step against its bytes, with compiled blocks and without.
+
+        Args:
+            path: the path of the picture, ending in .png, .svg or .pdf.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: `path` has another ending.
+        """
+        from recoup.planning.figure import Line, draw_frontier
+
+        whole = min(k.kept_seconds for k in self._kinds if not k.is_compiled) or 1.0
+        lines = [
+            Line(
+                "compiled blocks" if kind.is_compiled else "blocks as they are",
+                [self.standing_bytes + point.peak_bytes for point in kind.points],
+                [kind.seconds_of(point) / whole for point in kind.points],
+            )
+            for kind in self._kinds
+        ]
+        return draw_frontier(lines, Path(path))
+
+    def __str__(self) -> str:
+        points = self.points
+        kind = "total" if self.standing_bytes else "step"
+        sizes = [format_bytes(points[place].peak_bytes) for place in (0, -1)]
+        title = (
+            f"Plans for {type(self.model).__name__}: {len(self._kinds[0].calls)} blocks, from "
+            f"{sizes[0]} to {sizes[1]} ({kind})"
+        )
+        rows = [("peak", "time", "forwards", "blocks")]
+        for point in reversed(_spread(points, _NUM_ROWS)):
+            code = "compiled" if point.is_compiled else "as they are"
+            time = f"{point.relative_time:.2f}"
+            rows.append((format_bytes(point.peak_bytes), time, str(point.num_forwards), code))
+        return "\n".join([title, "", *aligned(rows, left=[3])])
+
+    def _check_state(self) -> None:
+        if _state_of(self.model) != self._state:
+            raise ValueError(
+                f"The frontier was measured for another state of the {type(self.model).__name__}: "
+                "its modules, their training modes, or the shapes, types or devices of its "
+                "parameters have changed. Call recoup.plan again."
+            )
+
+
+def _state_of(model: nn.Module) -> tuple[object, ...]:
+    """Return what the costs of a model depend on, apart from its arguments."""
+    parameters = (
+        (name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
+    )
+    return (*parameters, *((type(each), each.training) for each in model.modules()))
+
+
+def _spread(points: Sequence[FrontierPoint], num: int) -> list[FrontierPoint]:
+    """Return at most `num` points, the first and the last among them, at even steps of bytes."""
+    least, most = points[0].peak_bytes, points[-1].peak_bytes
+    wanted = [least + (most - least) * place / (num - 1) for place in range(num)]
+    nearest: Callable[[float], int] = lambda size: min(  # noqa: E731
+        range(len(points)), key=lambda place: abs(points[place].peak_bytes - size)
+    )
+    return [points[place] for place in sorted(set(map(nearest, wanted)))]

@@ -1,0 +1,111 @@
+"""The plan for priced blocks: the fastest that fits, and whose results are the plain step's."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from recoup.errors import BudgetError
+from recoup.memory import format_bytes
+from recoup.planning.advice import constant_memory_of
+from recoup.planning.choosing import choose
+from recoup.planning.following import PlannedModel
+from recoup.planning.plan import Plan
+from recoup.planning.ranks import is_sharded
+from recoup.planning.sizes import ArgumentSizes
+from recoup.planning.stages import PricedBlocks, expect_again, expect_plain
+from recoup.planning.step import peak_of, seconds_of
+from recoup.planning.verification import DifferentStepError
+from recoup.schedules import frontier
+
+__all__ = ["verified"]
+
+_MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
+
+
+def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+    """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ]).
+
+    Raises:
+        BudgetError: no plan keeps to the budget.
+        DifferentStepError: the results of every plan that was tried differ.
+    """
+
+    def planned(kind: PricedBlocks) -> Plan:
+        return _rehearsed(kind, device, budget_bytes, standing)
+
+    expect_plain(kind, device)
+    try:
+        return planned(kind)
+    except DifferentStepError as error:
+        difference = error
+    expect_again(kind, device)
+    with suppress(DifferentStepError):
+        return planned(kind)
+    without_products = [replace(cost, variants=()) for cost in kind.costs]
+    simpler = {
+        "no results of products": kind._replace(
+            costs=without_products, points=list(frontier(without_products))
+        ),
+        "all residuals": kind._replace(points=kind.points[-1:]),
+    }
+    for what, other in simpler.items():
+        with suppress(DifferentStepError, BudgetError):
+            plan = planned(other)
+            warnings.warn(
+                f"The plan keeps {what}. With the one first chosen: {difference}", stacklevel=5
+            )
+            return plan
+    raise difference
+
+
+def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+    """Return the plan for the fastest point whose rehearsal keeps to the budget.
+
+    Raises:
+        BudgetError: no rehearsal keeps to the budget.
+        DifferentStepError: the results of a rehearsal differ from those of the plain step.
+    """
+    step, budget = kind.step, budget_bytes - standing
+    root = step.model if step.call is step.model else None
+    planned = PlannedModel(step.model, root, kind.blocks, kind.calls)
+    is_partly_estimated = any(call.is_estimated for call in kind.calls)
+
+    def rehearse(index: int) -> int:
+        point = kind.points[index]
+        with planned.followed(point.schedule):
+            peak_bytes = peak_of(step, device)
+            for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
+                if peak_bytes > budget:  # See Rule 3 of ranks.py
+                    peak_bytes = min(peak_bytes, peak_of(step, device))
+        # Other forwards call more blocks than the rehearsal did.
+        return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
+
+    choice = choose([point.peak_bytes for point in kind.points], budget, rehearse)
+    if choice.point_index is None:
+        raise _too_small(step.model, budget_bytes, standing, standing + choice.least_bytes)
+    point = kind.points[choice.point_index]
+    with planned.followed(point.schedule):
+        step_seconds = seconds_of(step)
+    return Plan(
+        planned, kind.costs, kind.points, point,
+        rehearsed_bytes=choice.peak_bytes, least_bytes=choice.least_bytes,
+        budget_bytes=budget_bytes, standing_bytes=standing,
+        step_seconds=step_seconds, kept_seconds=kind.kept_seconds,
+        sizes=ArgumentSizes(step.args, step.kwargs),
+    )  # fmt: skip
+
+
+def _too_small(model: nn.Module, budget_bytes: int, standing: int, least: int) -> BudgetError:
+    alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
+    inverting = "".join(f" {line}" for line in constant_memory_of(model))
+    return BudgetError(
+        f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
+        f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "
+        f"Give that much, a smaller batch, or smaller `blocks`.{inverting}",
+        least,
+    )
