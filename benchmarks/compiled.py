@@ -1,115 +1,136 @@
-"""`recoup.plan(compile=True)` beside the compiler's own budgets: peak and time of a step."""
+"""`recoup.plan(compile=True)` beside the compiler's own budgets and other ways to save bytes."""
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 
+import plan_figure
 import torch
 from plan_models import COMPILED, Case
-from plan_rivals import compiled
-from plans import NOISE, Contestant, timed
+from plan_rivals import RIVALS, NotForThisError, compiled, compiled_blocks
+from plans import Contestant, gains, timed
 from torch import Tensor
 
 import recoup
 from recoup.errors import BudgetError
+from recoup.planning.frontier import Frontier
 from recoup.planning.plan import Plan
 
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.2, 0.0)
 SHARES = (0.14, 0.11)  # of the bytes of the uncompiled step
+NUM_BUDGETS = 20
 ROUNDS = 5
+EAGER = {name: way for name, way in RIVALS.items() if not name.startswith("torch.compile")}
+# The compiler takes longer over this whole model than anybody would wait.
+BLOCK_BY_BLOCK = {"ResNet-50"}
 
 
-def contestants(build: Callable[[str], Case], device: str) -> Iterator[Contestant]:
-    """Yield the uncompiled model, the compiler at its budgets, and plans in as many bytes."""
-    case = build(device)
-    plain = Contestant("eager", case, case.forward)
-    plain.gradient()
-    plain.measure(device)
-    yield plain
-    peaks, first = [], None
-    for budget in BUDGETS:
-        torch.compiler.reset()
+def rivals(model: str, build: Callable[[str], Case], device: str) -> Iterator[Contestant]:
+    """Yield the eager ways, the model as it is first, and then the compiler at its budgets."""
+    first = None
+    for name, change in EAGER.items():
         case = build(device)
-        contestant = Contestant(f"torch.compile, {budget}", case, compiled(budget)(case))
+        try:
+            contestant = Contestant(name, case, change(case))
+        except NotForThisError as error:
+            print(f"   {model}, {name}: left out. {error}", flush=True)
+            continue
         gradient = contestant.gradient()
         first = gradient if first is None else first
-        # The compiler's budgets draw alike, so what differs by more than rounding is wrong.
-        contestant.found["gradient_error"] = _error(gradient, first)
-        contestant.measure(device)
-        peaks.append(contestant.found["peak_bytes"])
-        yield contestant
-    of_eager = plain.found["peak_bytes"]
-    budgets = {*peaks, *(int(share * of_eager) for share in SHARES)}
-    firsts: dict[bool, Tensor] = {}  # what is not compiled draws otherwise
-    for budget in sorted(budgets, reverse=True):
+        yield _measured(contestant, gradient, first, device)
+    whole = compiled_blocks if model in BLOCK_BY_BLOCK else compiled
+    first = None
+    for budget in BUDGETS:
         case = build(device)
+        contestant = Contestant(f"torch.compile, {budget}", case, whole(budget)(case))
+        gradient = contestant.gradient()
+        # The compiler's budgets draw alike, so what differs by more than rounding is wrong.
+        first = gradient if first is None else first
+        yield _measured(contestant, gradient, first, device)
+
+
+class Planned:
+    """The plans of one model from one frontier, and what their steps take."""
+
+    def __init__(self, build: Callable[[str], Case], device: str) -> None:
+        self.case = build(device)
+        self.device = device
+        kwargs = {"loss": self.case.loss, "holds_output": False, **self.case.kwargs}
+        start = time.perf_counter()
+        self.frontier: Frontier = recoup.plan(self.case.model, compile=True, **kwargs)
+        self.measuring_seconds = time.perf_counter() - start
+        print(self.frontier, f"\n   measured in {self.measuring_seconds:.0f} s", flush=True)
+        self._first: dict[bool, Tensor] = {}  # what is not compiled draws otherwise
+
+    def contestant(self, budget_bytes: int) -> Contestant:
         start = time.perf_counter()
         try:
-            plan = _plan(case, budget)
+            plan = self.frontier.plan(budget_bytes)
         except BudgetError as error:
             print("   no plan:", error, flush=True)
-            plan = _plan(case, error.least_bytes)
-        seconds = time.perf_counter() - start
-        plan.apply()
-        is_compiled = any("compiled" in row.way for row in plan.blocks)
-        found = {"budget_bytes": plan.budget_bytes, "planning_seconds": seconds}
-        found |= {"is_compiled": is_compiled}
-        contestant = Contestant("recoup", case, case.forward, **found)
+            plan = self.frontier.plan(error.least_bytes)
+        found = {
+            "budget_bytes": plan.budget_bytes,
+            "predicted_bytes": plan.predicted_peak_bytes,
+            "planning_seconds": time.perf_counter() - start,
+            "is_compiled": any("compiled" in row.way for row in plan.blocks),
+            "num_forwards": sum(row.num_forwards for row in plan.blocks),
+        }
+        contestant = Contestant("recoup", self.case, self._under(plan), **found)
         gradient = contestant.gradient()
-        wanted = firsts.setdefault(is_compiled, gradient)
-        contestant.found["gradient_error"] = _error(gradient, wanted)
-        contestant.measure(device)
-        yield contestant
+        first = self._first.setdefault(found["is_compiled"], gradient)
+        return _measured(contestant, gradient, first, self.device)
+
+    def _under(self, plan: Plan) -> Callable[[], Tensor]:
+        def forward() -> Tensor:
+            with plan.applied():
+                return self.case.forward()
+
+        return forward
 
 
-def _plan(case: Case, budget: int) -> Plan:
-    kwargs = {"loss": case.loss, "holds_output": False, **case.kwargs}
-    return recoup.plan(case.model, budget=budget, compile=True, **kwargs)
+def _measured(contestant: Contestant, gradient: Tensor, wanted: Tensor, device: str) -> Contestant:
+    contestant.found["gradient_error"] = float((gradient - wanted).norm() / wanted.norm())
+    contestant.measure(device)
+    print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
+    return contestant
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
-def rows(model: str, build: Callable[[str], Case], device: str) -> list[dict]:
-    found: list[Contestant] = []
-    for contestant in contestants(build, device):
-        print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
-        found.append(contestant)
-    return timed(model, found, device, ROUNDS)
-
-
-def gains(found: list[dict]) -> list[dict]:
-    """Return, for each budget of the compiler, our fastest plan in at most as many bytes."""
-    made = []
-    for rival in found:
-        if not rival["name"].startswith("torch.compile"):
-            continue
-        fitting = [
-            row
-            for row in found
-            if row["model"] == rival["model"]
-            and row["name"] == "recoup"
-            and row["peak_bytes"] <= rival["peak_bytes"]
-        ]
-        best = min(fitting, key=lambda row: row["seconds"], default=None)
-        over = best and best["seconds"] / rival["seconds"]
-        made.append(
-            {
-                "model": rival["model"],
-                "name": rival["name"],
-                "peak_bytes": rival["peak_bytes"],
-                "ours_bytes": best and best["peak_bytes"],
-                "ours_over_rival": over,
-                "is_won": over is not None and over <= 1 + NOISE,
-            }
-        )
-    return made
+def tables(
+    model: str, build: Callable[[str], Case], device: str, rounds: int = ROUNDS
+) -> dict[str, list[dict]]:
+    """Return the rows of all ways, and those of plans at equally spaced budgets."""
+    torch.compiler.reset()
+    found = list(rivals(model, build, device))
+    peaks = {contestant.found["peak_bytes"] for contestant in found}
+    most = found[0].found["peak_bytes"]
+    planned = Planned(build, device)
+    wanted = {*peaks, *(int(share * most) for share in SHARES)}
+    wanted = {max(each, planned.frontier.least_bytes) for each in wanted}
+    found += [planned.contestant(budget) for budget in sorted(wanted, reverse=True)]
+    least = planned.frontier.least_bytes
+    spaced = [least + (most - least) * i // (NUM_BUDGETS - 1) for i in range(NUM_BUDGETS)]
+    budgets = [{"model": model, **planned.contestant(each).found} for each in spaced]
+    rows = timed(model, found, device, rounds)
+    return {"compiled": rows, "gains": gains(rows), "budgets": budgets}
 
 
 def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
-    """Yield the tables, again with each model."""
-    found: list[dict] = []
+    """Yield the tables, again with each model; the picture is of the CPU."""
+    found: dict[str, list[dict]] = {}
     for model, build in COMPILED.items():
-        found = found + rows(model, build, device)
-        yield "compiled", found
-        yield "gains", gains(found)
+        for name, rows in tables(model, build, device).items():
+            found[name] = found.get(name, []) + rows
+        yield from found.items()
+    if device == "cpu":
+        plan_figure.write(found["compiled"], plan_figure.PATH.with_name("compiled.png"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(COMPILED))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments = parser.parse_args()
+    for each in arguments.models:
+        for row in tables(each, COMPILED[each], "cpu", arguments.rounds)["gains"]:
+            print(row)

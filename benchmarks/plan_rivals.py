@@ -17,6 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from recoup._core.compile import with_own_code
+
 Forward = Callable[[], torch.Tensor]
 
 
@@ -120,6 +122,26 @@ def compiled(budget: float) -> Callable[[Case], Forward]:
         return run
 
     return change
+
+
+def compiled_blocks(budget: float) -> Callable[[Case], Forward]:
+    """Compile each block by itself; alike blocks share their code."""
+
+    def change(case: Case) -> Forward:
+        call = torch.compile(with_own_code(_call, f"block_{budget}"), fullgraph=True)
+        case.blocks = [Around(block, call) for block in case.blocks]
+
+        def run():
+            with compiler.patch(activation_memory_budget=budget):
+                return case.forward()
+
+        return run
+
+    return change
+
+
+def _call(block, *args, **kwargs):
+    return block(*args, **kwargs)
 
 
 def torch_remat(*kept: str) -> Callable[[Case], Forward]:

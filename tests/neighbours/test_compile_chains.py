@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -21,6 +22,7 @@ from recoup.invertible import (
     Chain,
     InvertibleModule,
     Split,
+    compiled_steps,
 )
 
 pytestmark = [
@@ -138,6 +140,20 @@ def test_alike_steps_are_compiled_once():
         found.append(num_graphs())
     # One more: in a deep flow there are gradients with the memory layout that a step gives them.
     assert found[1] <= found[0] + 1
+
+
+def test_compiled_code_is_freed_with_the_last_chain_that_uses_it():
+    flows = [glow() for _ in range(2)]
+    for flow in flows:
+        flow.compile(backend="aot_eager")
+        step(flow)
+    assert len(compiled_steps._codes) > 0
+    flows.pop()
+    gc.collect()
+    assert len(compiled_steps._codes) > 0
+    del flow, flows
+    gc.collect()
+    assert len(compiled_steps._codes) == 0
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class _Code:
         return None
 
 
-_codes: dict[tuple[Any, ...], _Code] = {}
+_codes: WeakValueDictionary[tuple[Any, ...], _Code] = WeakValueDictionary()  # steps hold them
 
 
 class Step:
@@ -89,6 +90,7 @@ class Step:
         kind = [(type(part.module), part.takes_context) for part in self.parts]
         shapes = [parameter.shape for part in self.parts for parameter in part.parameters()]
         self._kind = (settings, *kind, *shapes)
+        self._code: _Code | None = None
 
     @property
     def name(self) -> str:
@@ -102,9 +104,8 @@ class Step:
         for module in self.modules:
             found.begin(module)
             found.walk(module)
-        code = _codes.get(self._kind)
-        if code is None:
-            code = _codes[self._kind] = _Code(self._settings)
+        code = self._code = self._code or _codes.get(self._kind) or _Code(self._settings)
+        _codes[self._kind] = code
         reason = found.obstacle or _why_draws(found.drawing) or code.reason
         if reason is None:
             return CompiledStage(self, code, tuple(found.learned))

@@ -24,7 +24,7 @@ __all__ = ["explain_command"]
 
 def explain_command(
     build: str,
-    budget: str,
+    budget: str | None = None,
     blocks: str | None = None,
     loss: str | None = None,
     device: str = "cpu",
@@ -37,11 +37,12 @@ def explain_command(
         build: a function, as "module:function" or "path/to/file.py:function", that is called
             without arguments and returns (model, argument, ...), where a last dict stands for
             keyword arguments.
-        budget: bytes for a step, such as 2GiB.
+        budget: bytes for a step, such as 2GiB. Without it, the peaks and times are printed that
+            plans are predicted to have.
         blocks: a regular expression for the names of the blocks; found if left out.
         loss: a function from what the model returns to a scalar, written as `build` is.
         device: cpu or a CUDA device, to which model and arguments go.
-        figure: draw the plan into this file (.png, .svg or .pdf).
+        figure: draw the plan, or all plans, into this file (.png, .svg or .pdf).
         compile: let blocks run compiled where that pays; says on stderr what is being compiled.
 
     Returns:
@@ -51,15 +52,12 @@ def explain_command(
     try:
         model, args, kwargs = _built(build, device)
         with _progress():
-            made = plan(
-                model,
-                *args,
-                budget=budget,
-                blocks=blocks,
-                loss=None if loss is None else cast("Any", load_builder(loss)),
-                compile=compile,
-                **kwargs,
-            )
+            of_loss = None if loss is None else cast("Any", load_builder(loss))
+            options: Any = {"blocks": blocks, "loss": of_loss, "compile": compile, **kwargs}
+            if budget is None:
+                made = plan(model, *args, **options)
+            else:
+                made = plan(model, *args, budget=budget, **options)
         print(made)
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)

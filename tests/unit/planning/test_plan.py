@@ -323,6 +323,10 @@ def test_explain(tmp_path: Path, capsys):
     assert main(args) == 0
     assert "Plan for Sequential: 4 blocks in 1 MiB" in capsys.readouterr().out
     assert figure.exists()
+    figure = figure.with_stem("frontier")
+    assert main(["explain", built, "--figure", str(figure)]) == 0
+    assert "Plans for Sequential: 4 blocks, from " in capsys.readouterr().out
+    assert figure.exists()
     for wrong, message in (
         ([built, "--budget", "1KiB"], "the least that a step of this model was seen to take"),
         ([built, "--budget", "much"], "`budget` is 'much'"),

@@ -41,7 +41,7 @@ MISTAKES = {
     "lm generate --checkpoint nowhere": "`--checkpoint` is nowhere, but there is no such file",
     "curve": "`build` is needed",
     "curve a:b --depths 4 x": "`--depths` is x, but must be int",
-    "explain a:b": "`--budget` is needed",
+    "explain": "`build` is needed",
     "flow demo --epochs": "argument --epochs: expected one argument",
 }
 HELPS = ["", "--help", "flow", *(f"{name} --help" for name in _COMMANDS)]
