@@ -1,4 +1,7 @@
-"""docs/images/plans.png: time of a step against its peak, our plans as a line, others as marks."""
+"""docs/images/plans.png and compiled.png: time of a step against its peak.
+
+Our plans are a line, other ways are marks; hollow marks are steps whose gradients are wrong.
+"""
 
 import math
 from pathlib import Path
@@ -19,16 +22,20 @@ RIVALS = {
     "transformers": ("#6a3d9a", "P"),
     "torch_remat": ("#7f7f7f", "X"),
 }
+BENEATH = ("1.0", "0.6", "0.4", "0.0")
+WRONG = 1e-2  # relative error of gradients
 SIZES = {"s": 10.0, "P": 7.0, "X": 4.5}  # these three may lie on each other
 
 
 def write(rows: list[dict], path: Path = PATH) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure((5.6 * len(models), 5.0), 200, facecolor="white")
+    num_lines = math.ceil(len(models) / 2)
+    height = 0.8 + 4.2 * num_lines
+    figure = Figure((5.6 * math.ceil(len(models) / num_lines), height), 200, facecolor="white")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    panels = figure.subplots(num_lines, math.ceil(len(models) / num_lines), squeeze=False).flat
     named: dict[str, object] = {}
-    for axes, model in zip(panels, models, strict=True):
+    for axes, model in zip(panels, models, strict=False):
         named |= _panel(axes, [row for row in rows if row["model"] == model], model)
     names = [name for name in (*OURS, *RIVALS) if name in named]
     figure.legend(
@@ -40,7 +47,9 @@ def write(rows: list[dict], path: Path = PATH) -> None:
         fontsize=9.5,
         labelcolor=INK,
     )
-    figure.subplots_adjust(left=0.06, right=0.98, top=0.9, bottom=0.25, wspace=0.16)
+    figure.subplots_adjust(
+        left=0.06, right=0.98, top=1 - 0.5 / height, bottom=1.25 / height, wspace=0.16, hspace=0.35
+    )
     figure.savefig(path)
 
 
@@ -72,13 +81,15 @@ def _panel(axes, rows: list[dict], title: str) -> dict:
                 linestyle="none",
                 marker=marker,
                 markersize=SIZES.get(marker, 7.0),
-                markeredgecolor="white",
-                markeredgewidth=0.8,
+                markerfacecolor="white" if row["gradient_error"] > WRONG else color,
+                markeredgecolor=color if row["gradient_error"] > WRONG else "white",
+                markeredgewidth=1.2 if row["gradient_error"] > WRONG else 0.8,
                 zorder=4,
             )
             if name != row["name"]:
-                # The compiler's are beneath, since its marks lie close to those of others.
-                _label(axes, place, setting, color, -13 if name == "torch.compile" else 6)
+                # The compiler's are beneath in turn, since its marks lie close to each other.
+                is_beneath = name == "torch.compile" and setting in BENEATH
+                _label(axes, place, setting, color, -13 if is_beneath else 6)
     seconds = [row["seconds"] for row in rows]
     axes.set_ylim(0.9 * min(seconds), 1.04 * max(seconds))  # all lie within a factor of two
     axes.set_xlim(0, 1.05 * max(row["peak_bytes"] for row in rows) / 2**20)

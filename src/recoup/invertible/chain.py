@@ -15,11 +15,17 @@ from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.compiled_calls import CompileSettings
 from recoup._core.drift_guard import Drift
 from recoup._core.generators import generators_restored
-from recoup._core.log_det_pairs import has_inverse
 from recoup._core.stage import State
-from recoup.errors import ConvergenceError, NotInvertibleError
+from recoup.errors import ConvergenceError
 from recoup.invertible.actnorm import ActNorm
-from recoup.invertible.chain_stages import ModuleStage, kind_of
+from recoup.invertible.chain_stages import (
+    ModuleStage,
+    check_defined,
+    module_stage,
+    state_of,
+    to_output,
+    to_state,
+)
 from recoup.invertible.compiled_steps import CompiledStage, Step, steps_of
 from recoup.invertible.contract import InvertibleModule
 from recoup.planning.budget import is_bytes
@@ -92,7 +98,7 @@ class Chain(HasMemoryMode, InvertibleModule):
                     "InvertibleModule. Derive from recoup.invertible.InvertibleModule, or put it "
                     "in a recoup.Sequential, which takes any module."
                 )
-            _check_defined(index, module)
+            check_defined(index, module)
             self.add_module(str(index), module)
         self._settings: CompileSettings | None = None
         self._steps: tuple[object, list[Step | tuple[str, InvertibleModule]]] | None = None
@@ -221,13 +227,13 @@ class Chain(HasMemoryMode, InvertibleModule):
             is_inverted = all(map(_inverts_in_backward, stage.modules))  # without a call of Python
             ways.append("invert" if is_inverted else "recompute")
         executor = self._ready_executor(links, tuple(ways))
-        state, log_dets = executor.execute(stages, _state_of(x, context))
+        state, log_dets = executor.execute(stages, state_of(x, context))
         return self._to_pair(x, context, state, log_dets, settings)
 
     def _forward_plainly(
         self, x: Tensor, context: Tensor | None, settings: CompileSettings | None = None
     ) -> tuple[Any, Tensor]:
-        state = _state_of(x, context)
+        state = state_of(x, context)
         log_dets: list[Tensor | None] = []
         for stage in self._stages(x, context, settings):
             state, value = stage.forward(state)
@@ -248,7 +254,7 @@ class Chain(HasMemoryMode, InvertibleModule):
             total = functools.reduce(operator.add, cast("list[Tensor]", log_dets))
         else:
             total = self._sum(iter(log_dets), x, flat=self._is_flat)
-        return _to_output(state), total
+        return to_output(state), total
 
     @torch.no_grad()
     def _start(self, x: Tensor, context: Tensor | None) -> None:
@@ -266,7 +272,7 @@ class Chain(HasMemoryMode, InvertibleModule):
     def inverse(self, y: Any, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map ``y``, as `forward` returns it, to ``(x, log_det)``."""
         self._check_context(context)
-        state = _to_state(y)
+        state = to_state(y)
         if context is not None:
             state = (state[0], context, *state[1:])
         log_dets: list[Tensor | None] = []
@@ -298,13 +304,13 @@ class Chain(HasMemoryMode, InvertibleModule):
             return self._module_stages(context)
         self._start(x, context)
         return [
-            one.stage() if isinstance(one, Step) else _module_stage(*one, context)
+            one.stage() if isinstance(one, Step) else module_stage(*one, context)
             for one in self._ready_steps(settings, has_context=context is not None)
         ]
 
     def _module_stages(self, context: Tensor | None) -> list[ModuleStage]:
         return [
-            _module_stage(name, module, context) for name, module in self._named(flat=self._is_flat)
+            module_stage(name, module, context) for name, module in self._named(flat=self._is_flat)
         ]
 
     def _ready_steps(
@@ -350,39 +356,7 @@ class Chain(HasMemoryMode, InvertibleModule):
 _inverts_in_backward = operator.attrgetter("inverts_in_backward")
 
 
-def _module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:
-    hands_context = context is not None and module.takes_context
-    return kind_of(module)(name, module, hands_context=hands_context)
-
-
-def _check_defined(index: int, module: InvertibleModule) -> None:
-    """Raise unless a module defines both directions, or declares that it has forward only."""
-    name = f"`modules[{index}]` is a {type(module).__name__}, which"
-    if getattr(module.forward, "is_missing", False):
-        raise ValueError(f"{name} does not define `forward`.")
-    if module.inverts_in_backward and not has_inverse(module):
-        raise NotInvertibleError(
-            f"{name} does not define `inverse`. Define it; or, for a module that is used forward "
-            "only (a density that is not sampled), set `inverts_in_backward = False` on its class: "
-            'memory="constant" then recomputes it.'
-        )
-
-
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:
     """Return whether a module is a chain whose modules may be called in its place."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return type(module) is Chain and not any(vars(module)[name] for name in hooks)
-
-
-def _state_of(x: Tensor, context: Tensor | None) -> State:
-    return (x,) if context is None else (x, context)
-
-
-def _to_output(state: State) -> Any:
-    return state[0] if len(state) == 1 else (*state[1:], state[0])
-
-
-def _to_state(y: Any) -> State:
-    if isinstance(y, Tensor):
-        return (y,)
-    return (y[-1], *y[:-1])

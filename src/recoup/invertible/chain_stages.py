@@ -1,4 +1,4 @@
-"""The stages of a chain: what maps the tensors that pass through it."""
+"""The stages of a chain: what maps the tensors that pass through it, and these tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from typing import Any
 
 from torch import Tensor
 
-from recoup._core.log_det_pairs import check_pair
+from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.stage import State
+from recoup.errors import NotInvertibleError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.rearrange import Split
 
-__all__ = ["ModuleStage", "kind_of"]
+__all__ = [
+    "ModuleStage",
+    "check_defined",
+    "module_stage",
+    "state_of",
+    "to_output",
+    "to_state",
+]
 
 
 class ModuleStage:
@@ -95,8 +103,39 @@ class _ChainStage(ModuleStage):
         return (*state[start:], state[0]), state[1:start]
 
 
-def kind_of(module: InvertibleModule) -> type[ModuleStage]:
-    """Return the kind of stage that a module is."""
-    if isinstance(module, Split):
-        return _SplitStage
-    return _ChainStage if module.num_early else ModuleStage
+def module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:
+    """Return the stage that a module is."""
+    hands_context = context is not None and module.takes_context
+    kind = _ChainStage if module.num_early else ModuleStage
+    kind = _SplitStage if isinstance(module, Split) else kind
+    return kind(name, module, hands_context=hands_context)
+
+
+def state_of(x: Tensor, context: Tensor | None) -> State:
+    """Return the state before the first module."""
+    return (x,) if context is None else (x, context)
+
+
+def to_output(state: State) -> Any:
+    """Return what a chain returns for the state after its last module."""
+    return state[0] if len(state) == 1 else (*state[1:], state[0])
+
+
+def to_state(y: Any) -> State:
+    """Return the state after the last module, from what a chain returned."""
+    if isinstance(y, Tensor):
+        return (y,)
+    return (y[-1], *y[:-1])
+
+
+def check_defined(index: int, module: InvertibleModule) -> None:
+    """Raise unless a module defines both directions, or declares that it has forward only."""
+    name = f"`modules[{index}]` is a {type(module).__name__}, which"
+    if getattr(module.forward, "is_missing", False):
+        raise ValueError(f"{name} does not define `forward`.")
+    if module.inverts_in_backward and not has_inverse(module):
+        raise NotInvertibleError(
+            f"{name} does not define `inverse`. Define it; or, for a module that is used forward "
+            "only (a density that is not sampled), set `inverts_in_backward = False` on its class: "
+            'memory="constant" then recomputes it.'
+        )
