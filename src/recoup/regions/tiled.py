@@ -23,7 +23,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from recoup._core.call import Call, run_again
 from recoup._core.closures import ClosureGuard
-from recoup._core.compile import is_traced
+from recoup._core.compile import break_graph, is_traced, is_watched, uncompiled
 from recoup._core.compiled_graphs import is_followed
 from recoup.regions.checkpoint import checkpoint_in_graph, name_of
 from recoup.regions.tile_check import check_rows
@@ -33,6 +33,10 @@ __all__ = ["Tiled", "check_arguments", "tiled"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_NOT_IN_GRAPH = (
+    "A loss in tiles runs outside of graphs: how many targets a tile has decides what runs. Leave "
+    "out `fullgraph`, or call it outside of the compiled function."
+)
 
 
 def tiled(
@@ -51,7 +55,8 @@ def tiled(
     makes between arguments and result is alive for one tile only, in forward and in backward.
     Backward pays one more run of `fn`, and 100 to 200 microseconds a tile. The gradient of a
     weight is summed over the tiles, which takes twice its bytes for a moment. For a loss over a
-    large vocabulary, `tiled_loss` spares both.
+    large vocabulary, `tiled_loss` spares both. A graph of torch.compile breaks at a loss in tiles;
+    without `reduction`, tiles are torch's own checkpoints in it, and norms are not checked.
 
     It is checked that outputs have the rows of their tile and that no batch or instance norm is in
     training; whether `fn` really treats rows independently is checked by `.check(*args)` alone.
@@ -124,7 +129,16 @@ class Tiled(Generic[P, T]):
         """Call the function in tiles."""
         if is_traced():
             return self._fn(*args, **kwargs)
-        self._check_norms()
+        if self._reduction == "none" and is_followed():
+            return self.run(args, kwargs)
+        if is_followed():
+            break_graph(_NOT_IN_GRAPH)
+        return (uncompiled(_run) if is_watched() else _run)(self, args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Call the function in tiles, in a graph of the compiler or outside of any."""
+        if not is_followed():
+            self._check_norms()
         tiles = Tiles(args, kwargs, self._dim, self._tiles, self._split)
         if self._reduction == "none":
             outputs = [self._run(i, g) for i, g in self._pieces(tiles)]
@@ -185,6 +199,10 @@ class Tiled(Generic[P, T]):
                         "that computes statistics over rows, so it does not treat rows "
                         "independently. Leave it out of `fn`, or call `.eval()` on it."
                     )
+
+
+def _run(tiled: Tiled[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    return tiled.run(args, kwargs)
 
 
 def _is_over_rows(norm: _NormBase) -> bool:

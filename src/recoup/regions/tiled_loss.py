@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.closures import ClosureGuard
-from recoup._core.compile import is_watched, uncompiled
-from recoup._core.compiled_graphs import is_followed
 from recoup._core.saved_tensors import check_hooks_work
 from recoup._core.summed_gradients import SummedGradients, alone
 from recoup.regions.tiled import Tiled, check_arguments
@@ -40,7 +38,7 @@ def tiled_loss(
     is no double backward, and parameters' gradients are held from forward on. The weight of a
     linear layer takes the bytes of one gradient at any time, and others those of two.
 
-    In a graph of torch.compile it is what `tiled` is. What is checked is the same as for `tiled`.
+    What is checked is the same as for `tiled`. A graph of torch.compile breaks at it.
 
     Args:
         fn: a function or module that returns a loss, a tensor without dimensions, and treats rows
@@ -91,13 +89,9 @@ class TiledLoss(Tiled[P, Tensor]):
     """A loss that runs in tiles, as `tiled_loss` returns it."""
 
     def _loss(self, tiles: Tiles) -> Tensor:
-        if is_followed() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return super()._loss(tiles)
         check_hooks_work()
-        run = uncompiled(self._with_gradients) if is_watched() else self._with_gradients
-        return run(tiles)
-
-    def _with_gradients(self, tiles: Tiles) -> Tensor:
         weights, divisor = self._weights(tiles)
         fn: Any = self._fn
         outside = () if isinstance(fn, nn.Module) else ClosureGuard(fn).tensors
