@@ -68,7 +68,7 @@ class SummedGradients:
         ends = [tensor for key, tensor in graph.ends.items() if key not in added]
         edges = [GradientEdge(product.node, 0) for product in products]
         with _without_hooks(ends), without_autocast(value.device.type):
-            gradients = torch.autograd.grad(
+            gradients: Sequence[Any] = cast("Any", torch.autograd.grad)(
                 value,
                 [*inputs, *ends, *edges],
                 torch.full_like(value, weight),

@@ -4,8 +4,8 @@ NOTE [ Tiled calls ]
 
 Rule 1. Each tile is a region of its own, so draws, autocast, guards, hooks and double backward are
         those of a checkpointed call. One tile is alive at a time, in forward and in backward.
-Rule 2. `fn` is given what a tile of its arguments is, and the result is that of `fn` for all of them:
-        outputs are concatenated; losses are added, weighted by their targets if they are means.
+Rule 2. The result is that of `fn` for all rows: outputs are concatenated; losses are added, means
+        weighted by the number of their targets.
 Rule 3. A tile without a target has no loss (0 / 0 for most functions), so it is left out; without
         any target in any tile, all are taken as they are.
 """
@@ -64,7 +64,7 @@ def tiled(
 
     Args:
         fn: a function or module for which ``fn(x)[:, i]`` depends on ``x[:, i]`` alone (with
-            `dim` 1), such as an MLP or a head with its loss. What holds for `checkpoint` holds here.
+            `dim` 1), such as an MLP. It may read what the function of `checkpoint` may.
         dim: the dimension of the rows: 1 for tokens of shape (N, L, D).
         tiles: how many pieces there are, as `chunks` of `torch.chunk`; each row is one if there
             are fewer rows. They differ by at most one row.
@@ -170,15 +170,12 @@ class Tiled(Generic[P, T]):
 
     def _loss(self, tiles: Tiles) -> Tensor:
         weights, divisor = self._weights(tiles)
-        total: Tensor | None = None
+        values: list[Tensor] = []
         for index, given in self._pieces(tiles):
-            if weights[index] == 0:  # See Rule 3
-                continue
-            value = tile_value(self._run(index, given), self._name, self._reduction)
-            value = value if divisor == 1 else value * (weights[index] / divisor)
-            total = value if total is None else total + value
-        assert total is not None  # noqa: S101 - some weight is not 0
-        return total
+            if weights[index] != 0:  # See Rule 3
+                value = tile_value(self._run(index, given), self._name, self._reduction)
+                values.append(value if divisor == 1 else value * (weights[index] / divisor))
+        return functools.reduce(torch.add, values)
 
     def _weights(self, tiles: Tiles) -> tuple[list[float], float]:
         """Return the weight of each tile, and what the sum is divided by."""
@@ -192,11 +189,11 @@ class Tiled(Generic[P, T]):
 
     def _check_norms(self) -> None:
         for module in self._modules:
-            for name, part in module.named_modules():
+            for part in module.modules():
                 if isinstance(part, _NormBase) and _is_over_rows(part):
                     raise ValueError(
-                        f"`fn` ({self._name}) has a {type(part).__name__} (`{name or 'itself'}`) "
-                        "that computes statistics over rows, so it does not treat rows "
+                        f"`fn` ({self._name}) has a {type(part).__name__} that "
+                        "computes statistics over rows, so it does not treat rows "
                         "independently. Leave it out of `fn`, or call `.eval()` on it."
                     )
 

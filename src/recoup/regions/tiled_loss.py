@@ -65,7 +65,9 @@ def tiled_loss(
         >>> import recoup, torch
         >>> head = torch.nn.Linear(8, 1000)
         >>> def head_and_loss(hidden, labels):
-        ...     return torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
+        ...     return torch.nn.functional.cross_entropy(
+        ...         head(hidden).flatten(0, 1), labels.flatten()
+        ...     )
         >>> hidden = torch.ones(2, 100, 8, requires_grad=True)
         >>> labels = torch.zeros(2, 100, dtype=torch.long)
         >>> loss = recoup.tiled_loss(head_and_loss, dim=1, tiles=10)(hidden, labels)

@@ -105,8 +105,9 @@ class Tiles:
         targets = self._targets(target)
         if targets is None:
             return list(map(float, self.sizes)), float(sum(self.sizes))
-        parts = [(part != ignore_index).sum() for part in targets.split(self.sizes, self.dim)]
-        counts = cast("list[int]", torch.stack(parts).tolist())
+        parts = cast("Sequence[Tensor]", targets.split(self.sizes, self.dim))
+        each = torch.stack([(part != ignore_index).sum() for part in parts])
+        counts = cast("list[int]", each.tolist())
         # Without any target it is what `fn` makes of none: nan for most.
         weights = list(map(float, counts if any(counts) else self.sizes))
         return weights, sum(weights)

@@ -286,7 +286,11 @@ def test_a_mean_without_targets_counts_rows(call):
 @pytest.mark.parametrize("call", CALLS)
 def test_which_argument_has_the_targets(call):
     head, fn = head_and_loss("mean")
-    hidden, labels, places = rows(3, 13, D), some_labels("some"), torch.arange(13)[None].repeat(3, 1)
+    hidden, labels, places = (
+        rows(3, 13, D),
+        some_labels("some"),
+        torch.arange(13)[None].repeat(3, 1),
+    )
 
     def loss(hidden, labels, *, places):
         return fn(hidden * (1 + places[..., None]), labels)
@@ -313,8 +317,8 @@ def test_check_of_losses():
         call(fn, reduction="mean").check(hidden, labels)
         with pytest.raises(ValueError, match="rows independently"):  # a sum that is called a mean
             call(head_and_loss("sum")[1], reduction="mean").check(hidden, labels)
+        shifted = lambda h, y: fn(h[:, :-1], y[:, 1:])  # noqa: E731
         with pytest.raises(ValueError, match="rows independently"):
-            shifted = lambda h, y: fn(h[:, :-1], y[:, 1:])  # noqa: E731
             call(shifted, reduction="mean", tiles=3).check(hidden, labels)
 
 
@@ -407,8 +411,10 @@ def test_within_regions(outer, call):
     if call == "tiled":
         for parameter in head.parameters():
             parameter.requires_grad_(False)
-    assert_same(gradients(lambda: run(hidden), [hidden], both),
-                gradients(lambda: want(hidden), [hidden], both))
+    assert_same(
+        gradients(lambda: run(hidden), [hidden], both),
+        gradients(lambda: want(hidden), [hidden], both),
+    )
 
 
 def test_an_operator_in_place_within():
@@ -435,8 +441,10 @@ def test_an_exception_within_leaves_nothing():
     assert hooks_in_force() is None
     module = mlp()
     x = rows(3, 13, D)
-    assert_same(gradients(lambda: recoup.tiled(module)(x), [x], module),
-                gradients(lambda: module(x), [x], module))
+    assert_same(
+        gradients(lambda: recoup.tiled(module)(x), [x], module),
+        gradients(lambda: module(x), [x], module),
+    )
 
 
 def test_a_weight_changed_before_backward_is_an_error():
@@ -444,7 +452,7 @@ def test_a_weight_changed_before_backward_is_an_error():
     y = recoup.tiled(module)(x)
     with torch.no_grad():
         module[0].weight.mul_(2)
-    with pytest.raises(ChangedError, match="tile . of Sequential"):
+    with pytest.raises(ChangedError, match=r"tile . of Sequential"):
         y.sum().backward()
 
 
