@@ -53,12 +53,17 @@ class SummedGradients:
     def __init__(self, name: str, outside: Iterable[Tensor]) -> None:
         self._name = name
         self._start = num_nodes()
+        self._values: list[Tensor] = []
+        self._dtype = torch.float32
         self._outside = {(t.grad_fn, t.output_nr): t for t in outside if t.grad_fn is not None}
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # of each tensor, with the tensor
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # in place of tensors with a graph
 
     def add(self, value: Tensor, weight: float, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Add ``weight * value``; return the gradients of `inputs`, which are its own leaves."""
+        self._dtype = value.dtype
+        wide = torch.promote_types(value.dtype, torch.float32)  # a sum may be too large for 16 bits
+        self._values.append(value.detach().to(wide) * weight)
         if not value.requires_grad:
             return [None] * len(inputs)
         graph = _Graph(self, value)
@@ -83,13 +88,10 @@ class SummedGradients:
                 product.add_to(self._sum_of(product.weight), part)
         return list(gradients[: len(inputs)])
 
-    def of(
-        self, values: Sequence[Tensor], divisor: float, others: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Return the sum of `values` over `divisor`, with the summed gradients as its own.
+    def of(self, divisor: float, others: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the sum over `divisor`, with the summed gradients as its own.
 
         Args:
-            values: all values that were added, without a graph.
             divisor: the number by which the sum is divided.
             others: further tensors, each with its sum.
         """
@@ -98,9 +100,7 @@ class SummedGradients:
         stand_for = {id(leaf): tensor for tensor, leaf in self._leaves.values()}
         tensors = [stand_for.get(id(tensor), tensor) for tensor, _ in pairs]
         sums = [total for _, total in pairs]
-        # A sum in 16 bits would round once for each value.
-        wide = torch.promote_types(values[0].dtype, torch.float32)
-        total = (torch.stack([*values]).to(wide).sum() / divisor).to(values[0].dtype)
+        total = (torch.stack(self._values).sum() / divisor).to(self._dtype)
         return cast("Any", _Sum).apply(self._name, total, divisor, *sums, *tensors)
 
     def as_end(self, tensor: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class _Graph:
                 continue
             first: Tensor | None = getattr(node, name)
             is_plain = weight.layout is torch.strided and weight.is_floating_point()
-            if first is not None and is_plain and first.dtype == weight.dtype:
+            if first is not None and is_plain:
                 found.append(_Product(node, first, weight, is_transposed))
         return found
 

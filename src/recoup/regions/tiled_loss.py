@@ -99,7 +99,6 @@ class TiledLoss(Tiled[P, Tensor]):
         outside = () if isinstance(fn, nn.Module) else ClosureGuard(fn).tensors
         gradients = SummedGradients(f"the loss of {self._name} in tiles", outside)
         arguments = _Arguments(tiles, gradients)
-        losses: list[Tensor] = []
         for index, weight in enumerate(weights):
             if weight == 0:
                 continue
@@ -107,9 +106,8 @@ class TiledLoss(Tiled[P, Tensor]):
             with alone():
                 value = tile_value(fn(*args, **kwargs), self._name, self._reduction)
                 arguments.take(index, gradients.add(value, weight, arguments.leaves))
-            losses.append(value.detach() * weight)
             del args, kwargs, value
-        return gradients.of(losses, divisor, arguments.gradients)
+        return gradients.of(divisor, arguments.gradients)
 
 
 class _Arguments:

@@ -211,6 +211,7 @@ def test_check_finds_wrong_gradients_and_passes_what_is_right():
     before = torch.get_rng_state()
     recoup.tiled(module).check(x)
     recoup.tiled(module.float()).check(x.float())
+    recoup.tiled(lambda x: (torch.rand(1), x.sin())[1]).check(x)
     assert x.grad is None
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(torch.get_rng_state(), before)

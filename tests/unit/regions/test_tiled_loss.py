@@ -398,6 +398,42 @@ def test_16_bits(dtype, tokens, labels):
     assert_same(found, wanted, rtol=5e-2)
 
 
+def test_a_mean_in_16_bits_whose_sum_is_too_large():
+    x = torch.full((1, 1024), 200.0, dtype=torch.float16, requires_grad=True)
+    for tiles in (1, 2, 64):
+        value = recoup.tiled_loss(torch.mean, tiles=tiles)(x)
+        assert value == 200
+        assert torch.equal(torch.autograd.grad(value, x)[0], torch.full_like(x, 1 / 1024))
+
+
+def test_complex_weights():
+    torch.manual_seed(0)
+    x = torch.randn(N, L, D, dtype=torch.complex128, requires_grad=True)
+    w = nn.Parameter(torch.randn(V, D, dtype=torch.complex128))
+
+    def loss(x):
+        return F.linear(x.flatten(0, 1), w).abs().square().sum()
+
+    found = torch.autograd.grad(recoup.tiled_loss(loss, reduction="sum")(x), [x, w])
+    assert_same(
+        [torch.view_as_real(each) for each in found],
+        [torch.view_as_real(each) for each in torch.autograd.grad(loss(x), [x, w])],
+    )
+
+
+@pytest.mark.parametrize("call", [recoup.tiled, recoup.tiled_loss])
+def test_noise_on_a_weight_is_one_draw(call, tokens, labels):
+    model = Model()
+    recoup.weight_noise(model, "head.weight", 0.5)
+
+    def run(loss):
+        with recoup.weights.same_draw(seed=3):
+            return step(model, tokens, loss)
+
+    tiled = call(model.loss, tiles=4, reduction="mean")
+    assert_same(run(lambda h: tiled(h, labels)), run(lambda h: model.loss(h, labels)))
+
+
 def test_sums_into_a_store(tokens, labels):
     model = Model(tied=True)
     wanted = step(model, tokens, lambda h: model.loss(h, labels))[1:]
