@@ -1,4 +1,4 @@
-"""One of two processes under DistributedDataParallel or FSDP2: the largest difference of each case."""
+"""One of two processes under DDP or FSDP2: the largest difference of each case."""
 
 from __future__ import annotations
 

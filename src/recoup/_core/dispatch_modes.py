@@ -9,9 +9,10 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recoup._core.compile import never_compiled
 from recoup._core.restoring import Restoring
 
-__all__ = ["DispatchMode", "InMode", "has_dispatch_mode"]
+__all__ = ["DispatchMode", "InMode", "PassingMode", "has_dispatch_mode"]
 
 # Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
@@ -43,6 +44,17 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class PassingMode(DispatchMode):
+    """A mode that passes each operator on."""
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
 
 
 class InMode(Restoring):
