@@ -6,8 +6,8 @@
     python benchmarks/run.py mnist                   # an hour on one core
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
-turn; that of weights, of the language model, of plans and tiles is wall time of all cores. Numbers are
-valid for the machine and the versions in the file.
+turn; that of weights, of the language model, of plans and of tiles is wall time of all cores.
+Numbers are valid for the machine and the versions in the file.
 """
 
 import argparse
