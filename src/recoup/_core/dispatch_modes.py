@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recoup._core.compile import never_compiled
 from recoup._core.restoring import Restoring
 
-__all__ = ["DispatchMode", "InMode", "PassingMode", "has_dispatch_mode"]
+__all__ = ["DispatchMode", "InMode", "PassingMode", "has_dispatch_mode", "num_dispatch_modes"]
 
 # Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
@@ -21,6 +22,8 @@ _FLAGS = tuple(
     if name.startswith("_is_in_") and isinstance(value, bool)
 )
 _modes: Any = torch._C
+# Returns how many dispatch modes are active; not a function of ours, for speed.
+num_dispatch_modes: Callable[[], int] = _modes._len_torch_dispatch_stack
 # The flags are those of the process, and every mode restores the ones that it found. So threads
 # whose modes overlap would leave them set: the last of our modes to end restores the flags that
 # the first one found.
@@ -31,7 +34,7 @@ _found: list[Any] = []
 
 def has_dispatch_mode() -> bool:
     """Whether a dispatch mode is active."""
-    return _modes._len_torch_dispatch_stack() > 0
+    return num_dispatch_modes() > 0
 
 
 class DispatchMode(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch import nn
 
 from recoup._core.called_code import CalledCode
 from recoup._core.closures import ClosureGuard
-from recoup._core.dispatch_modes import InMode, PassingMode, has_dispatch_mode
+from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
 from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
 from recoup._core.random_sources import sources_checked
@@ -117,7 +117,7 @@ class _First(Recording):
     def __enter__(self) -> None:
         if self._source_check is not None:
             self._source_check.__enter__()
-        self._replay._has_mode = has_dispatch_mode()
+        self._replay._has_mode = num_dispatch_modes() > 0
         super().__enter__()
 
     def restore(self) -> None:
@@ -157,7 +157,9 @@ class _Again(Replaying):
             self._settings = _Settings(replay._settings)
         # Within a mode torch takes composite operators apart in another way (a bias is not added in
         # place), so versions and the number of nodes would differ from those of the first run.
-        self._mode = InMode(PassingMode()) if replay._has_mode and not has_dispatch_mode() else None
+        self._mode = (
+            InMode(PassingMode()) if replay._has_mode and not num_dispatch_modes() else None
+        )
         self._modules = guard.modules_with_attributes() if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
