@@ -325,6 +325,34 @@ def _own_errors(found: dict) -> list[float]:
     return [row["gradient_error"] for row in found["compiled"] if row["name"] == "recoup"]
 
 
+def tiles_table(found: dict) -> str:
+    shape, versions = found["shape"], found["versions"]
+    num_rows = shape["batch"] * shape["length"]
+    lines = [
+        f"| {num_rows} tokens, {shape['units']} units | tiles | peak MiB | of plain | time |",
+        "|---|---|---|---|---|",
+    ]
+    for part, title in (("head", f"head and loss, {shape['vocabulary']} tokens"), ("mlp", "MLP")):
+        for row in found[part]:
+            name = f"**{row['name']}**" if row["name"].startswith("recoup") else row["name"]
+            cells = (
+                f"{title}: {name}",
+                str(row["tiles"]),
+                mib(row["peak_bytes"]),
+                f"{row['bytes_over_plain']:.3f}",
+                f"{row['over_plain']:.2f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    conditions = (
+        "<sub>Forward and backward, gradients with them; float32, a tenth of the targets ignored. "
+        "Other libraries' ways are written down in `benchmarks/tiles.py` in torch's operators. "
+        f"Wall time on {found['num_threads']} threads, the fastest round of each. "
+        f"{found['device_name']}, {found['date']}, torch {versions['torch']}; "
+        "`make bench ARGS=tiles`.</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
 def flows_table(found: dict) -> str:
     """Return a row for each library: its times over ours, and its peak at two depths."""
     lines = [

@@ -35,6 +35,8 @@ PUBLIC = {
     "schedules",
     "segments_backward",
     "step",
+    "tiled",
+    "tiled_loss",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

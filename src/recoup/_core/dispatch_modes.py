@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recoup._core.compile import never_compiled
 from recoup._core.restoring import Restoring
 
-__all__ = ["DispatchMode", "InMode", "has_dispatch_mode"]
+__all__ = ["DispatchMode", "InMode", "PassingMode", "has_dispatch_mode", "num_dispatch_modes"]
 
 # Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
@@ -20,6 +22,8 @@ _FLAGS = tuple(
     if name.startswith("_is_in_") and isinstance(value, bool)
 )
 _modes: Any = torch._C
+# Returns how many dispatch modes are active; not a function of ours, for speed.
+num_dispatch_modes: Callable[[], int] = _modes._len_torch_dispatch_stack
 # The flags are those of the process, and every mode restores the ones that it found. So threads
 # whose modes overlap would leave them set: the last of our modes to end restores the flags that
 # the first one found.
@@ -30,7 +34,7 @@ _found: list[Any] = []
 
 def has_dispatch_mode() -> bool:
     """Whether a dispatch mode is active."""
-    return _modes._len_torch_dispatch_stack() > 0
+    return num_dispatch_modes() > 0
 
 
 class DispatchMode(TorchDispatchMode):
@@ -43,6 +47,17 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class PassingMode(DispatchMode):
+    """A mode that passes each operator on."""
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
 
 
 class InMode(Restoring):

@@ -12,6 +12,7 @@ from torch import nn
 
 from recoup._core.called_code import CalledCode
 from recoup._core.closures import ClosureGuard
+from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
 from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
 from recoup._core.random_sources import sources_checked
@@ -39,6 +40,7 @@ class Replay:
         "_draws",
         "_generators",
         "_guard",
+        "_has_mode",
         "_name",
         "_parts",
         "_settings",
@@ -64,6 +66,7 @@ class Replay:
         self._closure = closure_guard if closure_guard is not None and closure_guard.reads else None
         self._guard = ModuleGuard(modules, name, part_names) if modules else _NO_MODULES
         self._settings = _settings()
+        self._has_mode = False  # whether the first run was in a dispatch mode
         self._draws = Draws()
 
     def first_run(self) -> FirstRun:
@@ -114,6 +117,7 @@ class _First(Recording):
     def __enter__(self) -> None:
         if self._source_check is not None:
             self._source_check.__enter__()
+        self._replay._has_mode = num_dispatch_modes() > 0
         super().__enter__()
 
     def restore(self) -> None:
@@ -135,7 +139,7 @@ class _First(Recording):
 class _Again(Replaying):
     """A context for a later run of a call, whose `lock` the caller holds around it."""
 
-    __slots__ = ("_attributes", "_modules", "_replaced", "_settings", "lock")
+    __slots__ = ("_attributes", "_mode", "_modules", "_replaced", "_settings", "lock")
 
     def __init__(self, replay: Replay, stops: bool) -> None:
         super().__init__(replay._draws)
@@ -151,10 +155,17 @@ class _Again(Replaying):
         before = replay._settings
         if before != _settings() or before[0] or before[2]:  # casts
             self._settings = _Settings(replay._settings)
+        # Within a mode torch takes composite operators apart in another way (a bias is not added in
+        # place), so versions and the number of nodes would differ from those of the first run.
+        self._mode = (
+            InMode(PassingMode()) if replay._has_mode and not num_dispatch_modes() else None
+        )
         self._modules = guard.modules_with_attributes() if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
+        if self._mode is not None:
+            self._mode.__enter__()
         if self._settings is not None:
             self._settings.__enter__()
         if self._replaced is not None:
@@ -175,6 +186,8 @@ class _Again(Replaying):
             self._replaced.restore()
         if self._settings is not None:
             self._settings.restore()
+        if self._mode is not None:
+            self._mode.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         if kind is None:

@@ -40,6 +40,7 @@ __all__ = [
     "detached",
     "frame_in_force",
     "grad_mode",
+    "is_graph_retained",
     "is_in_backward",
     "is_transformed",
     "num_nodes",
@@ -68,6 +69,8 @@ _push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
 _pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # Returns the number of the backward that this thread runs; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
+# Returns whether the backward that this thread runs leaves its graph for another one.
+is_graph_retained: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 # Returns the number of graph nodes that this thread has made.
 num_nodes: Callable[[], int] = _autograd._get_sequence_nr
 _version: Callable[[Tensor], int] = attrgetter("_version")

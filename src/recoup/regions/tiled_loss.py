@@ -1,0 +1,165 @@
+"""`recoup.tiled_loss`: a loss in pieces, whose gradients are taken while forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.closures import ClosureGuard
+from recoup._core.saved_tensors import check_hooks_work
+from recoup._core.summed_gradients import SummedGradients, alone
+from recoup.regions.tiled import Tiled, check_arguments
+from recoup.regions.tiles import Reduction, Tiles, tile_value
+
+__all__ = ["TiledLoss", "tiled_loss"]
+
+P = ParamSpec("P")
+
+
+def tiled_loss(
+    fn: Callable[P, Tensor],
+    dim: int = 1,
+    tiles: int = 8,
+    *,
+    split: Sequence[int | str] | None = None,
+    reduction: Reduction = "mean",
+    target: int | str | None = None,
+    ignore_index: int = -100,
+) -> TiledLoss[P]:
+    """Return a callable that computes the loss `fn`, and its gradients, on a piece at a time.
+
+    Kept: the gradients themselves, as large as the arguments and parameters that they belong to;
+    what `fn` makes (the logits) is alive for one tile only. Each tile runs forward and backward in
+    forward; backward only multiplies the gradients by that of the result. So nothing runs twice, as
+    with `tiled(fn, reduction="mean")`, but gradients are paid for whenever grad mode is on, there
+    is no double backward, and parameters' gradients are held from forward on. The weight of a
+    linear layer takes the bytes of one gradient at any time, and others those of two.
+
+    What is checked is the same as for `tiled`. A graph of torch.compile breaks at it.
+
+    Args:
+        fn: a function or module that returns a loss, a tensor without dimensions, and treats rows
+            independently: the head of a language model with its cross entropy.
+        dim: the dimension of the rows: 1 for tokens of shape (N, L, D).
+        tiles: how many pieces there are. Logits of all rows divided by `tiles` are alive, about
+            three times (in forward and in backward of a cross entropy).
+        split: the arguments that are split, as in `tiled`.
+        reduction: "mean" or "sum": which of the two `fn` returns. A mean is over targets, each of
+            the same weight: with class weights, let `fn` return a sum.
+        target: with "mean", the argument with the targets, as in `tiled`.
+        ignore_index: the target that a mean does not count.
+
+    Returns:
+        A callable that takes the same arguments as `fn` and returns the same loss. The loss may be
+        scaled, added to others, and reversed again with `retain_graph`.
+
+    Raises:
+        ValueError: as for `tiled`.
+        GradientError: in forward, when `fn` uses a tensor that is not among its arguments and was
+            computed before; in backward, with `create_graph=True`.
+
+    Example:
+        >>> import recoup, torch
+        >>> head = torch.nn.Linear(8, 1000)
+        >>> def head_and_loss(hidden, labels):
+        ...     return torch.nn.functional.cross_entropy(
+        ...         head(hidden).flatten(0, 1), labels.flatten()
+        ...     )
+        >>> hidden = torch.ones(2, 100, 8, requires_grad=True)
+        >>> labels = torch.zeros(2, 100, dtype=torch.long)
+        >>> loss = recoup.tiled_loss(head_and_loss, dim=1, tiles=10)(hidden, labels)
+        >>> loss.backward()
+        >>> hidden.grad.shape, head.weight.grad.shape
+        (torch.Size([2, 100, 8]), torch.Size([1000, 8]))
+
+    Source: Hsu et al., "Liger Kernel", https://arxiv.org/abs/2410.10989 (its fused linear cross
+    entropy).
+    """
+    check_arguments(fn, dim, tiles, reduction)
+    if reduction == "none":
+        raise ValueError(
+            '`reduction` is "none", but gradients can be taken in forward for a loss alone. Give '
+            '"mean" or "sum", or use recoup.tiled.'
+        )
+    return TiledLoss(fn, dim, tiles, split, reduction, target, ignore_index)
+
+
+class TiledLoss(Tiled[P, Tensor]):
+    """A loss that runs in tiles, as `tiled_loss` returns it."""
+
+    def _loss(self, tiles: Tiles) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super()._loss(tiles)
+        check_hooks_work()
+        weights, divisor = self._weights(tiles)
+        fn: Any = self._fn
+        outside = () if isinstance(fn, nn.Module) else ClosureGuard(fn).tensors
+        gradients = SummedGradients(f"the loss of {self._name} in tiles", outside)
+        arguments = _Arguments(tiles, gradients)
+        for index, weight in enumerate(weights):
+            if weight == 0:
+                continue
+            args, kwargs = tiles.given(arguments.tile(index))
+            with alone():
+                value = tile_value(fn(*args, **kwargs), self._name, self._reduction)
+                arguments.take(index, gradients.add(value, weight, arguments.leaves))
+            del args, kwargs, value
+        return gradients.of(divisor, arguments.gradients)
+
+
+class _Arguments:
+    """The tensor arguments of a loss in tiles, and the gradients of those that are split.
+
+    The graph of a tile ends at leaves of its own: in place of a split argument that requires a
+    gradient it is given a leaf with its rows. Other arguments are given as they are, or as leaves
+    over the same memory.
+
+    Args:
+        tiles: the arguments and how they are split.
+        gradients: sums the gradients of the arguments that are not split.
+
+    Attributes:
+        leaves: of the last tile that was given.
+    """
+
+    def __init__(self, tiles: Tiles, gradients: SummedGradients) -> None:
+        self._tiles = tiles
+        self._asked: dict[int, Tensor] = {}
+        given: list[Tensor] = []
+        for tensor, is_split in zip(tiles.tensors, tiles.is_split, strict=True):
+            if is_split and tensor.requires_grad:
+                self._asked[id(tensor)] = tensor
+            given.append(tensor.detach() if is_split else gradients.as_end(tensor))
+        self._pieces = tiles.pieces(given)
+        self._sums: dict[int, Tensor] = {}
+        self.leaves: list[Tensor] = []
+
+    @property
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors that were split, each with its gradient."""
+        return [(self._asked[key], total) for key, total in self._sums.items()]
+
+    def tile(self, index: int) -> tuple[Tensor, ...]:
+        """Return the tensor arguments of a tile."""
+        own: dict[int, Tensor] = {}  # a tensor that is there twice is one leaf
+        given: list[Tensor] = []
+        for tensor, piece in zip(self._tiles.tensors, self._pieces[index], strict=True):
+            if id(tensor) in self._asked:
+                piece = own.setdefault(id(tensor), piece.detach().requires_grad_())
+            given.append(piece)
+        self.leaves = list(own.values())
+        return tuple(given)
+
+    def take(self, index: int, found: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the leaves of a tile."""
+        start, size = sum(self._tiles.sizes[:index]), self._tiles.sizes[index]
+        asked = (key for key in dict.fromkeys(map(id, self._tiles.tensors)) if key in self._asked)
+        for key, gradient in zip(asked, found, strict=True):
+            if gradient is not None:
+                if key not in self._sums:
+                    self._sums[key] = torch.zeros_like(self._asked[key].detach())
+                self._sums[key].narrow(self._tiles.dim, start, size).copy_(gradient)
+        self.leaves = []
