@@ -12,8 +12,10 @@ from torch import nn
 
 from recoup._core.called_code import CalledCode
 from recoup._core.closures import ClosureGuard
+from recoup._core.dispatch_modes import InMode
 from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
+from recoup._core.kept_decisions import Decisions, decides_nothing
 from recoup._core.random_sources import sources_checked
 from recoup._core.restoring import Restoring, new_lock
 from recoup._core.rng import Draws, Recording, Replaying
@@ -32,10 +34,12 @@ class Replay:
         code: the code that runs: a module, or the `CalledCode` of a function.
         closure_guard: the values that a function reads beside its arguments; None for a module.
         part_names: the name of each module in error messages, if they are those of several calls.
+        is_inverted: whether later runs may be inverses, which decide nothing again.
     """
 
     __slots__ = (
         "_closure",
+        "_decisions",
         "_draws",
         "_generators",
         "_guard",
@@ -51,6 +55,8 @@ class Replay:
         code: object,
         closure_guard: ClosureGuard | None,
         part_names: Sequence[str] = (),
+        *,
+        is_inverted: bool = False,
     ) -> None:
         self._name = name
         # The caller holds them for as long as this is in use.
@@ -65,6 +71,15 @@ class Replay:
         self._guard = ModuleGuard(modules, name, part_names) if modules else _NO_MODULES
         self._settings = _settings()
         self._draws = Draws()
+        self._decisions: Decisions | None = None
+        is_training = self._guard.is_training
+        if not is_inverted and not decides_nothing(self._parts, is_training=is_training):
+            self._decisions = Decisions(name, self._parts, is_training=is_training)
+
+    @property
+    def keeps_decisions(self) -> bool:
+        """Whether the first run keeps its decisions, or is looked at for any."""
+        return self._decisions is not None
 
     def first_run(self) -> FirstRun:
         """Return a `FirstRun`, which decides whether a run keeps its residuals until it ends."""
@@ -97,7 +112,7 @@ class Replay:
 class _First(Recording):
     """A context for the first run of a call, whose `lock` the caller holds around it."""
 
-    __slots__ = ("_replay", "_source_check", "lock")
+    __slots__ = ("_keeping", "_replay", "_source_check", "lock")
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(replay._draws)
@@ -109,24 +124,36 @@ class _First(Recording):
             is_training=guard.is_training,
             generators=replay._generators,
         )
+        decisions = replay._decisions
+        self._keeping: InMode | None = None
+        if decisions is not None:
+            self._keeping = decisions.recording(is_first_look=self._source_check is not None)
         self.lock = LOCK if guard.has_norms else new_lock()
 
     def __enter__(self) -> None:
         if self._source_check is not None:
             self._source_check.__enter__()
         super().__enter__()
+        if self._keeping is not None:
+            self._keeping.__enter__()
 
     def restore(self) -> None:
+        if self._keeping is not None:
+            self._keeping.restore()
         super().restore()
         if self._source_check is not None:
             self._source_check.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         replay = self._replay
+        if self._keeping is not None:
+            self._keeping.leave(kind, value, traceback)
         super().leave(kind, value, traceback)
         if self._source_check is not None:
             self._source_check.leave(kind, value, traceback)
         if kind is None:
+            if replay._decisions is not None:
+                replay._decisions.first_run_ended()
             replay._guard.first_run_ended()
             if replay._closure is not None:
                 replay._closure.first_run_ended(replay._name)
@@ -135,7 +162,7 @@ class _First(Recording):
 class _Again(Replaying):
     """A context for a later run of a call, whose `lock` the caller holds around it."""
 
-    __slots__ = ("_attributes", "_modules", "_replaced", "_settings", "lock")
+    __slots__ = ("_attributes", "_modules", "_repeating", "_replaced", "_settings", "lock")
 
     def __init__(self, replay: Replay, stops: bool) -> None:
         super().__init__(replay._draws)
@@ -151,6 +178,10 @@ class _Again(Replaying):
         before = replay._settings
         if before != _settings() or before[0] or before[2]:  # casts
             self._settings = _Settings(replay._settings)
+        decisions = replay._decisions
+        self._repeating: InMode | None = None
+        if decisions is not None and decisions.are_any:
+            self._repeating = decisions.repeating()
         self._modules = guard.modules_with_attributes() if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -160,11 +191,15 @@ class _Again(Replaying):
         if self._replaced is not None:
             self._replaced.__enter__()
         super().__enter__()
+        if self._repeating is not None:
+            self._repeating.__enter__()
         for module in self._modules:
             own = module.__dict__
             self._attributes.append((own, own.copy()))
 
     def restore(self) -> None:
+        if self._repeating is not None:
+            self._repeating.restore()
         for own, before in self._attributes:
             for key in own.keys() - before.keys():
                 del own[key]
