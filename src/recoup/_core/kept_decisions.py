@@ -36,9 +36,10 @@ from torch import Tensor, nn
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.packed_masks import PackedMask
+from recoup._core.side_effects import SideEffects
 from recoup.errors import ReplayError
 
-__all__ = ["Decisions", "decides_nothing", "saves_integer"]
+__all__ = ["DECIDES_NOTHING", "Decisions", "saves_integer"]
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 # A conversion of more elements to integers is a quantization, which chooses no way.
@@ -46,15 +47,11 @@ _MOST_CONVERTED = 2**16
 # Masks of fewer elements are not worth the operators that pack them.
 _FEW = 64
 
-# Code that decided nothing in its first run, by mode (training or not), as in `random_sources`.
-_undecided: tuple[set[weakref.ref[Any]], ...] = (set(), set())
+# Code that decided nothing, and changed no buffer, in its first run, by mode (training or not), as
+# in `random_sources`.
+DECIDES_NOTHING: tuple[set[weakref.ref[Any]], ...] = (set(), set())
 # The places at which code saved integers when it was looked at (See Rule 4).
 _places: dict[weakref.ref[Any], set[int]] = {}
-
-
-def decides_nothing(parts: Sequence[weakref.ref[Any]], *, is_training: bool) -> bool:
-    """Whether all code in `parts` is known to decide nothing in this mode (See Rule 4)."""
-    return _undecided[is_training].issuperset(parts)
 
 
 def saves_integer(parts: Sequence[weakref.ref[Any]], place: int, *, is_looked_at: bool) -> bool:
@@ -73,8 +70,8 @@ def saves_integer(parts: Sequence[weakref.ref[Any]], place: int, *, is_looked_at
         return False
     if known is not None and place in known:
         return False
-    for undecided in _undecided:
-        undecided.difference_update(parts)
+    for known_to_be in DECIDES_NOTHING:
+        known_to_be.difference_update(parts)
     return True
 
 
@@ -115,18 +112,12 @@ class Decisions:
 
     Args:
         name: the name of the call in error messages.
-        parts: weak references to what runs.
-        is_training: whether it runs in training mode.
     """
 
-    __slots__ = ("_is_first_look", "_kept", "_name", "_parts", "_undecided")
+    __slots__ = ("_is_first_look", "_kept", "_name")
 
-    def __init__(
-        self, name: str, parts: Sequence[weakref.ref[Any]], *, is_training: bool
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._parts = parts
-        self._undecided = _undecided[is_training]
         self._is_first_look = False
         self._kept: list[_Kept] = []
 
@@ -135,23 +126,16 @@ class Decisions:
         """Whether the first run decided anything."""
         return bool(self._kept)
 
-    def recording(self, *, is_first_look: bool) -> InMode:
+    def recording(self, effects: SideEffects | None, *, is_first_look: bool) -> InMode:
         """Return a context for the first run, which keeps its decisions.
 
         Args:
+            effects: is told of the operators, if any may write to a buffer.
             is_first_look: whether compiled code does not run as such in it (See Rule 5).
         """
         self._is_first_look = is_first_look
-        return InMode(_Keeping(self._kept))
-
-    def first_run_ended(self) -> None:
-        """Note that the code has run, whether it decided or not (See Rule 4)."""
-        if not self._kept:
-            known = self._undecided
-            for part in self._parts:
-                value = part()
-                if value is not None and part not in known:
-                    known.add(weakref.ref(value, known.discard))
+        watching = effects if effects is not None and effects.has_buffers else None
+        return InMode(_Keeping(self._kept, watching))
 
     def repeating(self) -> InMode:
         """Return a context for a later run, which is given these decisions."""
@@ -164,9 +148,10 @@ class _Keeping(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, kept: list[_Kept], effects: SideEffects | None) -> None:
         super().__init__()
         self._kept = kept
+        self._effects = effects
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -179,6 +164,8 @@ class _Keeping(DispatchMode):
     ) -> Any:
         """Run an operator, and keep what it decides."""
         given = kwargs or {}
+        if self._effects is not None:
+            self._effects.written(func, args, given)
         result = func(*args, **given)
         way = _way_of(func)
         if way is not None and _is_of_floats(args):

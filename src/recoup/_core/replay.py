@@ -15,10 +15,12 @@ from recoup._core.closures import ClosureGuard
 from recoup._core.dispatch_modes import InMode
 from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
-from recoup._core.kept_decisions import Decisions, decides_nothing
+from recoup._core.kept_decisions import DECIDES_NOTHING, Decisions
 from recoup._core.random_sources import sources_checked
 from recoup._core.restoring import Restoring, new_lock
 from recoup._core.rng import Draws, Recording, Replaying
+from recoup._core.side_effects import CHANGES_NOTHING, SideEffects
+from recoup.errors import ReplayError
 
 __all__ = ["Replay", "autocast_nesting"]
 
@@ -39,14 +41,17 @@ class Replay:
 
     __slots__ = (
         "_closure",
-        "_decisions",
+        "_effects",
         "_draws",
         "_generators",
         "_guard",
         "_name",
         "_parts",
         "_settings",
+        "decisions",
     )
+
+    decisions: Decisions | None  # of the first run; None if it need not be looked at for any
 
     def __init__(
         self,
@@ -71,15 +76,25 @@ class Replay:
         self._guard = ModuleGuard(modules, name, part_names) if modules else _NO_MODULES
         self._settings = _settings()
         self._draws = Draws()
-        self._decisions: Decisions | None = None
-        is_training = self._guard.is_training
-        if not is_inverted and not decides_nothing(self._parts, is_training=is_training):
-            self._decisions = Decisions(name, self._parts, is_training=is_training)
+        self.decisions: Decisions | None = None
+        self._effects: SideEffects | None = None
+        mode = self._guard.is_training
+        if not is_inverted:
+            has_objects = not CHANGES_NOTHING[mode].issuperset(self._parts)
+            if not DECIDES_NOTHING[mode].issuperset(self._parts):
+                self.decisions = Decisions(name)
+            if has_objects or (self.decisions is not None and self._guard.buffers):
+                fn = None if closure_guard is None else closure_guard.fn
+                self._effects = SideEffects(name, self._guard, fn, has_objects=has_objects)
 
-    @property
-    def keeps_decisions(self) -> bool:
-        """Whether the first run keeps its decisions, or is looked at for any."""
-        return self._decisions is not None
+    def _looked_at(self) -> None:
+        """Note what the first run showed about its code, for later first runs."""
+        decisions, effects, mode = self.decisions, self._effects, self._guard.is_training
+        has_counted = effects is not None and effects.first_run_ended()
+        if effects is not None and not effects.changed_objects:
+            _add(CHANGES_NOTHING[mode], self._parts)
+        if decisions is not None and not decisions.are_any and not has_counted:
+            _add(DECIDES_NOTHING[mode], self._parts)
 
     def first_run(self) -> FirstRun:
         """Return a `FirstRun`, which decides whether a run keeps its residuals until it ends."""
@@ -105,6 +120,13 @@ class Replay:
         return self._draws.has_foreign
 
 
+def _add(known: set[weakref.ref[Any]], parts: Sequence[weakref.ref[Any]]) -> None:
+    for part in parts:
+        value = part()
+        if value is not None and part not in known:
+            known.add(weakref.ref(value, known.discard))
+
+
 # Classes and not generators: a chain enters them once or twice for each of its stages. The `with`
 # statement takes their locks, since it takes and frees a lock in one instruction.
 
@@ -124,10 +146,12 @@ class _First(Recording):
             is_training=guard.is_training,
             generators=replay._generators,
         )
-        decisions = replay._decisions
+        decisions = replay.decisions
         self._keeping: InMode | None = None
         if decisions is not None:
-            self._keeping = decisions.recording(is_first_look=self._source_check is not None)
+            self._keeping = decisions.recording(
+                replay._effects, is_first_look=self._source_check is not None
+            )
         self.lock = LOCK if guard.has_norms else new_lock()
 
     def __enter__(self) -> None:
@@ -152,9 +176,14 @@ class _First(Recording):
         if self._source_check is not None:
             self._source_check.leave(kind, value, traceback)
         if kind is None:
-            if replay._decisions is not None:
-                replay._decisions.first_run_ended()
-            replay._guard.first_run_ended()
+            if replay.decisions is not None or replay._effects is not None:
+                replay._looked_at()
+            try:
+                replay._guard.first_run_ended()
+            except ReplayError:  # it changed a buffer, which it did not when it was looked at
+                for mode in (*DECIDES_NOTHING, *CHANGES_NOTHING):
+                    mode.difference_update(replay._parts)
+                raise
             if replay._closure is not None:
                 replay._closure.first_run_ended(replay._name)
 
@@ -172,13 +201,15 @@ class _Again(Replaying):
         if closure is not None:
             closure.check(replay._name)
             values += closure.to_replace()
+        if replay._effects is not None:
+            values += replay._effects.to_replace()
         self._replaced = Replaced(values) if values else None
         self.lock = LOCK if values else new_lock()
         self._settings: _Settings | None = None
         before = replay._settings
         if before != _settings() or before[0] or before[2]:  # casts
             self._settings = _Settings(replay._settings)
-        decisions = replay._decisions
+        decisions = replay.decisions
         self._repeating: InMode | None = None
         if decisions is not None and decisions.are_any:
             self._repeating = decisions.repeating()

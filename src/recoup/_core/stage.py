@@ -148,7 +148,7 @@ class StageRun:
         try:
             if evaluations is None:
                 region = Region(name, owner, self.index, first_run)
-                region.is_looked_at = self._replay.keeps_decisions
+                region.is_looked_at = self._replay.decisions is not None
                 self._region = weakref.ref(region)
                 with first.lock, region.recording(first):
                     result = self._forward(state)
