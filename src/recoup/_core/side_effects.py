@@ -3,8 +3,10 @@
 NOTE [ Counted once ]
 
 Rule 1. A second run begins with what the first one found: each buffer that the first run changed,
-        and each list, dict or set among the attributes of its modules, or object in the closure of
-        its function, that it changed. It has a copy of them, so what it changes is not seen.
+        each list, dict or set among the attributes of its modules, and each object with tensors in
+        the closure of its function (a cache). It has a copy of them, so what it changes is not
+        seen. Containers of numbers and strings in a closure are those of a log, which may want to
+        know of each run.
 Rule 2. A buffer is copied before the first operator that writes to it, under the mode of NOTE
         [ Decisions are kept ]. Objects are copied before the first run, as in NOTE [ The arguments
         of a second run ]; only containers and objects of the user that are not large.
@@ -84,7 +86,12 @@ class SideEffects:
         has_counted = self._guard.count_once(self._copies)
         for _, snapshot in self._snapshots:
             snapshot.first_run_ended()
-        self._snapshots = [each for each in self._snapshots if each[1].has_changed]
+        self._snapshots = [
+            (location, snapshot)
+            for location, snapshot in self._snapshots
+            if snapshot.has_changed
+            and (isinstance(location.owner, dict) or _holds_tensors(location.get()))
+        ]
         return has_counted
 
     @property
@@ -120,14 +127,23 @@ def _in_closure(fn: object) -> Iterator[Location]:
 
 def _is_small(value: Any) -> bool:
     """Whether a value holds few others, so that a copy of it takes microseconds."""
-    pending: list[Any] = [value]
-    for each in pending:
+    return len(_values_in(value)) <= _MOST_VALUES
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(each, Tensor) for each in _values_in(value))
+
+
+def _values_in(value: Any) -> list[Any]:
+    """Return what a value holds, at any depth; not all of it if that is much."""
+    found: list[Any] = [value]
+    for each in found:
         if isinstance(each, (dict, OrderedDict)):
-            pending += cast("dict[Any, Any]", each).values()
+            found += cast("dict[Any, Any]", each).values()
         elif isinstance(each, (list, tuple, set, deque)):
-            pending += cast("Sequence[Any]", each)
-        elif is_copied(each):
-            pending += vars(each).values()
-        if len(pending) > _MOST_VALUES:
-            return False
-    return True
+            found += cast("Sequence[Any]", each)
+        if is_copied(each):
+            found += getattr(each, "__dict__", {}).values()
+        if len(found) > _MOST_VALUES:
+            break
+    return found
