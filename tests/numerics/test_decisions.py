@@ -129,7 +129,7 @@ def weights_of(x):
 
 OPERATORS = {
     "topk": lambda x: x.topk(2).values * taken(weights_of(x), x.topk(2).indices),
-    "sort": lambda x: x.sort(stable=True).values * torch.arange(8.0),
+    "sort": lambda x: x.sort(stable=True, descending=True).values * torch.arange(8.0),
     "sort descending": lambda x: weights_of(x.sort(descending=True)[0]),
     "argsort": lambda x: taken(x * torch.arange(8.0), x.argsort()).cumsum(-1).sin(),
     "argmax": lambda x: taken(weights_of(x), x.argmax(-1)),
@@ -149,7 +149,7 @@ OPERATORS = {
     "unique rows": lambda x: x.exp()[:1] * torch.unique(x, dim=1, return_counts=True)[1].sum(),
     "multinomial": lambda x: taken(weights_of(x), (50 * x).softmax(-1).multinomial(2)).sin(),
     "bernoulli": lambda x: (x * torch.bernoulli((x - 0.5).clamp(0, 1).detach())).exp(),
-    "item": lambda x: x * x.sum().item(),
+    "item": lambda x: x.exp() if x[0, 2].item() > 1 else x.sin(),
     "branch": lambda x: x.exp() if x[0, 2] > 1 else x.sin(),
     "loop": lambda x: [x := x.sin() for _ in range(int((x > 1).sum()) + 1)][-1],
     "equal": lambda x: x.exp() if torch.equal(x, TIES) else x.sin(),
@@ -179,12 +179,12 @@ def chosen_without_gradient(x):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_decides_once(name):
     def code(x):
-        return OPERATORS[name](perturbed(x.sin().asin())).exp()
+        return OPERATORS[name](perturbed(x * 1)).exp()
 
     def step(run):
         torch.manual_seed(3)
-        x = TIES.clone().mul_(0.9).requires_grad_()
-        y = run(lambda x: code(x / 0.9), x)
+        x = TIES.clone().requires_grad_()
+        y = run(code, x)
         y.sum().backward()
         return [x.grad, torch.rand(2)]
 
@@ -199,12 +199,12 @@ def test_most_of_these_decide_otherwise_in_torchs_checkpoint():
     for name in OPERATORS:
 
         def code(x, name=name):
-            return OPERATORS[name](perturbed(x.sin().asin())).exp()
+            return OPERATORS[name](perturbed(x * 1)).exp()
 
         def step(run, code=code):
             torch.manual_seed(3)
-            x = TIES.clone().mul_(0.9).requires_grad_()
-            run(lambda x: code(x / 0.9), x).sum().backward()
+            x = TIES.clone().requires_grad_()
+            run(code, x).sum().backward()
             return x.grad
 
         plain = step(lambda fn, x: fn(x))
@@ -215,7 +215,7 @@ def test_most_of_these_decide_otherwise_in_torchs_checkpoint():
             continue
         if not torch.allclose(found, plain, rtol=1e-4, atol=1e-4):
             wrong.add(name)
-    assert len(wrong) > len(OPERATORS) // 2, wrong
+    assert len(wrong) >= 26, sorted(set(OPERATORS) - wrong)
 
 
 # -- with the rest of autograd ---------------------------------------------------------------------
