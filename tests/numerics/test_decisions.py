@@ -50,8 +50,10 @@ def test_torchs_checkpoint_chooses_other_experts(kind):
 WAYS = {
     "checkpoint": lambda model: lambda x: recoup.checkpoint(model, x),
     "each": lambda model: lambda x: [x := recoup.checkpoint(block, x) for block in model][-1],
-    "nested": lambda model: lambda x: recoup.checkpoint(
-        lambda x: [x := recoup.checkpoint(block, x) for block in model][-1], x
+    "nested": lambda model: (
+        lambda x: recoup.checkpoint(
+            lambda x: [x := recoup.checkpoint(block, x) for block in model][-1], x
+        )
     ),
     "function": lambda model: lambda x: recoup.checkpoint(lambda x: model(x), x),
     "sqrt": lambda model: recoup.Sequential(*model, memory="sqrt"),

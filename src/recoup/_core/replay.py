@@ -41,8 +41,8 @@ class Replay:
 
     __slots__ = (
         "_closure",
-        "_effects",
         "_draws",
+        "_effects",
         "_generators",
         "_guard",
         "_name",

@@ -3,10 +3,10 @@
 NOTE [ Counted once ]
 
 Rule 1. A second run begins with what the first one found: each buffer that the first run changed,
-        each list, dict or set among the attributes of its modules, and each object with tensors in
-        the closure of its function (a cache). It has a copy of them, so what it changes is not
-        seen. Containers of numbers and strings in a closure are those of a log, which may want to
-        know of each run.
+        and each object with tensors (a cache) that it changed: lists, dicts and sets that are
+        attributes of its modules, and what is in the closure of its function. It has a copy of
+        them, so what it changes is not seen. Containers of numbers and strings are those of a log,
+        which may want to know of each run.
 Rule 2. A buffer is copied before the first operator that writes to it, under the mode of NOTE
         [ Decisions are kept ]. Objects are copied before the first run, as in NOTE [ The arguments
         of a second run ]; only containers and objects of the user that are not large.
@@ -52,9 +52,7 @@ class SideEffects:
 
     __slots__ = ("_buffers", "_copies", "_guard", "_snapshots")
 
-    def __init__(
-        self, name: str, guard: ModuleGuard, fn: object, *, has_objects: bool
-    ) -> None:
+    def __init__(self, name: str, guard: ModuleGuard, fn: object, *, has_objects: bool) -> None:
         self._guard = guard
         self._buffers: dict[int, list[int]] = {}  # places, by the address of the storage
         self._copies: dict[int, Tensor] = {}  # by place
@@ -89,8 +87,7 @@ class SideEffects:
         self._snapshots = [
             (location, snapshot)
             for location, snapshot in self._snapshots
-            if snapshot.has_changed
-            and (isinstance(location.owner, dict) or _holds_tensors(location.get()))
+            if snapshot.has_changed and (snapshot.had_tensors or _holds_tensors(location.get()))
         ]
         return has_counted
 

@@ -66,6 +66,11 @@ class Snapshot:
         """Whether the first run changed the object, once it has ended."""
         return self._before is not None
 
+    @property
+    def had_tensors(self) -> bool:
+        """Whether there were tensors in the object, if the first run changed it."""
+        return bool(self._versions)
+
     def first_run_ended(self) -> None:
         """Drop the copy if the first run did not change the object (See Rule 2)."""
         if _same(self._before, self._now, 0, set()):

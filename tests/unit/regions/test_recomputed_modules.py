@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recoup
-from recoup.errors import ReplayError
 from tests.alive import held_after
 from tests.oracle import tensors
 

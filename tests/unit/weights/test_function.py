@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import recoup
-from recoup.errors import ChangedError, ReplayError
+from recoup.errors import ChangedError
 from recoup.weights import Draw, applied, apply, disabled, remove, same_draw
 from tests.oracle import hooks_in_force
 from tests.unit.weights.plain_run import PlainRun
