@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from recoup._core import kept_decisions
+from recoup._core import deciding_operators
 from recoup._core.dispatch_modes import has_dispatch_mode
 from recoup.errors import ReplayError
 from tests.alive import held_after
@@ -362,7 +362,7 @@ def test_integers_of_a_look_are_known_later():
 
 @pytest.mark.parametrize(("bound", "bytes_each"), [(256, 1), (257, 2), (2**15, 2), (2**15 + 1, 4)])
 def test_indices_are_kept_in_the_fewest_bytes(bound, bytes_each):
-    kept = kept_decisions._narrowed(torch.tensor([0, bound - 1]), bound)
+    kept = deciding_operators._narrowed(torch.tensor([0, bound - 1]), bound)
     assert kept.element_size() == bytes_each
     assert kept.tolist() == [0, bound - 1]
 

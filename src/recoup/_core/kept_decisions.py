@@ -25,27 +25,22 @@ Rule 6. An inverse decides in another order than forward, from numbers that diff
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
+from recoup._core.deciding_operators import CONVERSION, is_kept_conversion, way_of
 from recoup._core.dispatch_modes import DispatchMode, InMode
-from recoup._core.packed_masks import PackedMask
 from recoup._core.side_effects import SideEffects
 from recoup.errors import ReplayError
 
 __all__ = ["DECIDES_NOTHING", "Decisions", "saves_integer"]
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
-# A conversion of more elements to integers is a quantization, which chooses no way.
-_MOST_CONVERTED = 2**16
-# Masks of fewer elements are not worth the operators that pack them.
-_FEW = 64
 
 # Code that decided nothing, and changed no buffer, in its first run, by mode (training or not), as
 # in `random_sources`.
@@ -91,20 +86,6 @@ class _Kept(NamedTuple):
     func: Any
     shape: torch.Size
     result: Any
-
-
-class _Way(NamedTuple):
-    """How the decisions of one operator are kept and repeated.
-
-    Args:
-        keep: makes of the arguments and the result what is kept; None if that is no decision.
-        repeat: makes the result of what is kept, and the arguments of the second run.
-        draws: whether the operator is run again for its draws.
-    """
-
-    keep: Callable[[Any, dict[str, Any], Any], Any]
-    repeat: Callable[[Any, Any, dict[str, Any]], Any]
-    draws: bool = False
 
 
 class Decisions:
@@ -167,7 +148,7 @@ class _Keeping(DispatchMode):
         if self._effects is not None:
             self._effects.written(func, args, given)
         result = func(*args, **given)
-        way = _way_of(func)
+        way = way_of(func)
         if way is not None and _is_of_floats(args):
             kept = way.keep(args, given, result)
             if kept is not None:
@@ -197,10 +178,10 @@ class _Repeating(DispatchMode):
     ) -> Any:
         """Run an operator, or answer with what it decided."""
         given = kwargs or {}
-        way = _way_of(func)
+        way = way_of(func)
         if way is None or not _is_of_floats(args):
             return func(*args, **given)
-        if way is _CONVERSION and not _is_kept_conversion(args[0], given):
+        if way is CONVERSION and not is_kept_conversion(args[0], given):
             return func(*args, **given)
         place = self._num_repeated
         self._num_repeated = place + 1
@@ -244,160 +225,3 @@ def _shape(args: Any) -> torch.Size:
         if isinstance(value, Tensor):
             return value.shape
     return torch.Size()
-
-
-# --- the ways in which decisions are kept --------------------------------------------------------
-
-
-def _narrowed(indices: Tensor, bound: int) -> Tensor:
-    """Return a copy of indices below `bound` in the smallest type."""
-    for dtype, limit in ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31)):
-        if bound <= limit and indices.dtype.itemsize > dtype.itemsize:
-            return indices.to(dtype)
-    return indices.clone()
-
-
-def _mask(mask: Tensor) -> Any:
-    return mask.clone() if mask.numel() < _FEW else PackedMask(mask)
-
-
-def _unmasked(kept: Any) -> Tensor:
-    return kept.unpacked() if isinstance(kept, PackedMask) else kept.clone()
-
-
-@functools.cache
-def _place_of(func: Any, name: str) -> tuple[int, Any]:
-    """Return the position of an argument of an operator, and its default."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return -1 if argument.kwarg_only else position, argument.default_value
-    raise ValueError(f"{func} has no argument `{name}`.")
-
-
-def _argument(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    position, default = _place_of(func, name)
-    if 0 <= position < len(args):
-        return args[position]
-    return kwargs.get(name, default)
-
-
-def _size(tensor: Tensor, dim: int | None) -> int:
-    if dim is None:
-        return tensor.numel()
-    return tensor.size(dim) if tensor.dim() else 1
-
-
-def _selection(func: Any) -> _Way:
-    """Values and their indices along a dimension: `topk`, `sort`, `max(dim)`."""
-
-    def keep(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-        dim = _argument(func, "dim", args, kwargs)
-        return _narrowed(result[1], _size(args[0], dim))
-
-    def repeat(kept: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        dim, values = _argument(func, "dim", args, kwargs), args[0]
-        indices = kept.to(torch.int64)
-        if indices.dim() == values.dim():
-            return values.gather(dim, indices), indices
-        return values.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices
-
-    return _Way(keep, repeat)
-
-
-def _indices(bound: Callable[[Any, dict[str, Any]], int], *, draws: bool = False) -> _Way:
-    """Return the way of a tensor of integers that are below `bound` of the arguments."""
-
-    def keep(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-        return result.dtype, _narrowed(result, bound(args, kwargs))
-
-    def repeat(kept: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        dtype, indices = kept
-        return indices.to(dtype) if indices.dtype != dtype else indices.clone()
-
-    return _Way(keep, repeat, draws)
-
-
-def _arg_extreme(func: Any) -> _Way:
-    return _indices(lambda args, kwargs: _size(args[0], _argument(func, "dim", args, kwargs)))
-
-
-def _is_kept_conversion(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a conversion of floating-point numbers to booleans, or to few integers."""
-    dtype = kwargs.get("dtype")
-    if dtype is None or dtype.is_floating_point or dtype.is_complex:
-        return False
-    return dtype is torch.bool or tensor.numel() <= _MOST_CONVERTED
-
-
-def _keep_conversion(args: Any, kwargs: dict[str, Any], result: Tensor) -> Any:
-    if not _is_kept_conversion(args[0], kwargs):
-        return None
-    return _mask(result) if result.dtype is torch.bool else result.clone()
-
-
-def _keep_all(args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-    return tuple([each.clone() for each in result])
-
-
-def _repeat_all(kept: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return tuple([each.clone() for each in kept])
-
-
-_COMPARISON = _Way(
-    lambda args, kwargs, result: _mask(result), lambda kept, args, kwargs: _unmasked(kept)
-)
-_NUMBER = _Way(lambda args, kwargs, result: result, lambda kept, args, kwargs: kept)
-_CONVERSION = _Way(_keep_conversion, lambda kept, args, kwargs: _unmasked(kept))
-_SEVERAL = _Way(_keep_all, _repeat_all)
-# Draws of 0 and 1 with a chance for each element, such as a stochastic gate.
-_CHANCES = _Way(
-    lambda args, kwargs, result: _mask(result),
-    lambda kept, args, kwargs: _unmasked(kept).to(args[0].dtype),
-    draws=True,
-)
-
-_SELECTIONS = (
-    "topk.default", "sort.default", "sort.stable", "max.dim", "min.dim", "kthvalue.default",
-    "median.dim", "nanmedian.dim", "mode.default", "cummax.default", "cummin.default",
-)  # fmt: skip
-_COMPARISONS = (
-    *(f"{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge")
-      for kind in ("Tensor", "Scalar")),
-    *("isnan.default", "isinf.default", "isposinf.default", "isneginf.default", "signbit.default"),
-    *("logical_not.default", "logical_and.default", "logical_or.default", "logical_xor.default"),
-    *("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims"),
-    *("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor"),
-)  # fmt: skip
-_UNIQUES = (
-    "_unique2.default", "unique_dim.default", "unique_consecutive.default",
-    "unique_dim_consecutive.default",
-)  # fmt: skip
-
-
-_FIXED: dict[str, _Way] = {
-    **dict.fromkeys(_COMPARISONS, _COMPARISON),
-    **dict.fromkeys(_UNIQUES, _SEVERAL),
-    **dict.fromkeys(("_local_scalar_dense.default", "equal.default", "allclose.default"), _NUMBER),
-    **dict.fromkeys(
-        ("bucketize.Tensor", "searchsorted.Tensor"),
-        _indices(lambda args, kwargs: max(each.shape[-1] for each in args[:2] if each.dim()) + 1),
-    ),
-    "_to_copy.default": _CONVERSION,
-    "bernoulli.default": _CHANCES,
-    "nonzero.default": _indices(lambda args, kwargs: max((*args[0].shape, 1))),
-    "count_nonzero.default": _indices(lambda args, kwargs: args[0].numel() + 1),
-    "multinomial.default": _indices(lambda args, kwargs: args[0].shape[-1], draws=True),
-}
-
-
-@functools.cache
-def _way_of(func: Any) -> _Way | None:
-    """Return the way of an operator; None if it decides nothing."""
-    namespace, _, name = str(func).partition(".")
-    if namespace != "aten":
-        return None
-    if name in _SELECTIONS:
-        return _selection(func)
-    if name in ("argmax.default", "argmin.default"):
-        return _arg_extreme(func)
-    return _FIXED.get(name)

@@ -135,12 +135,12 @@ def _values_in(value: Any) -> list[Any]:
     """Return what a value holds, at any depth; not all of it if that is much."""
     found: list[Any] = [value]
     for each in found:
-        if isinstance(each, (dict, OrderedDict)):
+        if isinstance(each, dict):
             found += cast("dict[Any, Any]", each).values()
         elif isinstance(each, (list, tuple, set, deque)):
             found += cast("Sequence[Any]", each)
-        if is_copied(each):
-            found += getattr(each, "__dict__", {}).values()
+        if is_copied(cast("Any", each)):
+            found += getattr(cast("Any", each), "__dict__", {}).values()
         if len(found) > _MOST_VALUES:
             break
     return found
