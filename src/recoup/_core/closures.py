@@ -71,6 +71,11 @@ class ClosureGuard:
         self.modules = tuple(found.modules.values())
 
     @property
+    def fn(self) -> Callable[..., Any]:
+        """The function."""
+        return self._fn
+
+    @property
     def reads(self) -> bool:
         """Whether `fn` reads anything that may be another one in a second run."""
         return bool(self._items or self._locations or self._may_change)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from recoup._core.compile import callback_in_force, with_own_code
-from recoup._core.dispatch_modes import has_dispatch_mode
+from recoup._core.dispatch_modes import compiles_nothing
 
 __all__ = ["CompileSettings", "Compiled", "is_compilable_here", "reason_of"]
 
@@ -136,7 +136,7 @@ def reason_of(error: Exception) -> str:
 
 def is_compilable_here() -> bool:
     """Whether the compiler works here: under a dispatch mode code runs as it is."""
-    return not has_dispatch_mode() and not torch.compiler.is_compiling()
+    return not compiles_nothing() and not torch.compiler.is_compiling()
 
 
 def _failures() -> tuple[type[Exception], ...]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recoup._core.compile import never_compiled
 from recoup._core.restoring import Restoring
 
-__all__ = ["DispatchMode", "InMode", "PassingMode", "has_dispatch_mode", "num_dispatch_modes"]
+__all__ = ["DispatchMode", "InMode", "PassingMode", "compiles_nothing", "num_dispatch_modes"]
 
 # Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
@@ -32,9 +32,9 @@ _active: set[int] = set()
 _found: list[Any] = []
 
 
-def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active."""
-    return num_dispatch_modes() > 0
+def compiles_nothing() -> bool:
+    """Whether a dispatch mode is active under which the compiler compiles nothing."""
+    return num_dispatch_modes() > 0 and dispatch.is_in_any_mode_without_ignore_compile_internals()
 
 
 class DispatchMode(TorchDispatchMode):

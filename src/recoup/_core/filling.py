@@ -113,6 +113,8 @@ class Filling(saving):
         if slot is not None and not self._has_stopped:
             if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
                 raise self._mismatch(slot, tensor)
+            if slot.expected is not None and not torch.equal(slot.expected, tensor):
+                raise self._other_decision(tensor)
             if slot.address and slot.address == tensor.data_ptr():
                 version = 0 if tensor.is_inference() else tensor._version
                 if slot.version != version and not self._is_input(tensor):
@@ -141,6 +143,13 @@ class Filling(saving):
             f"{tuple(tensor.shape)} where the first run made a {slot.dtype} of shape "
             f"{tuple(slot.shape)}. A region must do the same when it runs again: look for outside "
             "state that it reads."
+        )
+
+    def _other_decision(self, tensor: Tensor) -> ReplayError:
+        return ReplayError(
+            f"Running {self._region.name} again decided otherwise: it made another {tensor.dtype} "
+            f"of shape {tuple(tensor.shape)}. It had decided nothing in earlier steps, so its "
+            "decisions were not kept. They will be kept from the next step on: repeat this step."
         )
 
     def _changed(self, tensor: Tensor) -> ChangedError:

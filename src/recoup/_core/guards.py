@@ -11,8 +11,9 @@ Rule 2. Batch and instance norms update their statistics in the first run only: 
         have in a second run the values from before the first run, and are put back after it. A
         flag has the value that the first run left, since most flags record that something has been
         done once.
-Rule 3. Any other buffer that a first run changes may change the result of a second run, so it is
-        an error in the first run.
+Rule 3. Any other buffer that a first run changes is in a second run as it was before the first one
+        (NOTE [ Counted once ]); so is a tensor that is an attribute and that the first run
+        replaced. A changed buffer of which there is no copy is an error in the first run.
 Rule 4. Sharded modules (FSDP2) replace their parameters while they run, so those are not compared.
 """
 
@@ -30,6 +31,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from recoup._core.module_entries import Entries, TensorEntries
 from recoup._core.random_sources import DETERMINISTIC
 from recoup._core.restoring import Restoring
+from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError, ReplayError
 
 __all__ = [
@@ -65,6 +67,7 @@ class ModuleGuard:
     __slots__ = (
         "_buffers",
         "_children",
+        "_counted",
         "_modes",
         "_modules",
         "_name",
@@ -89,6 +92,7 @@ class ModuleGuard:
         self._modules: list[nn.Module] = []
         self._norms: list[nn.Module] = []
         self._numbers: list[tuple[dict[str, Any], str, Any]] = []
+        self._counted: list[tuple[Location, Tensor, int]] = []  # and the versions (See Rule 3)
         self._walk()
         self._modes = list(map(_training, self._modules))
         self.is_training = True in self._modes
@@ -147,6 +151,38 @@ class ModuleGuard:
                 self._tensors.keys.append(key)
                 self._tensors.values.append(value)
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers that are compared, as they were before the first run."""
+        return [] if self._buffers is None else self._buffers.values
+
+    def count_once(self, copies: dict[int, Tensor]) -> bool:
+        """Give later runs the buffers that the first run has changed as they were (See Rule 3).
+
+        Args:
+            copies: copies of buffers from before the first write to them, by place.
+
+        Returns:
+            Whether it has changed any.
+        """
+        buffers = self._buffers
+        if buffers is None:
+            return False
+        before, now = buffers.marks, buffers.marks_now()
+        left: list[int] = []
+        for place, value in enumerate(buffers.values):
+            is_same = before[0][place] == now[0][place] and before[1][place] == now[1][place]
+            found = value if is_same else copies.get(place)
+            if found is None or (is_same and buffers.is_there(place)):
+                left.append(place)
+            else:
+                location = Location(buffers.owners[place], buffers.keys[place])
+                self._counted.append((location, found, version_of(found)))
+        if len(left) < len(buffers.values):
+            buffers.keep_only(left)
+            buffers.marks = ([before[0][at] for at in left], [before[1][at] for at in left])
+        return len(left) < len(before[0])
+
     def first_run_ended(self) -> None:
         """Record the versions that the first run left; raise if it changed a buffer."""
         # A flag that the first run has set says that something was done once (an initialization).
@@ -160,13 +196,16 @@ class ModuleGuard:
             key, name = self._name_of(buffers)
             raise ReplayError(
                 f"{name} changes its buffer `{key}` in forward, so running it again would not "
-                "compute the same. Keep its residuals: "
+                "compute the same. If it did not do so in earlier steps, repeat this one: a copy "
+                "will be kept from now on. Or keep its residuals: "
                 'memory="linear", a schedule that tapes it in the sweep, or a plan whose '
                 "`blocks` leave it out."
             )
         if not tensors.are_there():
-            # A tensor that the first run has replaced (a cache) is replaced by a second run too.
-            tensors.drop_missing()
+            # A second run replaces it too, beginning with the one that was there (See Rule 3).
+            for owner, key, value in tensors.drop_missing():
+                if key in owner and not isinstance(value, nn.Parameter):
+                    self._counted.append((Location(owner, key), value, version_of(value)))
         tensors.marks = tensors.marks_now()
 
     def check(self) -> None:
@@ -223,6 +262,14 @@ class ModuleGuard:
             for key, buffer in norm._buffers.items():
                 if buffer is not None:
                     found.append((Location(norm._buffers, key), buffer.clone()))
+        for location, value, version in self._counted:
+            if version_of(value) != version:
+                raise ChangedError(
+                    f"The tensor that was `{location.key}` of {self._name} before forward replaced "
+                    "it was changed in place before backward, so running it again would compute "
+                    "something else. Change a clone."
+                )
+            found.append((location, value.detach().clone()))
         return found
 
     def modules_with_attributes(self) -> list[nn.Module]:

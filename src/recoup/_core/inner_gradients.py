@@ -43,10 +43,10 @@ class FirstRun:
         is_training: the mode they run in.
     """
 
-    __slots__ = ("_is_asked", "_mode", "_parts", "filled", "has_failed", "is_running", "keeps")
+    __slots__ = ("_is_asked", "_mode", "filled", "has_failed", "is_running", "keeps", "parts")
 
     def __init__(self, parts: Sequence[weakref.ref[Any]], *, is_training: bool) -> None:
-        self._parts = parts
+        self.parts = parts
         self._mode = int(is_training)
         self._is_asked = False
         self.filled: list[weakref.ref[Any]] = []  # slots that keep their value until the end
@@ -79,9 +79,9 @@ class FirstRun:
                     slot.value = None
             self.filled.clear()
         if self._is_asked:
-            _add(_asking[self._mode], self._parts)
+            _add(_asking[self._mode], self.parts)
         if (self._is_asked or is_whole) and self.keeps:
-            _add(_seen[self._mode], self._parts)
+            _add(_seen[self._mode], self.parts)
 
 
 def _add(known: set[weakref.ref[Any]], parts: Iterable[weakref.ref[Any]]) -> None:

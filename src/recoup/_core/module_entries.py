@@ -52,12 +52,18 @@ class Entries:
         """Whether one value is where it was found."""
         return self.owners[place].get(self.keys[place]) is self.values[place]
 
-    def drop_missing(self) -> None:
-        """Drop the values that are no longer where they were found."""
+    def drop_missing(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Drop the values that are no longer where they were found, and return them."""
+        all_of = list(zip(self.owners, self.keys, self.values, strict=True))
         left = [place for place in range(len(self.values)) if self.is_there(place)]
-        self.owners = [self.owners[place] for place in left]
-        self.keys = [self.keys[place] for place in left]
-        self.values = [self.values[place] for place in left]
+        self.keep_only(left)
+        return [each for place, each in enumerate(all_of) if place not in set(left)]
+
+    def keep_only(self, places: list[int]) -> None:
+        """Drop the values at all other places."""
+        self.owners = [self.owners[place] for place in places]
+        self.keys = [self.keys[place] for place in places]
+        self.values = [self.values[place] for place in places]
 
 
 class TensorEntries(Entries):

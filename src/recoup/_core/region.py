@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.inner_gradients import FirstRun
+from recoup._core.kept_decisions import saves_integer
 from recoup._core.restoring import Restoring
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
@@ -49,6 +50,7 @@ __all__ = ["Owner", "Region", "Slot"]
 # Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
 # smaller than this, the remaining operators take less.
 _WORTH_A_STOP = 4096
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
 
 
 class Owner(Protocol):
@@ -71,6 +73,7 @@ class Slot:
         "__weakref__",
         "address",
         "dtype",
+        "expected",
         "region",
         "shape",
         "task",
@@ -83,6 +86,7 @@ class Slot:
         self.region = region
         self.value: Tensor | None = None
         self.value_version = 0
+        self.expected: Tensor | None = None  # what a second run must make: see `saves_integer`
         self.task = -1  # the backward that took the value last
         self.shape = tensor.shape
         self.dtype = tensor.dtype
@@ -155,6 +159,7 @@ class Region:
         "index",
         "input_versions",
         "inputs",
+        "is_looked_at",
         "is_worth_a_stop",
         "keeps_in",
         "marks",
@@ -174,6 +179,7 @@ class Region:
         self.first_run = first_run
         self.way: Way = way
         self.slots: list[weakref.ref[Slot]] = []
+        self.is_looked_at = True  # whether the decisions of the first run are kept, or looked for
         self.is_worth_a_stop = False  # whether any residual is large
         self.marks: list[int] = []  # of each save, for `Filling` to compare
         self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
@@ -221,7 +227,12 @@ class Region:
         self.slots.append(ref)
         if tensor.numel() >= _WORTH_A_STOP:
             self.is_worth_a_stop = True
-        self.marks.append(2 * (num_nodes() - self.start) + tensor.requires_grad)
+        mark = 2 * (num_nodes() - self.start) + tensor.requires_grad
+        self.marks.append(mark)
+        if tensor.dtype in _INTEGERS:
+            parts, is_looked_at = self.first_run.parts, self.is_looked_at
+            if saves_integer(parts, mark, is_looked_at=is_looked_at):
+                slot.expected = tensor.detach()
         if current.observer is not None:
             current.observer.saved(tensor, slot, self.way)
         return slot

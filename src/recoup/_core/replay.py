@@ -15,9 +15,12 @@ from recoup._core.closures import ClosureGuard
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
 from recoup._core.guards import LOCK, ModuleGuard, Replaced
 from recoup._core.inner_gradients import FirstRun
+from recoup._core.kept_decisions import DECIDES_NOTHING, Decisions
 from recoup._core.random_sources import sources_checked
 from recoup._core.restoring import Restoring, new_lock
 from recoup._core.rng import Draws, Recording, Replaying
+from recoup._core.side_effects import CHANGES_NOTHING, SideEffects
+from recoup.errors import ReplayError
 
 __all__ = ["Replay", "autocast_nesting"]
 
@@ -33,18 +36,23 @@ class Replay:
         code: the code that runs: a module, or the `CalledCode` of a function.
         closure_guard: the values that a function reads beside its arguments; None for a module.
         part_names: the name of each module in error messages, if they are those of several calls.
+        is_inverted: whether later runs may be inverses, which decide nothing again.
     """
 
     __slots__ = (
         "_closure",
         "_draws",
+        "_effects",
         "_generators",
         "_guard",
         "_has_mode",
         "_name",
         "_parts",
         "_settings",
+        "decisions",
     )
+
+    decisions: Decisions | None  # of the first run; None if it need not be looked at for any
 
     def __init__(
         self,
@@ -53,6 +61,8 @@ class Replay:
         code: object,
         closure_guard: ClosureGuard | None,
         part_names: Sequence[str] = (),
+        *,
+        is_inverted: bool = False,
     ) -> None:
         self._name = name
         # The caller holds them for as long as this is in use.
@@ -68,6 +78,25 @@ class Replay:
         self._settings = _settings()
         self._has_mode = False  # whether the first run was in a dispatch mode
         self._draws = Draws()
+        self.decisions: Decisions | None = None
+        self._effects: SideEffects | None = None
+        mode = self._guard.is_training
+        if not is_inverted:
+            has_objects = not CHANGES_NOTHING[mode].issuperset(self._parts)
+            if not DECIDES_NOTHING[mode].issuperset(self._parts):
+                self.decisions = Decisions(name)
+            if has_objects or (self.decisions is not None and self._guard.buffers):
+                fn = None if closure_guard is None else closure_guard.fn
+                self._effects = SideEffects(name, self._guard, fn, has_objects=has_objects)
+
+    def _looked_at(self) -> None:
+        """Note what the first run showed about its code, for later first runs."""
+        decisions, effects, mode = self.decisions, self._effects, self._guard.is_training
+        has_counted = effects is not None and effects.first_run_ended()
+        if effects is not None and not effects.changed_objects:
+            _add(CHANGES_NOTHING[mode], self._parts)
+        if decisions is not None and not decisions.are_any and not has_counted:
+            _add(DECIDES_NOTHING[mode], self._parts)
 
     def first_run(self) -> FirstRun:
         """Return a `FirstRun`, which decides whether a run keeps its residuals until it ends."""
@@ -93,6 +122,13 @@ class Replay:
         return self._draws.has_foreign
 
 
+def _add(known: set[weakref.ref[Any]], parts: Sequence[weakref.ref[Any]]) -> None:
+    for part in parts:
+        value = part()
+        if value is not None and part not in known:
+            known.add(weakref.ref(value, known.discard))
+
+
 # Classes and not generators: a chain enters them once or twice for each of its stages. The `with`
 # statement takes their locks, since it takes and frees a lock in one instruction.
 
@@ -100,7 +136,7 @@ class Replay:
 class _First(Recording):
     """A context for the first run of a call, whose `lock` the caller holds around it."""
 
-    __slots__ = ("_replay", "_source_check", "lock")
+    __slots__ = ("_keeping", "_replay", "_source_check", "lock")
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(replay._draws)
@@ -112,6 +148,12 @@ class _First(Recording):
             is_training=guard.is_training,
             generators=replay._generators,
         )
+        decisions = replay.decisions
+        self._keeping: InMode | None = None
+        if decisions is not None:
+            self._keeping = decisions.recording(
+                replay._effects, is_first_look=self._source_check is not None
+            )
         self.lock = LOCK if guard.has_norms else new_lock()
 
     def __enter__(self) -> None:
@@ -119,19 +161,32 @@ class _First(Recording):
             self._source_check.__enter__()
         self._replay._has_mode = num_dispatch_modes() > 0
         super().__enter__()
+        if self._keeping is not None:
+            self._keeping.__enter__()
 
     def restore(self) -> None:
+        if self._keeping is not None:
+            self._keeping.restore()
         super().restore()
         if self._source_check is not None:
             self._source_check.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         replay = self._replay
+        if self._keeping is not None:
+            self._keeping.leave(kind, value, traceback)
         super().leave(kind, value, traceback)
         if self._source_check is not None:
             self._source_check.leave(kind, value, traceback)
         if kind is None:
-            replay._guard.first_run_ended()
+            if replay.decisions is not None or replay._effects is not None:
+                replay._looked_at()
+            try:
+                replay._guard.first_run_ended()
+            except ReplayError:  # it changed a buffer, which it did not when it was looked at
+                for mode in (*DECIDES_NOTHING, *CHANGES_NOTHING):
+                    mode.difference_update(replay._parts)
+                raise
             if replay._closure is not None:
                 replay._closure.first_run_ended(replay._name)
 
@@ -149,6 +204,8 @@ class _Again(Replaying):
         if closure is not None:
             closure.check(replay._name)
             values += closure.to_replace()
+        if replay._effects is not None:
+            values += replay._effects.to_replace()
         self._replaced = Replaced(values) if values else None
         self.lock = LOCK if values else new_lock()
         self._settings: _Settings | None = None
@@ -157,25 +214,29 @@ class _Again(Replaying):
             self._settings = _Settings(replay._settings)
         # Within a mode torch takes composite operators apart in another way (a bias is not added in
         # place), so versions and the number of nodes would differ from those of the first run.
-        self._mode = (
-            InMode(PassingMode()) if replay._has_mode and not num_dispatch_modes() else None
-        )
+        self._mode: InMode | None = None
+        if replay.decisions is not None:
+            self._mode = replay.decisions.repeating()
+        elif replay._has_mode and not num_dispatch_modes():
+            self._mode = InMode(PassingMode())
         self._modules = guard.modules_with_attributes() if stops else ()
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
-        if self._mode is not None:
-            self._mode.__enter__()
         if self._settings is not None:
             self._settings.__enter__()
         if self._replaced is not None:
             self._replaced.__enter__()
         super().__enter__()
+        if self._mode is not None:
+            self._mode.__enter__()
         for module in self._modules:
             own = module.__dict__
             self._attributes.append((own, own.copy()))
 
     def restore(self) -> None:
+        if self._mode is not None:
+            self._mode.restore()
         for own, before in self._attributes:
             for key in own.keys() - before.keys():
                 del own[key]
@@ -186,8 +247,6 @@ class _Again(Replaying):
             self._replaced.restore()
         if self._settings is not None:
             self._settings.restore()
-        if self._mode is not None:
-            self._mode.restore()
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         if kind is None:

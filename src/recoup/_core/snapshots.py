@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError
 
-__all__ = ["Snapshot", "copied", "is_left_alone"]
+__all__ = ["Snapshot", "copied", "is_copied", "is_left_alone"]
 
 _DEEPEST = 6
 _ALONE = (
@@ -43,6 +43,13 @@ def is_left_alone(value: object) -> bool:
     return isinstance(value, _ALONE)
 
 
+def is_copied(value: object) -> bool:
+    """Whether `value` is a container, or an object of the user, whose structure can be copied."""
+    if isinstance(value, Tensor) or is_left_alone(value):
+        return False
+    return isinstance(value, (list, dict, set)) or _is_users(value)
+
+
 class Snapshot:
     """A copy of an object from before a first run."""
 
@@ -53,6 +60,16 @@ class Snapshot:
         self._name = name
         self._versions: list[tuple[Tensor, int]] = []
         self._before: object | None = _copied(value, {}, 0, self._note)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the first run changed the object, once it has ended."""
+        return self._before is not None
+
+    @property
+    def had_tensors(self) -> bool:
+        """Whether there were tensors in the object, if the first run changed it."""
+        return bool(self._versions)
 
     def first_run_ended(self) -> None:
         """Drop the copy if the first run did not change the object (See Rule 2)."""

@@ -112,7 +112,12 @@ class StageRun:
         self.index = index
         self._stage = stage
         self._replay = Replay(
-            stage.name, stage.modules, stage.code, stage.closure_guard, stage.part_names
+            stage.name,
+            stage.modules,
+            stage.code,
+            stage.closure_guard,
+            stage.part_names,
+            is_inverted=is_inverted,
         )
         self._region: weakref.ref[Region] | None = None
         self._evaluations = Evaluations(stage.name) if is_inverted else None
@@ -143,6 +148,7 @@ class StageRun:
         try:
             if evaluations is None:
                 region = Region(name, owner, self.index, first_run)
+                region.is_looked_at = self._replay.decisions is not None
                 self._region = weakref.ref(region)
                 with first.lock, region.recording(first):
                     result = self._forward(state)

@@ -36,7 +36,7 @@ from torch import nn
 
 from recoup._core.compile import with_own_code
 from recoup._core.compiled_calls import reason_of
-from recoup._core.dispatch_modes import has_dispatch_mode
+from recoup._core.dispatch_modes import compiles_nothing
 
 __all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of", "recompiling"]
 
@@ -169,7 +169,7 @@ class _CompiledCall:
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._has_run = True
-        function = None if has_dispatch_mode() else self._code.function_for(self._module)
+        function = None if compiles_nothing() else self._code.function_for(self._module)
         if function is None:
             return self._forward(*args, **kwargs)
         from torch._dynamo.exc import TorchDynamoException

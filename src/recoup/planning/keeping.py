@@ -40,6 +40,7 @@ from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.generators import States, generator_states, same_states, set_generator_states
 from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.operators import has_schema, map_instances, traits_of
+from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Kept, Pair, num_nodes, pair_in_force
 from recoup._core.storage_tracking import storage_id
@@ -248,36 +249,3 @@ class KeptTensor:
         tensor = cast("Kept", self._kept).get()
         # Detached: the result gets its history later, and hooks may hold the tensor they returned.
         return laid_out(tensor, self._geometry).detach()
-
-
-# Eight bytes of 0 or 1, read as one number and multiplied by this, have their bits in the highest
-# byte of the product.
-_GATHER = 0x0102040810204080
-# A byte multiplied by this is repeated eight times; `_ONE_EACH` takes another bit of each.
-_SPREAD = 0x0101010101010101
-_ONE_EACH = 0x8040201008040201 - 2**64
-
-
-class PackedMask:
-    """A tensor of zeros and ones, eight to a byte.
-
-    Args:
-        tensor: a tensor of any type; nonzero entries count as one.
-    """
-
-    __slots__ = ("_num_values", "_shape", "packed")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._shape = tensor.shape
-        self._num_values = tensor.numel()
-        ones = (tensor != 0).flatten()
-        missing = -self._num_values % 8
-        if missing:
-            ones = torch.cat([ones, ones.new_zeros(missing)])
-        eights = ones.view(torch.int64)
-        self.packed = ((eights * _GATHER) >> 56).to(torch.uint8)
-
-    def unpacked(self) -> Tensor:
-        """Return the zeros and ones as a tensor of bool."""
-        eights = (self.packed.to(torch.int64) * _SPREAD) & _ONE_EACH
-        return (eights.view(torch.uint8) != 0)[: self._num_values].view(self._shape)

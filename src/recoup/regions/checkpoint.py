@@ -33,10 +33,11 @@ def checkpoint(
 ) -> T:
     """Call `fn`, and run it again in backward instead of keeping its residuals.
 
-    Kept: the tensors in the arguments, wherever they are nested, and 5 KB of random state if `fn`
-    draws from a default generator. Backward pays one more run of `fn`, and 100 to 200
-    microseconds. In a graph of torch.compile it is torch's own checkpoint, so what `fn` uses is not
-    compared. A drop-in replacement for
+    Kept: the tensors in the arguments, wherever they are nested, 5 KB of random state if `fn` draws
+    from a default generator, what it decides by numbers (the indices of a `topk`, a byte each; the
+    bits of a comparison), and a copy of the buffers that it changes. Backward pays one more run of
+    `fn`, and 100 to 200 microseconds. In a graph of torch.compile it is torch's own checkpoint, so
+    what `fn` uses is not compared. A drop-in replacement for
     ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an error where
     torch's function is silently wrong. It takes the same keywords; as in torch, a keyword of `fn`
     with one of these names is not passed on: bind it with `functools.partial`.

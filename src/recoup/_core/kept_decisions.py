@@ -1,0 +1,227 @@
+"""Decisions of a first run that a second run repeats: which expert, which order, which branch.
+
+NOTE [ Decisions are kept ]
+
+Rule 1. A decision is what an operator of torch makes of floating-point numbers that are no longer
+        such: an index, an order, a comparison, a Python number. A second run whose numbers differ
+        by a rounding error would decide otherwise at a tie, and its residuals would be those of
+        another function. What follows from integers alone is the same whenever they are.
+Rule 2. The first run keeps a copy of each decision in as few bytes as its shape allows: an index
+        below 256 in one byte, a comparison in one bit. The second run is given these in the same
+        order. Values that were selected (those of a `topk`) are gathered from its own numbers, so
+        that gradients flow as ever. An operator that draws is run for its draws.
+Rule 3. Another operator, or another shape, in the place of a decision is an error, since the second
+        run does something else.
+Rule 4. A dispatch mode costs microseconds an operator. So code is looked at in its first run in
+        each mode, training or not, as in NOTE [ Checked once ]. Code that decided nothing then runs
+        without from then on. If such code later saves an integer residual at a place where it
+        saved none, it has taken another way: that residual is kept, a second run that makes
+        another one is an error, and the code is looked at anew.
+Rule 5. Compiled code goes on running as compiled under these modes, but not in the run that looks
+        for the first time, and not in the second run that belongs to it: both must decide alike.
+Rule 6. An inverse decides in another order than forward, from numbers that differ by more than
+        rounding errors: stages that are inverted keep no decisions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.compile import never_compiled
+from recoup._core.deciding_operators import CONVERSION, is_kept_conversion, way_of
+from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.side_effects import SideEffects
+from recoup.errors import ReplayError
+
+__all__ = ["DECIDES_NOTHING", "Decisions", "saves_integer"]
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+
+# Code that decided nothing, and changed no buffer, in its first run, by mode (training or not), as
+# in `random_sources`.
+DECIDES_NOTHING: tuple[set[weakref.ref[Any]], ...] = (set(), set())
+# The places at which code saved integers when it was looked at (See Rule 4).
+_places: dict[weakref.ref[Any], set[int]] = {}
+
+
+def saves_integer(parts: Sequence[weakref.ref[Any]], place: int, *, is_looked_at: bool) -> bool:
+    """Note that code saves an integer residual; return whether it never did so there (Rule 4)."""
+    if not parts:
+        return False
+    code = parts[-1]
+    known = _places.get(code)
+    if is_looked_at:
+        if known is None:
+            value = code()
+            if value is None:
+                return False
+            known = _places.setdefault(weakref.ref(value, _forget_places), set())
+        known.add(place)
+        return False
+    if known is not None and place in known:
+        return False
+    for known_to_be in DECIDES_NOTHING:
+        known_to_be.difference_update(parts)
+    return True
+
+
+def _forget_places(code: weakref.ref[Any]) -> None:
+    _places.pop(code, None)
+
+
+class _Kept(NamedTuple):
+    """A decision of the first run.
+
+    Args:
+        func: the operator that made it.
+        shape: the shape of its first argument.
+        result: what a second run is given: a copy, a `PackedMask` or a Python number.
+    """
+
+    func: Any
+    shape: torch.Size
+    result: Any
+
+
+class Decisions:
+    """The decisions of the first run of a call, in order.
+
+    Args:
+        name: the name of the call in error messages.
+    """
+
+    __slots__ = ("_is_first_look", "_kept", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_first_look = False
+        self._kept: list[_Kept] = []
+
+    @property
+    def are_any(self) -> bool:
+        """Whether the first run decided anything."""
+        return bool(self._kept)
+
+    def recording(self, effects: SideEffects | None, *, is_first_look: bool) -> InMode:
+        """Return a context for the first run, which keeps its decisions.
+
+        Args:
+            effects: is told of the operators, if any may write to a buffer.
+            is_first_look: whether compiled code does not run as such in it (See Rule 5).
+        """
+        self._is_first_look = is_first_look
+        watching = effects if effects is not None and effects.has_buffers else None
+        return InMode(_Keeping(self._kept, watching))
+
+    def repeating(self) -> InMode:
+        """Return a context for a later run, which is given these decisions."""
+        kind = _RepeatingEagerly if self._is_first_look else _Repeating
+        return InMode(kind(self._name, self._kept))
+
+
+class _Keeping(DispatchMode):
+    """A mode that keeps decisions."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kept: list[_Kept], effects: SideEffects | None) -> None:
+        super().__init__()
+        self._kept = kept
+        self._effects = effects
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run (See Rule 5)."""
+        return True
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and keep what it decides."""
+        given = kwargs or {}
+        if self._effects is not None:
+            self._effects.written(func, args, given)
+        result = func(*args, **given)
+        way = way_of(func)
+        if way is not None and _is_of_floats(args):
+            kept = way.keep(args, given, result)
+            if kept is not None:
+                self._kept.append(_Kept(func, _shape(args), kept))
+        return result
+
+
+class _Repeating(DispatchMode):
+    """A mode that answers with decisions of the first run (See Rule 2)."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, name: str, kept: list[_Kept]) -> None:
+        super().__init__()
+        self._name = name
+        self._kept = kept
+        self._num_repeated = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run (See Rule 5)."""
+        return True
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, or answer with what it decided."""
+        given = kwargs or {}
+        way = way_of(func)
+        if way is None or not _is_of_floats(args):
+            return func(*args, **given)
+        if way is CONVERSION and not is_kept_conversion(args[0], given):
+            return func(*args, **given)
+        place = self._num_repeated
+        self._num_repeated = place + 1
+        first = self._kept[place] if place < len(self._kept) else None
+        if first is None or first.func is not func or first.shape != _shape(args):
+            raise self._another(first, func, _shape(args))  # See Rule 3
+        if way.draws:
+            func(*args, **given)
+        return way.repeat(first.result, args, given)
+
+    def _another(self, first: _Kept | None, func: Any, shape: torch.Size) -> ReplayError:
+        then = "nothing" if first is None else f"{first.func} on a {tuple(first.shape)}"
+        return ReplayError(
+            f"Running {self._name} again decided by {func} on a {tuple(shape)} where the first run "
+            f"decided by {then}. A region must do the same when it runs again: look for outside "
+            "state that it reads, such as a counter or a cache."
+        )
+
+
+class _RepeatingEagerly(_Repeating):
+    """The same for a first run in which compiled code ran uncompiled (See Rule 5)."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return False
+
+
+def _is_of_floats(args: Any) -> bool:
+    """Whether floating-point numbers are among the arguments, and no tensor of another class."""
+    is_float = False
+    for value in args:
+        if isinstance(value, Tensor):
+            if type(value) not in _PLAIN:
+                return False
+            is_float = is_float or value.is_floating_point()
+    return is_float
+
+
+def _shape(args: Any) -> torch.Size:
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.shape
+    return torch.Size()

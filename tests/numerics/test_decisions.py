@@ -1,0 +1,382 @@
+"""A second run decides as the first did, also where its numbers are a rounding error off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as torchs
+
+import recoup
+from recoup._core import deciding_operators
+from recoup._core.dispatch_modes import has_dispatch_mode
+from recoup.errors import ReplayError
+from tests.alive import held_after
+from tests.deciding import (
+    Grouped,
+    Router,
+    distance,
+    gradients,
+    is_second_run,
+    perturbed,
+)
+from tests.oracle import hooks_in_force
+
+ROUNDING = 1e-5
+
+
+def model_and_x(kind=Router, num_blocks=1):
+    torch.manual_seed(0)
+    blocks = [kind() for _ in range(num_blocks)]
+    return nn.Sequential(*blocks), torch.randn(32, 16)
+
+
+# -- routers, under everything that runs again -----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Router, Grouped])
+def test_torchs_checkpoint_chooses_other_experts(kind):
+    """What the other tests are about does happen: without this, they would show nothing."""
+    model, x = model_and_x(kind)
+    plain = gradients(model, model, x)
+    try:
+        found = gradients(model, lambda x: torchs(model, x, use_reentrant=False), x)
+    except CheckpointError:
+        return
+    assert distance(found, plain) > 1e-2
+
+
+WAYS = {
+    "checkpoint": lambda model: lambda x: recoup.checkpoint(model, x),
+    "each": lambda model: lambda x: [x := recoup.checkpoint(block, x) for block in model][-1],
+    "nested": lambda model: (
+        lambda x: recoup.checkpoint(
+            lambda x: [x := recoup.checkpoint(block, x) for block in model][-1], x
+        )
+    ),
+    "function": lambda model: lambda x: recoup.checkpoint(lambda x: model(x), x),
+    "sqrt": lambda model: recoup.Sequential(*model, memory="sqrt"),
+    "log": lambda model: recoup.Sequential(*model, memory="log"),
+    "slots": lambda model: recoup.Sequential(*model, memory=1),
+    "inputs": lambda model: recoup.Sequential(*model, memory="inputs"),
+}
+
+
+@pytest.mark.parametrize("kind", [Router, Grouped])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_router_chooses_once(way, kind):
+    model, x = model_and_x(kind, 5)
+    plain = gradients(model, model, x)
+    run = WAYS[way](model)
+    for _ in range(2):  # looked at for the first time, and later
+        assert distance(gradients(model, run, x), plain) < ROUNDING
+    assert hooks_in_force() is None
+    assert not has_dispatch_mode()
+
+
+def test_a_value_that_is_not_kept():
+    model, x = model_and_x()
+    plain = gradients(model, lambda x: model(x).sin(), x)
+    run = recoup.recompute(model)
+    assert distance(gradients(model, lambda x: run(x).sin(), x), plain) < ROUNDING
+
+
+@pytest.mark.parametrize("kind", [Router, Grouped])
+def test_planned_blocks(kind):
+    model, x = model_and_x(kind, 6)
+    plain = gradients(model, model, x)
+    frontier = recoup.plan(model, x, budget="1 GiB")
+    least = recoup.plan(model, x, budget=frontier.least_bytes)
+    least.apply()
+    try:
+        assert distance(gradients(model, model, x), plain) < ROUNDING
+    finally:
+        least.remove()
+
+
+def test_the_bytes_of_the_decisions():
+    model, x = model_and_x(Router)
+    block = model[0]
+    x.requires_grad_()
+    plain = held_after(lambda: block(x)).num_bytes
+    for _ in range(2):
+        held = held_after(lambda: recoup.checkpoint(block, x)).num_bytes
+    decided = held - x.nbytes  # beside the output
+    assert decided == 32 * 2  # a byte for each of the two experts of each token
+    assert decided <= 0.005 * plain
+
+
+def test_code_that_decides_nothing_runs_without_a_mode():
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(4, 16)
+    seen = []
+    model.register_forward_hook(lambda *args: seen.append(has_dispatch_mode()))
+    for _ in range(2):
+        recoup.checkpoint(model, x).sum().backward()
+    assert seen == [True, False, False, False]
+
+
+# -- every operator that decides -------------------------------------------------------------------
+
+TIES = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]]).repeat(4, 1)
+
+
+def taken(x, indices):
+    return x.gather(-1, indices) if indices.dim() == x.dim() else x.gather(-1, indices[..., None])
+
+
+def weights_of(x):
+    return torch.arange(1.0, x.shape[-1] + 1) * x.sin()
+
+
+OPERATORS = {
+    "topk": lambda x: x.topk(2).values * taken(weights_of(x), x.topk(2).indices),
+    "sort": lambda x: x.sort(stable=True, descending=True).values * torch.arange(8.0),
+    "sort descending": lambda x: weights_of(x.sort(descending=True)[0]),
+    "argsort": lambda x: taken(x * torch.arange(8.0), x.argsort()).cumsum(-1).sin(),
+    "argmax": lambda x: taken(weights_of(x), x.argmax(-1)),
+    "argmin of all": lambda x: weights_of(x).flatten()[(-x).argmin()].exp(),
+    "max": lambda x: x.max(-1)[0] * taken(weights_of(x), x.max(-1)[1])[:, 0],
+    "max keepdim": lambda x: taken(weights_of(x), x.max(-1, keepdim=True).indices),
+    "min": lambda x: (-x).min(-1).values * torch.arange(4.0),
+    "kthvalue": lambda x: x.kthvalue(6, keepdim=True)[0] * weights_of(x),
+    "median": lambda x: taken(weights_of(x), (2 * x).median(-1).indices),
+    "mode": lambda x: taken(weights_of(x), x.mode(-1).indices),
+    "cummax": lambda x: taken(weights_of(x), x.cummax(-1).indices),
+    "mask": lambda x: weights_of(x)[x > 1.0].sum() + weights_of(x)[x <= 1.0].square().sum(),
+    "where": lambda x: torch.where(x > 1.0, x.exp(), x.sin()),
+    "nonzero": lambda x: weights_of(x).flatten()[(x - 1).nonzero()[:, 1]].exp(),
+    "count": lambda x: x * (x - 1).count_nonzero(),
+    "unique": lambda x: x.sin() * x.unique().numel() + torch.unique(x, return_inverse=True)[1],
+    "unique rows": lambda x: x.exp()[:1] * torch.unique(x, dim=1, return_counts=True)[1].sum(),
+    "multinomial": lambda x: taken(weights_of(x), (50 * x).softmax(-1).multinomial(2)).sin(),
+    "bernoulli": lambda x: (x * torch.bernoulli((x - 0.5).clamp(0, 1).detach())).exp(),
+    "item": lambda x: x.exp() if x[0, 2].item() > 1 else x.sin(),
+    "branch": lambda x: x.exp() if x[0, 2] > 1 else x.sin(),
+    "loop": lambda x: [x := x.sin() for _ in range(int((x > 1).sum()) + 1)][-1],
+    "equal": lambda x: x.exp() if torch.equal(x, TIES) else x.sin(),
+    "allclose": lambda x: x.exp() if torch.allclose(x, TIES, 0, 0) else x.sin(),
+    "isclose": lambda x: x.exp() * torch.isclose(x, TIES, 0, 0),
+    "converted": lambda x: x.exp() * (x - 1).bool() + x * ((x * 2**23).long() % 3),
+    "bucketize": lambda x: weights_of(x) * torch.bucketize(x, torch.tensor([0.5, 1.0])),
+    "searchsorted": lambda x: x.exp() * torch.searchsorted(torch.tensor([0.5, 1.0]), x),
+    "signs": lambda x: x.exp() * torch.signbit(1 - x) + (1 - x).logical_not() * x.sin(),
+    "any": lambda x: x.exp() if (x - 1).any(-1).all() else x.sin(),
+    "no grad": lambda x: chosen_without_gradient(x),
+    "dropout after a draw": lambda x: nn.functional.dropout(
+        taken(weights_of(x), x.softmax(-1).multinomial(4)).exp(), 0.5
+    ),
+}
+
+
+@torch.no_grad()
+def indices_of(x):
+    return x.topk(3).indices
+
+
+def chosen_without_gradient(x):
+    return taken(weights_of(x), indices_of(x))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_decides_once(name):
+    def code(x):
+        return OPERATORS[name](perturbed(x * 1)).exp()
+
+    def step(run):
+        torch.manual_seed(3)
+        x = TIES.clone().requires_grad_()
+        y = run(code, x)
+        y.sum().backward()
+        return [x.grad, torch.rand(2)]
+
+    plain = step(lambda fn, x: fn(x))
+    for _ in range(2):
+        found = step(recoup.checkpoint)
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_most_of_these_decide_otherwise_in_torchs_checkpoint():
+    wrong = set()
+    for name in OPERATORS:
+
+        def code(x, name=name):
+            return OPERATORS[name](perturbed(x * 1)).exp()
+
+        def step(run, code=code):
+            torch.manual_seed(3)
+            x = TIES.clone().requires_grad_()
+            run(code, x).sum().backward()
+            return x.grad
+
+        plain = step(lambda fn, x: fn(x))
+        try:
+            found = step(lambda fn, x: torchs(fn, x, use_reentrant=False))
+        except CheckpointError:
+            wrong.add(name)
+            continue
+        if not torch.allclose(found, plain, rtol=1e-4, atol=1e-4):
+            wrong.add(name)
+    assert len(wrong) >= 26, sorted(set(OPERATORS) - wrong)
+
+
+# -- with the rest of autograd ---------------------------------------------------------------------
+
+
+def test_a_graph_that_is_retained():
+    model, x = model_and_x()
+    x.requires_grad_()
+    plain = torch.autograd.grad(model(x).square().sum(), x)
+    loss = recoup.checkpoint(model, x).square().sum()
+    for _ in range(3):
+        found = torch.autograd.grad(loss, x, retain_graph=True)
+        assert distance(list(found), list(plain)) < ROUNDING
+
+
+def test_a_gradient_of_the_gradient():
+    model, x = model_and_x()
+
+    def step(run):
+        given = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(run(given).square().sum(), given, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [given, *model.parameters()])
+
+    plain = step(model)
+    assert distance(list(step(lambda x: recoup.checkpoint(model, x))), list(plain)) < 1e-4
+
+
+def test_autocast():
+    model, x = model_and_x()
+
+    def within(run):
+        def step(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return run(x).float()
+
+        return step
+
+    plain = gradients(model, within(model), x)
+    found = gradients(model, within(lambda x: recoup.checkpoint(model, x)), x)
+    assert distance(found, plain) < 0.05
+
+
+def test_without_a_graph_nothing_is_kept():
+    model, x = model_and_x()
+    with torch.no_grad():
+        torch.testing.assert_close(recoup.checkpoint(model, x), model(x))
+
+
+def test_a_gradient_within_the_code():
+    model, x = model_and_x()
+
+    def force(x):
+        z = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
+        return model(x) + grad
+
+    plain = gradients(model, force, x)
+    for _ in range(2):
+        found = gradients(model, lambda x: recoup.checkpoint(force, x), x)
+        assert distance(found, plain) < 10 * ROUNDING
+
+
+def test_an_exception_leaves_no_mode():
+    def raises(x):
+        if x.sum() > -1e9:
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        recoup.checkpoint(raises, torch.ones(3, requires_grad=True))
+    assert not has_dispatch_mode()
+
+    def raises_again(x):
+        y = x.topk(2).values.exp()
+        if is_second_run():
+            raise KeyError("stop")
+        return y
+
+    y = recoup.checkpoint(raises_again, torch.ones(3, requires_grad=True))
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    assert not has_dispatch_mode()
+    assert hooks_in_force() is None
+
+
+def test_another_decision_in_its_place_is_an_error():
+    def code(x):
+        return (x.sort().values if is_second_run() else x.topk(3).values).exp()
+
+    y = recoup.checkpoint(code, torch.rand(3, requires_grad=True))
+    with pytest.raises(ReplayError, match=r"decided by aten.sort.*decided by aten.topk"):
+        y.sum().backward()
+
+    def shorter(x):
+        return (x[:2] if is_second_run() else x).sort().values.exp()
+
+    y = recoup.checkpoint(shorter, torch.rand(3, requires_grad=True))
+    with pytest.raises(ReplayError, match=r"on a \(2,\) where the first run decided by"):
+        y.sum().backward()
+
+
+# -- code that decides only in a later run (Rule 4) ------------------------------------------------
+
+
+class Later(nn.Module):
+    """Code that takes the way with a decision only if told."""
+
+    def __init__(self):
+        super().__init__()
+        self.decides = torch.nn.Identity()  # not a number: nothing else tells
+
+    def forward(self, x, routes):
+        if not routes:
+            return x.exp()
+        x = perturbed(x.exp())
+        return x.gather(-1, x.argmax(-1, keepdim=True)) * x.sum(-1, keepdim=True)
+
+
+def test_a_decision_that_no_earlier_run_made_is_an_error_once_and_then_kept():
+    model, ties = Later(), torch.ones(4, 8)
+    recoup.checkpoint(model, ties.clone().requires_grad_(), False).sum().backward()
+    x = ties.clone().requires_grad_()
+    y = recoup.checkpoint(model, x, True)
+    with pytest.raises(ReplayError, match=r"decided otherwise.*repeat this step"):
+        y.sum().backward()
+    found = gradients(model, lambda x: recoup.checkpoint(model, x, True), ties)
+    assert distance(found, gradients(model, lambda x: model(x, True), ties)) < ROUNDING
+
+
+def test_integers_of_a_look_are_known_later():
+    """The mask of a dropout, or an index from outside, is no reason to look again."""
+    embedding, ids = nn.Embedding(8, 4), torch.tensor([1, 2, 3])
+    seen = []
+    embedding.register_forward_hook(lambda *args: seen.append(has_dispatch_mode()))
+    for _ in range(3):
+        recoup.checkpoint(embedding, ids).exp().sum().backward()
+    assert seen[0]
+    assert not any(seen[1:])
+
+
+# -- how they are kept -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bound", "bytes_each"), [(256, 1), (257, 2), (2**15, 2), (2**15 + 1, 4)])
+def test_indices_are_kept_in_the_fewest_bytes(bound, bytes_each):
+    kept = deciding_operators._narrowed(torch.tensor([0, bound - 1]), bound)
+    assert kept.element_size() == bytes_each
+    assert kept.tolist() == [0, bound - 1]
+
+
+def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
+    x = torch.randn(1000, 1000, requires_grad=True)
+
+    def compared(x):
+        return torch.where(x > 0, x, 0.1 * x)
+
+    def quantized(x):
+        return x + (x.detach().to(torch.int8) - x.detach())
+
+    for code, expected in ((compared, x.numel() // 8), (quantized, 0)):
+        for _ in range(2):
+            held = held_after(lambda code=code: recoup.checkpoint(code, x)).num_bytes
+        assert held - x.nbytes == expected
