@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
 from recoup._core import deciding_operators
-from recoup._core.dispatch_modes import has_dispatch_mode
+from recoup._core.dispatch_modes import num_dispatch_modes
 from recoup.errors import ReplayError
 from tests.alive import held_after
 from tests.deciding import (
@@ -72,7 +72,7 @@ def test_a_router_chooses_once(way, kind):
     for _ in range(2):  # looked at for the first time, and later
         assert distance(gradients(model, run, x), plain) < ROUNDING
     assert hooks_in_force() is None
-    assert not has_dispatch_mode()
+    assert not num_dispatch_modes()
 
 
 def test_a_value_that_is_not_kept():
@@ -110,7 +110,7 @@ def test_the_bytes_of_the_decisions():
 def test_code_that_decides_nothing_runs_without_a_mode():
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(4, 16)
     seen = []
-    model.register_forward_hook(lambda *args: seen.append(has_dispatch_mode()))
+    model.register_forward_hook(lambda *args: seen.append(num_dispatch_modes()))
     for _ in range(2):
         recoup.checkpoint(model, x).sum().backward()
     assert seen == [True, False, False, False]
@@ -287,7 +287,7 @@ def test_an_exception_leaves_no_mode():
 
     with pytest.raises(KeyError):
         recoup.checkpoint(raises, torch.ones(3, requires_grad=True))
-    assert not has_dispatch_mode()
+    assert not num_dispatch_modes()
 
     def raises_again(x):
         y = x.topk(2).values.exp()
@@ -298,7 +298,7 @@ def test_an_exception_leaves_no_mode():
     y = recoup.checkpoint(raises_again, torch.ones(3, requires_grad=True))
     with pytest.raises(KeyError):
         y.sum().backward()
-    assert not has_dispatch_mode()
+    assert not num_dispatch_modes()
     assert hooks_in_force() is None
 
 
@@ -350,7 +350,7 @@ def test_integers_of_a_look_are_known_later():
     """The mask of a dropout, or an index from outside, is no reason to look again."""
     embedding, ids = nn.Embedding(8, 4), torch.tensor([1, 2, 3])
     seen = []
-    embedding.register_forward_hook(lambda *args: seen.append(has_dispatch_mode()))
+    embedding.register_forward_hook(lambda *args: seen.append(num_dispatch_modes()))
     for _ in range(3):
         recoup.checkpoint(embedding, ids).exp().sum().backward()
     assert seen[0]
