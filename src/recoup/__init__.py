@@ -10,6 +10,7 @@ from __future__ import annotations
 from recoup import errors, flows, invertible, schedules, weights
 from recoup.gradients import GradStore, segments_backward, step
 from recoup.memory import curve, measure, residuals
+from recoup.planning.largest import largest
 from recoup.planning.plan import applied_plans
 from recoup.planning.search import plan
 from recoup.regions.checkpoint import checkpoint
@@ -34,6 +35,7 @@ __all__ = [
     "errors",
     "flows",
     "invertible",
+    "largest",
     "measure",
     "plan",
     "recompute",

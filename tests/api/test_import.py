@@ -26,6 +26,7 @@ PUBLIC = {
     "errors",
     "flows",
     "invertible",
+    "largest",
     "measure",
     "plan",
     "recompute",

@@ -1,0 +1,183 @@
+"""`recoup.largest`: the largest batch, or longest sequence, that a plan can train in a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from recoup._core.pytree import flatten
+from recoup.errors import BudgetError
+from recoup.planning.frontier import Frontier
+from recoup.planning.plan import Plan
+from recoup.planning.search import frontier_of_call
+from recoup.planning.sizes import checked_budget
+
+__all__ = ["Largest", "largest"]
+
+_NEAR = 0.01  # of the size: the search ends where so little more is left to try
+_MOST_GROWTH = 8  # from one size to the next larger one
+_MARGIN = 0.98  # of the bytes that are left, since bytes may grow faster than a line
+
+
+class Largest(NamedTuple):
+    """The largest size that fits in a budget.
+
+    Args:
+        size: the size.
+        plan: the plan for it, whose steps have been run; not applied yet.
+        args: the arguments of that size.
+        kwargs: the keyword arguments of that size.
+    """
+
+    size: int
+    plan: Plan
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Probe(NamedTuple):
+    size: int
+    least_bytes: int
+    plan: Plan | None
+
+
+def largest(
+    build_batch: Callable[[int], Any],
+    model: nn.Module,
+    *,
+    budget: int | str,
+    least: int = 1,
+    most: int | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: str | Iterable[str | nn.Module] | None = None,
+    budget_of: Literal["step", "total"] = "step",
+    optimizer: torch.optim.Optimizer | None = None,
+    holds_output: bool = True,
+    compile: bool | str = False,  # noqa: A002
+) -> Largest:
+    """Return the largest batch, or the longest sequence, that a plan can train in a budget.
+
+    The sizes that are tried grow from `least` as far as the bytes of the last two predict that they
+    fit; what is then between the largest that fits and the smallest that does not is halved. For
+    each size the steps of `recoup.plan` are run, which leave no trace. It is assumed that a larger
+    size takes more bytes.
+
+    Args:
+        build_batch: a function from a size, a number of samples or tokens, to the arguments of the
+            model: a tensor, a tuple of arguments, or a dict of keyword arguments.
+        model: any module, as for `recoup.plan`.
+        budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
+        least: the smallest size to try.
+        most: the largest size to try; None for no bound.
+        loss: as for `recoup.plan`, as are the arguments that follow. A loss that needs targets of
+            the size reads its size from what the model returns.
+        blocks: the modules that are kept or recomputed as a whole.
+        budget_of: "step", or "total" to count what is alive before a step.
+        optimizer: the optimizer, for "total".
+        holds_output: whether the training loop holds the output of the model while backward runs.
+        compile: whether blocks may run compiled.
+
+    Returns:
+        The size, the plan for it, and the arguments. Up to a hundredth more may fit.
+
+    Raises:
+        BudgetError: not even the smallest size fits.
+        ValueError: an argument is invalid, or what `build_batch` returns has the same bytes for
+            every size.
+
+    Example:
+        >>> import recoup, torch
+        >>> model = torch.nn.Sequential(
+        ...     *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "abcd")
+        ... )
+        >>> found = recoup.largest(lambda size: torch.ones(size, 64), model, budget="1 MiB")
+        >>> found.plan.rehearsed_peak_bytes <= 2**20
+        True
+        >>> found.plan.apply().is_applied
+        True
+    """
+    budget_bytes = checked_budget(budget)
+    if least < 1 or (most is not None and most < least):
+        raise ValueError(
+            f"`least` is {least} and `most` is {most}, but sizes are from 1, and `most` is at "
+            "least `least`, or None."
+        )
+
+    def probe(size: int) -> _Probe:
+        args, kwargs = _arguments(build_batch, size)
+        frontier = frontier_of_call(
+            model, model, args, kwargs, loss=loss, blocks=blocks, budget_of=budget_of,
+            optimizer=optimizer, holds_output=holds_output, compile=compile,
+        )  # fmt: skip
+        return _probed(frontier, size, budget_bytes)
+
+    _check_grows(build_batch, least)
+    best = probe(least)
+    if best.plan is None:
+        raise BudgetError(
+            f"`budget` is {budget_bytes} bytes, but a step of size {least} takes at least "
+            f"{best.least_bytes}. Give that much, or a smaller `least`.",
+            best.least_bytes,
+        )
+    before: _Probe | None = None
+    too_large = most + 1 if most is not None else None
+    while too_large is None or too_large - best.size > max(1, _NEAR * best.size):
+        size = _next(before, best, too_large, budget_bytes)
+        found = probe(size)
+        if found.plan is None:
+            too_large = size
+        else:
+            before, best = best, found
+    args, kwargs = _arguments(build_batch, best.size)
+    return Largest(best.size, cast("Plan", best.plan), args, kwargs)
+
+
+def _probed(frontier: Frontier, size: int, budget_bytes: int) -> _Probe:
+    try:
+        plan = frontier.plan(budget_bytes)
+    except BudgetError as error:
+        return _Probe(size, error.least_bytes, None)
+    return _Probe(size, plan.least_bytes, plan)
+
+
+def _next(before: _Probe | None, best: _Probe, too_large: int | None, budget_bytes: int) -> int:
+    """Return the size to try next."""
+    guess = 2 * best.size
+    step = max(1, int(_NEAR * best.size))
+    if before is not None and best.least_bytes > before.least_bytes:
+        slope = (best.least_bytes - before.least_bytes) / (best.size - before.size)
+        more = int(_MARGIN * (budget_bytes - best.least_bytes) / slope)
+        guess = min(best.size + max(more, step), _MOST_GROWTH * best.size)
+    if too_large is None:
+        return guess
+    # If the line was right, little is left; else the rest is halved.
+    return guess if best.size < guess < too_large else (best.size + too_large) // 2
+
+
+def _arguments(
+    build_batch: Callable[[int], Any], size: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    made = build_batch(size)
+    if isinstance(made, Mapping):
+        return (), dict(cast("Mapping[str, Any]", made))
+    if isinstance(made, Sequence) and not isinstance(made, str):
+        *args, last = cast("Sequence[Any]", made) or (None,)
+        if isinstance(last, dict) and args:
+            return tuple(args), cast("dict[str, Any]", last)
+        return tuple(cast("Sequence[Any]", made)), {}
+    return (made,), {}
+
+
+def _check_grows(build_batch: Callable[[int], Any], size: int) -> None:
+    one, two = (
+        sum(t.nbytes for t in flatten(_arguments(build_batch, each))[0])
+        for each in (size, 2 * size)
+    )
+    if one >= two:
+        raise ValueError(
+            f"`build_batch` returns {one} bytes of tensors for size {size} and {two} for "
+            f"{2 * size}. It must return larger arguments for a larger size."
+        )

@@ -1,0 +1,96 @@
+"""The largest batch or sequence in a budget, beside a search through all sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import BudgetError
+from tests.neighbours.planned import Net, loss_of
+
+
+def model():
+    torch.manual_seed(0)
+    return Net(16, 4)
+
+
+def batch(size):
+    return torch.ones(size, 16)
+
+
+def exhaustive(model, build, budget, sizes, **options):
+    """The largest of all sizes for which there is a plan."""
+    best = 0
+    for size in sizes:
+        try:
+            recoup.plan(model, build(size), budget=budget, **options)
+        except BudgetError:
+            break
+        best = size
+    return best
+
+
+@pytest.mark.parametrize("kib", [150, 260])
+def test_the_largest_batch(kib):
+    net = model()
+    budget = kib * 2**10
+    found = recoup.largest(batch, net, budget=budget, least=2, loss=loss_of)
+    near = range(found.size - 1, found.size + 8)
+    best = exhaustive(net, batch, budget, near, loss=loss_of)
+    assert best >= found.size >= 0.98 * best - 1
+    assert found.plan.rehearsed_peak_bytes <= budget
+    with found.plan.applied():
+        peak = recoup.measure(
+            lambda: loss_of(net(*found.args, **found.kwargs)).backward(), device="cpu", repeats=0
+        )
+    assert peak.peak_bytes <= budget
+
+
+def test_a_plan_trains_more_than_the_model_alone():
+    net, budget = model(), 300 * 2**10
+    found = recoup.largest(batch, net, budget=budget, least=2, loss=loss_of)
+
+    def peak(size):
+        x = batch(size)
+        step = recoup.measure(lambda: loss_of(net(x)).backward(), device="cpu", repeats=0)
+        return step.peak_bytes
+
+    assert peak(found.size) > 1.5 * budget
+
+
+def test_sequences_and_keywords():
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]
+    net = nn.Sequential(*layers)
+    found = recoup.largest(
+        lambda size: {"input": torch.ones(2, size, 16)}, net, budget="400 KiB", most=64
+    )
+    assert 1 < found.size <= 64
+    assert found.args == ()
+    assert found.kwargs["input"].shape == (2, found.size, 16)
+
+
+def test_a_bound_that_fits_is_found_with_few_probes():
+    sizes = []
+
+    def build(size):
+        sizes.append(size)
+        return (batch(size),)
+
+    found = recoup.largest(build, model(), budget="1 GiB", least=2, most=100, loss=loss_of)
+    assert found.size == 100
+    assert len(set(sizes)) <= 8
+
+
+def test_errors():
+    net = model()
+    with pytest.raises(BudgetError, match="a step of size 2 takes at least"):
+        recoup.largest(batch, net, budget=100, least=2)
+    with pytest.raises(ValueError, match="must return larger arguments"):
+        recoup.largest(lambda size: torch.ones(4, 16), net, budget="1 MiB")
+    with pytest.raises(ValueError, match="`least` is 3 and `most` is 2"):
+        recoup.largest(batch, net, budget="1 MiB", least=3, most=2)
+    with pytest.raises(ValueError, match="`budget` is 'much'"):
+        recoup.largest(batch, net, budget="much")
