@@ -248,3 +248,41 @@ def test_blocks_that_store_what_they_made():
             loss = loss_of(model(x))
             loss.backward()
         assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
+
+
+class Counting(nn.Module):
+    """Counts what it was given in a buffer, and computes with the count."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_((x > 0).sum() / x.numel())
+        return x + self.down(torch.tanh(self.up(x))) / (1 + self.seen)
+
+
+@pytest.mark.parametrize("share", SHARES, ids=IDS)
+def test_a_planned_block_counts_once(share: float):
+    torch.manual_seed(0)
+    model, x = Net(block=Counting).train(), torch.randn(64, 32)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def two_steps() -> list[Tensor]:
+        model.load_state_dict(state)
+        model.zero_grad()
+        for _ in range(2):
+            loss_of(model(x)).backward()
+        return [
+            *(p.grad.clone() for p in model.parameters()),
+            *(b.clone() for b in model.buffers()),
+        ]
+
+    wanted = two_steps()
+    model.load_state_dict(state)
+    plan = plan_for(model, x, share=share)
+    with plan.applied():
+        found = two_steps()
+    assert all(map(torch.equal, found, wanted))
