@@ -110,10 +110,10 @@ def test_the_bytes_of_the_decisions():
 def test_code_that_decides_nothing_runs_without_a_mode():
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(4, 16)
     seen = []
-    model.register_forward_hook(lambda *args: seen.append(num_dispatch_modes()))
+    model.register_forward_hook(lambda *args: seen.append(num_dispatch_modes() > 0))
     for _ in range(2):
         recoup.checkpoint(model, x).sum().backward()
-    assert seen == [True, False, False, False]
+    assert seen == [True, True, False, False]  # both runs of the step that is looked at
 
 
 # -- every operator that decides -------------------------------------------------------------------
@@ -350,11 +350,11 @@ def test_integers_of_a_look_are_known_later():
     """The mask of a dropout, or an index from outside, is no reason to look again."""
     embedding, ids = nn.Embedding(8, 4), torch.tensor([1, 2, 3])
     seen = []
-    embedding.register_forward_hook(lambda *args: seen.append(num_dispatch_modes()))
+    embedding.register_forward_hook(lambda *args: seen.append(num_dispatch_modes() > 0))
     for _ in range(3):
         recoup.checkpoint(embedding, ids).exp().sum().backward()
     assert seen[0]
-    assert not any(seen[1:])
+    assert not any(seen[2:])
 
 
 # -- how they are kept -----------------------------------------------------------------------------

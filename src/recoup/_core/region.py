@@ -50,7 +50,8 @@ __all__ = ["Owner", "Region", "Slot"]
 # Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
 # smaller than this, the remaining operators take less.
 _WORTH_A_STOP = 4096
-_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
+# The types of indices and masks. (Bytes are the workspace of a kernel, in part never written.)
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.bool))
 
 
 class Owner(Protocol):

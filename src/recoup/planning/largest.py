@@ -124,11 +124,15 @@ def largest(
         )
     before: _Probe | None = None
     too_large = most + 1 if most is not None else None
+    has_failed = False
     while too_large is None or too_large - best.size > max(1, _NEAR * best.size):
-        size = _next(before, best, too_large, budget_bytes)
+        size = _next(before, best, budget_bytes)
+        if too_large is not None and size >= too_large:
+            # If the line was right, little is left; else the rest is halved.
+            size = (best.size + too_large) // 2 if has_failed else too_large - 1
         found = probe(size)
         if found.plan is None:
-            too_large = size
+            too_large, has_failed = size, True
         else:
             before, best = best, found
     args, kwargs = _arguments(build_batch, best.size)
@@ -143,18 +147,14 @@ def _probed(frontier: Frontier, size: int, budget_bytes: int) -> _Probe:
     return _Probe(size, plan.least_bytes, plan)
 
 
-def _next(before: _Probe | None, best: _Probe, too_large: int | None, budget_bytes: int) -> int:
-    """Return the size to try next."""
-    guess = 2 * best.size
+def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
+    """Return the size to try next, by a line through the bytes of the last two that fit."""
+    if before is None or best.least_bytes <= before.least_bytes:
+        return 2 * best.size
+    slope = (best.least_bytes - before.least_bytes) / (best.size - before.size)
+    more = int(_MARGIN * (budget_bytes - best.least_bytes) / slope)
     step = max(1, int(_NEAR * best.size))
-    if before is not None and best.least_bytes > before.least_bytes:
-        slope = (best.least_bytes - before.least_bytes) / (best.size - before.size)
-        more = int(_MARGIN * (budget_bytes - best.least_bytes) / slope)
-        guess = min(best.size + max(more, step), _MOST_GROWTH * best.size)
-    if too_large is None:
-        return guess
-    # If the line was right, little is left; else the rest is halved.
-    return guess if best.size < guess < too_large else (best.size + too_large) // 2
+    return min(best.size + max(more, step), _MOST_GROWTH * best.size)
 
 
 def _arguments(
