@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recoup
-from recoup.planning import compiled_costs, compiling
+from recoup.planning import compiled_costs, compiling, frontier
 
 __all__ = [
     "Block",
     "Net",
     "assert_same",
     "give_steady_times",
+    "give_steps_times",
     "loss_of",
     "plan_for",
     "result_of",
@@ -76,6 +77,17 @@ def give_steady_times(monkeypatch: Any) -> None:
         return [(1.0, most - c.own_bytes / (c.own_bytes + 2**18)) for c in steps[0].calls]
 
     monkeypatch.setattr(compiled_costs, "_times", times)
+    give_steps_times(monkeypatch, compiled=1.0, others=2.0)
+
+
+def give_steps_times(monkeypatch: Any, *, compiled: float, others: float) -> None:
+    """Let whole steps take so many seconds, whatever the clock says."""
+
+    def seconds(plan: Any, kind: Any) -> float:
+        del plan
+        return compiled if kind.is_compiled else others
+
+    monkeypatch.setattr(frontier, "seconds_under", seconds)
 
 
 def result_of(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:

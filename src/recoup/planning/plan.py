@@ -89,7 +89,7 @@ class Plan:
         self.costs = tuple(costs)
         self.frontier = tuple(points)
         self.held_by_others = tuple(held_by_others(planned.model, planned.calls))
-        self._planned = planned
+        self.planned = planned
         self._point = point
         self._rehearsed_bytes = rehearsed_bytes
         self._least_bytes = least_bytes
@@ -103,12 +103,12 @@ class Plan:
     @property
     def num_blocks(self) -> int:
         """The number of modules that are its blocks."""
-        return len(self._planned.blocks)
+        return len(self.planned.blocks)
 
     @property
     def num_seen(self) -> int:
         """The number of blocks that were called during planning; others will be recomputed."""
-        return len({id(call.module) for call in self._planned.calls})
+        return len({id(call.module) for call in self.planned.calls})
 
     @property
     def schedule(self) -> Schedule:
@@ -149,9 +149,9 @@ class Plan:
         """The planned treatment of each block, in the order of forward."""
         work = self._kept_seconds + self._point.seconds - self.frontier[-1].seconds
         scale = self._step_seconds / work if work else 0.0
-        if any(call.codes for call in self._planned.calls):
+        if any(call.codes for call in self.planned.calls):
             scale = 1.0  # its costs are seconds
-        return rows_of(self._planned.calls, self.costs, self.schedule, scale)
+        return rows_of(self.planned.calls, self.costs, self.schedule, scale)
 
     def __str__(self) -> str:
         return described(
@@ -204,9 +204,9 @@ class Plan:
             for each in replaced:
                 each.remove()
             try:
-                follower = self._planned.follower(self.schedule, self._sizes)
+                follower = self.planned.follower(self.schedule, self._sizes)
                 self._forwards = WrappedForwards(follower, self, is_held=is_held)
-                self._forwards.begin(self._planned.followed_modules)
+                self._forwards.begin(self.planned.followed_modules)
             except BaseException:
                 for each in replaced:
                     each.apply()

@@ -88,6 +88,11 @@ class PricedBlocks(NamedTuple):
         return isinstance(self.code, CodeByModule)
 
     @property
+    def is_timed(self) -> bool:
+        """Whether the costs are times, and not counted work."""
+        return self.seconds > 0
+
+    @property
     def kept_seconds(self) -> float:
         """The time of a step of the blocks where all keep their whole tapes."""
         return self.seconds or 3 * self.points[-1].seconds  # backward takes twice a forward
@@ -203,20 +208,26 @@ def _outcome_again(kind: PricedBlocks, device: torch.device) -> Outcome | None:
     return measure_blocks(kind.step, kind.blocks, device, code).outcome
 
 
-def fastest_first(kinds: Sequence[PricedBlocks], budget_bytes: int) -> list[PricedBlocks]:
+def fastest_first(
+    kinds: Sequence[PricedBlocks], budget_bytes: int
+) -> list[tuple[PricedBlocks, float]]:
     """Return the kinds of blocks, sorted by the predicted cost of their plans for a budget.
 
     Args:
         kinds: the kinds of blocks.
         budget_bytes: the budget of a step.
+
+    Returns:
+        Each kind with that cost, in the unit of `PricedBlocks.seconds`; infinite if none fits.
     """
 
-    def cost(kind: PricedBlocks) -> tuple[float, int]:
+    def cost(kind: PricedBlocks) -> float:
         fitting = [point for point in kind.points if point.peak_bytes <= budget_bytes]
         more = fitting[-1].seconds - kind.points[-1].seconds if fitting else math.inf
-        return kind.seconds + more, kind.points[0].peak_bytes
+        return kind.seconds + more
 
-    return sorted(kinds, key=cost)
+    found = [(kind, cost(kind)) for kind in kinds]
+    return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:

@@ -22,7 +22,7 @@ from recoup.planning.step import peak_of, seconds_of
 from recoup.planning.verification import DifferentStepError
 from recoup.schedules import frontier
 
-__all__ = ["verified"]
+__all__ = ["seconds_under", "verified"]
 
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
@@ -61,6 +61,12 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
             )
             return plan
     raise difference
+
+
+def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
+    """Return the seconds of a step of `kind` that follows a plan which was rehearsed."""
+    with plan.planned.followed(plan.schedule):
+        return seconds_of(kind.step)
 
 
 def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:

@@ -11,7 +11,16 @@ import torch
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning import compiling
-from tests.neighbours.planned import Net, assert_same, give_steady_times, loss_of, result_of
+from recoup.planning import frontier as frontier_module
+from recoup.planning.verification import DifferentStepError
+from tests.neighbours.planned import (
+    Net,
+    assert_same,
+    give_steady_times,
+    give_steps_times,
+    loss_of,
+    result_of,
+)
 
 
 def model_and_input(num_blocks=5):
@@ -177,3 +186,41 @@ def test_compiled_blocks_are_measured_once(monkeypatch, caplog, tmp_path):
     assert not [record for record in caplog.records if record.name == compiling.__name__]
     pytest.importorskip("matplotlib")
     frontier.figure(tmp_path / "frontier.png")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_steps_of_both_kinds_are_timed_where_their_predictions_are_close(monkeypatch):
+    give_steady_times(monkeypatch)
+    monkeypatch.setattr(frontier_module, "_CLOSE", 10.0)
+    model, x = model_and_input(num_blocks=3)
+    frontier = recoup.plan(model, x, loss=loss_of, compile="aot_eager")
+    peaks = {}
+    for compiled, others in ((1.0, 2.0), (2.0, 1.0), (1.0, 1.01)):
+        give_steps_times(monkeypatch, compiled=compiled, others=others)
+        plan = frontier.plan("1 GiB")
+        peaks[any("compiled" in row.way for row in plan.blocks)] = plan.rehearsed_peak_bytes
+        if (compiled, others) == (1.0, 2.0):
+            assert set(peaks) == {True}
+    assert set(peaks) == {True, False}
+    assert plan.rehearsed_peak_bytes == min(peaks.values())  # of those about as fast
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_second_kind_that_computes_something_else_is_passed_over(monkeypatch):
+    give_steady_times(monkeypatch)
+    monkeypatch.setattr(frontier_module, "_CLOSE", 10.0)
+    model, x = model_and_input(num_blocks=3)
+    frontier = recoup.plan(model, x, loss=loss_of, compile="aot_eager")
+    verified = frontier_module.verified
+
+    def other_fails(kind, *args):
+        if kind.is_compiled:
+            return verified(kind, *args)
+        raise DifferentStepError("another")
+
+    monkeypatch.setattr(frontier_module, "verified", other_fails)
+    assert any("compiled" in row.way for row in frontier.plan("1 GiB").blocks)
