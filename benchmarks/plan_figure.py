@@ -30,10 +30,11 @@ SIZES = {"s": 10.0, "P": 7.0, "X": 4.5}  # these three may lie on each other
 def write(rows: list[dict], path: Path = PATH) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     num_lines = math.ceil(len(models) / 2)
+    num_columns = math.ceil(len(models) / num_lines)
     height = 0.8 + 4.2 * num_lines
-    figure = Figure((5.6 * math.ceil(len(models) / num_lines), height), 200, facecolor="white")
+    figure = Figure((5.6 * num_columns, height), 200, facecolor="white")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(num_lines, math.ceil(len(models) / num_lines), squeeze=False).flat
+    panels = figure.subplots(num_lines, num_columns, squeeze=False).flat
     named: dict[str, object] = {}
     for axes, model in zip(panels, models, strict=False):
         named |= _panel(axes, [row for row in rows if row["model"] == model], model)
@@ -42,13 +43,18 @@ def write(rows: list[dict], path: Path = PATH) -> None:
         [named[name] for name in names],
         ["recoup.plan" + name.removeprefix("recoup") if name in OURS else name for name in names],
         loc="lower center",
-        ncols=math.ceil(len(names) / 2),
+        ncols=math.ceil(len(names) / 2) if num_columns > 1 else 3,
         frameon=False,
-        fontsize=9.5,
+        fontsize=9.5 if num_columns > 1 else 7.5,
         labelcolor=INK,
     )
     figure.subplots_adjust(
-        left=0.06, right=0.98, top=1 - 0.5 / height, bottom=1.25 / height, wspace=0.16, hspace=0.35
+        left=0.12 / num_columns,
+        right=0.98,
+        top=1 - 0.5 / height,
+        bottom=1.25 / height,
+        wspace=0.16,
+        hspace=0.35,
     )
     figure.savefig(path)
 
