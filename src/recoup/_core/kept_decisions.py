@@ -10,8 +10,10 @@ Rule 2. The first run keeps a copy of each decision in as few bytes as its shape
         below 256 in one byte, a comparison in one bit. The second run is given these in the same
         order. Values that were selected (those of a `topk`) are gathered from its own numbers, so
         that gradients flow as ever. An operator that draws is run for its draws.
-Rule 3. Another operator, or another shape, in the place of a decision is an error, since the second
-        run does something else.
+Rule 3. A decision is known by its operator, the shape of its argument, and the lines of the code
+        that led to it, and those alike are in order. For a second run may decide less: a mask that
+        the first run cached is there. What it decides where the first run decided nothing is
+        decided anew.
 Rule 4. A dispatch mode costs microseconds an operator. So code is looked at in its first run in
         each mode, training or not, as in NOTE [ Checked once ]. Code that decided nothing then runs
         without from then on. If such code later saves an integer residual at a place where it
@@ -25,9 +27,11 @@ Rule 6. An inverse decides in another order than forward, from numbers that diff
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +40,13 @@ from recoup._core.compile import never_compiled
 from recoup._core.deciding_operators import CONVERSION, is_kept_conversion, way_of
 from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.side_effects import SideEffects
-from recoup.errors import ReplayError
 
 __all__ = ["DECIDES_NOTHING", "Decisions", "saves_integer"]
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
+# Code of these differs between the runs: hooks, modes, and what runs a region.
+_NOT_OF_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_OF_RUNS = str(Path(__file__).with_name("stage.py"))
 
 # Code that decided nothing, and changed no buffer, in its first run, by mode (training or not), as
 # in `random_sources`.
@@ -74,18 +80,20 @@ def _forget_places(code: weakref.ref[Any]) -> None:
     _places.pop(code, None)
 
 
+_Place = tuple[Any, torch.Size, tuple[Any, ...]]
+_Strides = tuple[tuple[int, ...] | None, ...]
+
+
 class _Kept(NamedTuple):
     """A decision of the first run.
 
     Args:
-        func: the operator that made it.
-        shape: the shape of its first argument.
         result: what a second run is given: a copy, a `PackedMask` or a Python number.
+        strides: the strides of each tensor that the operator returned; None if it is contiguous.
     """
 
-    func: Any
-    shape: torch.Size
     result: Any
+    strides: _Strides
 
 
 class Decisions:
@@ -100,7 +108,7 @@ class Decisions:
     def __init__(self, name: str) -> None:
         self._name = name
         self._is_first_look = False
-        self._kept: list[_Kept] = []
+        self._kept: dict[_Place, list[_Kept]] = {}
 
     @property
     def are_any(self) -> bool:
@@ -121,7 +129,7 @@ class Decisions:
     def repeating(self) -> InMode:
         """Return a context for a later run, which is given these decisions."""
         kind = _RepeatingEagerly if self._is_first_look else _Repeating
-        return InMode(kind(self._name, self._kept))
+        return InMode(kind(self._kept))
 
 
 class _Keeping(DispatchMode):
@@ -129,7 +137,7 @@ class _Keeping(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: list[_Kept], effects: SideEffects | None) -> None:
+    def __init__(self, kept: dict[_Place, list[_Kept]], effects: SideEffects | None) -> None:
         super().__init__()
         self._kept = kept
         self._effects = effects
@@ -152,7 +160,8 @@ class _Keeping(DispatchMode):
         if way is not None and _is_of_floats(args):
             kept = way.keep(args, given, result)
             if kept is not None:
-                self._kept.append(_Kept(func, _shape(args), kept))
+                place = _place(func, args)
+                self._kept.setdefault(place, []).append(_Kept(kept, _strides_of(result)))
         return result
 
 
@@ -161,11 +170,10 @@ class _Repeating(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, name: str, kept: list[_Kept]) -> None:
+    def __init__(self, kept: dict[_Place, list[_Kept]]) -> None:
         super().__init__()
-        self._name = name
         self._kept = kept
-        self._num_repeated = 0
+        self._num_repeated: dict[_Place, int] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -183,22 +191,14 @@ class _Repeating(DispatchMode):
             return func(*args, **given)
         if way is CONVERSION and not is_kept_conversion(args[0], given):
             return func(*args, **given)
-        place = self._num_repeated
-        self._num_repeated = place + 1
-        first = self._kept[place] if place < len(self._kept) else None
-        if first is None or first.func is not func or first.shape != _shape(args):
-            raise self._another(first, func, _shape(args))  # See Rule 3
+        place = _place(func, args)
+        kept, index = self._kept.get(place, ()), self._num_repeated.get(place, 0)
+        if index >= len(kept):
+            return func(*args, **given)  # See Rule 3
+        self._num_repeated[place] = index + 1
         if way.draws:
             func(*args, **given)
-        return way.repeat(first.result, args, given)
-
-    def _another(self, first: _Kept | None, func: Any, shape: torch.Size) -> ReplayError:
-        then = "nothing" if first is None else f"{first.func} on a {tuple(first.shape)}"
-        return ReplayError(
-            f"Running {self._name} again decided by {func} on a {tuple(shape)} where the first run "
-            f"decided by {then}. A region must do the same when it runs again: look for outside "
-            "state that it reads, such as a counter or a cache."
-        )
+        return _strided(way.repeat(kept[index].result, args, given), kept[index].strides)
 
 
 class _RepeatingEagerly(_Repeating):
@@ -220,8 +220,37 @@ def _is_of_floats(args: Any) -> bool:
     return is_float
 
 
-def _shape(args: Any) -> torch.Size:
-    for value in args:
-        if isinstance(value, Tensor):
-            return value.shape
-    return torch.Size()
+def _place(func: Any, args: Any) -> _Place:
+    """Return what a decision is known by (See Rule 3)."""
+    shape = next((value.shape for value in args if isinstance(value, Tensor)), torch.Size())
+    lines: list[Any] = []
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _OF_RUNS:
+        code = frame.f_code
+        if not code.co_filename.startswith(_NOT_OF_USERS):
+            lines += (id(code), frame.f_lasti)
+        frame = frame.f_back
+    return func, shape, tuple(lines)
+
+
+def _strides_of(result: Any) -> _Strides:
+    """Return the strides of tensors that are not contiguous."""
+    results = cast("tuple[Any, ...]", result if isinstance(result, tuple) else (result,))
+    return tuple(
+        None if not isinstance(each, Tensor) or each.is_contiguous() else each.stride()
+        for each in results
+    )
+
+
+def _strided(result: Any, strides: _Strides) -> Any:
+    """Return a result in the memory layout that it had in the first run."""
+    if not any(strides):
+        return result
+    results = cast("tuple[Any, ...]", result if isinstance(result, tuple) else (result,))
+    found: list[Any] = []
+    for each, stride in zip(results, strides, strict=True):
+        if stride is not None and each.stride() != stride:
+            laid = torch.empty_strided(each.shape, stride, dtype=each.dtype, device=each.device)
+            each = laid.copy_(each)
+        found.append(each)
+    return tuple(found) if isinstance(result, tuple) else found[0]
