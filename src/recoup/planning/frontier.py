@@ -64,7 +64,8 @@ class Frontier:
     """The plans of a model that are best for some budget; made by `recoup.plan` without a budget.
 
     The steps that measure the blocks have been run, so that a plan for one more budget takes a few
-    steps only. The model and the example arguments are held.
+    steps only. The model and the example arguments are held, and what was alive beside a step is
+    counted as it was then.
 
     Args:
         kinds: the blocks with their costs, of each kind that was measured.
@@ -245,7 +246,7 @@ def _state_of(model: nn.Module) -> tuple[object, ...]:
     parameters = (
         (name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()
     )
-    return (*parameters, *((type(each), each.training) for each in model.modules()))
+    return (*parameters, *((id(each), each.training) for each in model.modules()))
 
 
 def _spread(points: Sequence[FrontierPoint], num: int) -> list[FrontierPoint]:

@@ -40,6 +40,7 @@ class Largest(NamedTuple):
 
 class _Probe(NamedTuple):
     size: int
+    argument_bytes: int
     least_bytes: int
     plan: Plan | None
 
@@ -85,8 +86,8 @@ def largest(
 
     Raises:
         BudgetError: not even the smallest size fits.
-        ValueError: an argument is invalid, or what `build_batch` returns has the same bytes for
-            every size.
+        ValueError: an argument is invalid, or `build_batch` returns no more bytes for a larger
+            size.
 
     Example:
         >>> import recoup, torch
@@ -106,15 +107,21 @@ def largest(
             "least `least`, or None."
         )
 
-    def probe(size: int) -> _Probe:
+    def probe(size: int, smaller: _Probe | None = None) -> _Probe:
         args, kwargs = _arguments(build_batch, size)
+        num_bytes = sum(tensor.nbytes for tensor in flatten((args, kwargs))[0])
+        if smaller is not None and num_bytes <= smaller.argument_bytes:
+            raise ValueError(
+                f"`build_batch` returns {smaller.argument_bytes} bytes of tensors for size "
+                f"{smaller.size} and {num_bytes} for size {size}. It must return larger arguments "
+                "for a larger size; give `most` if there are no more."
+            )
         frontier = frontier_of_call(
             model, model, args, kwargs, loss=loss, blocks=blocks, budget_of=budget_of,
             optimizer=optimizer, holds_output=holds_output, compile=compile,
         )  # fmt: skip
-        return _probed(frontier, size, budget_bytes)
+        return _probed(frontier, size, num_bytes, budget_bytes)
 
-    _check_grows(build_batch, least)
     best = probe(least)
     if best.plan is None:
         raise BudgetError(
@@ -130,7 +137,7 @@ def largest(
         if too_large is not None and size >= too_large:
             # If the line was right, little is left; else the rest is halved.
             size = (best.size + too_large) // 2 if has_failed else too_large - 1
-        found = probe(size)
+        found = probe(size, best)
         if found.plan is None:
             too_large, has_failed = size, True
         else:
@@ -139,12 +146,12 @@ def largest(
     return Largest(best.size, cast("Plan", best.plan), args, kwargs)
 
 
-def _probed(frontier: Frontier, size: int, budget_bytes: int) -> _Probe:
+def _probed(frontier: Frontier, size: int, num_bytes: int, budget_bytes: int) -> _Probe:
     try:
         plan = frontier.plan(budget_bytes)
     except BudgetError as error:
-        return _Probe(size, error.least_bytes, None)
-    return _Probe(size, plan.least_bytes, plan)
+        return _Probe(size, num_bytes, error.least_bytes, None)
+    return _Probe(size, num_bytes, plan.least_bytes, plan)
 
 
 def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
@@ -169,15 +176,3 @@ def _arguments(
             return tuple(args), cast("dict[str, Any]", last)
         return tuple(cast("Sequence[Any]", made)), {}
     return (made,), {}
-
-
-def _check_grows(build_batch: Callable[[int], Any], size: int) -> None:
-    one, two = (
-        sum(t.nbytes for t in flatten(_arguments(build_batch, each))[0])
-        for each in (size, 2 * size)
-    )
-    if one >= two:
-        raise ValueError(
-            f"`build_batch` returns {one} bytes of tensors for size {size} and {two} for "
-            f"{2 * size}. It must return larger arguments for a larger size."
-        )

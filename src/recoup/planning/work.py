@@ -96,7 +96,10 @@ class WorkCounter(DispatchMode):
     def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
         """Record that a region does not keep the residual `tensor`."""
         self._num_needed = len(self._products)
-        self._residuals.update(storages_of([tensor]))
+        if (
+            getattr(slot, "expected", None) is None
+        ):  # else the region itself keeps it, for this step
+            self._residuals.update(storages_of([tensor]))
         if self._around is not None:
             self._around.saved(tensor, slot, way)
 

@@ -25,6 +25,7 @@ from recoup._core.call import Call, run_again
 from recoup._core.closures import ClosureGuard
 from recoup._core.compile import break_graph, is_traced, is_watched, uncompiled
 from recoup._core.compiled_graphs import is_followed
+from recoup._core.saved_tensors import version_of
 from recoup.regions.checkpoint import checkpoint_in_graph, name_of
 from recoup.regions.tile_check import check_rows
 from recoup.regions.tiles import Given, Reduction, Tiles, joined, tile_value
@@ -54,13 +55,14 @@ def tiled(
     Kept: the tensors in the arguments, and 5 KB of random state for each tile that draws. What `fn`
     makes between arguments and result is alive for one tile only, in forward and in backward.
     Backward pays one more run of `fn`, and 100 to 200 microseconds a tile. The gradient of a
-    weight is summed over the tiles, which takes twice its bytes for a moment. For a loss over a
-    large vocabulary, `tiled_loss` spares both. A graph of torch.compile breaks at a loss in tiles;
-    without `reduction`, tiles are torch's own checkpoints in it, and norms are not checked.
+    weight is summed over the tiles, which takes three times its bytes for a moment. For a loss over
+    a large vocabulary, `tiled_loss` spares both. A graph of torch.compile breaks at a loss in
+    tiles; without `reduction`, tiles are torch's own checkpoints in it, and norms are not checked.
 
-    It is checked that outputs have the rows of their tile and that no batch or instance norm is in
-    training; whether `fn` really treats rows independently is checked by `.check(*args)` alone.
-    A call that draws (dropout) draws tile by tile, so other numbers than `fn` would at once.
+    It is checked that outputs have the rows of their tile, that no batch or instance norm is in
+    training, and that no buffer changes; whether `fn` really treats rows independently is checked
+    by `.check(*args)` alone. A call that draws (dropout) draws tile by tile, so other numbers than
+    `fn` would at once.
 
     Args:
         fn: a function or module for which ``fn(x)[:, i]`` depends on ``x[:, i]`` alone (with
@@ -140,10 +142,15 @@ class Tiled(Generic[P, T]):
         if not is_followed():
             self._check_norms()
         tiles = Tiles(args, kwargs, self._dim, self._tiles, self._split)
+        buffers = [] if is_followed() else self._buffers()
         if self._reduction == "none":
             outputs = [self._run(i, g) for i, g in self._pieces(tiles)]
-            return joined(outputs, tiles.sizes, tiles.dim, self._name)
-        return cast("T", self._loss(tiles))
+            found = joined(outputs, tiles.sizes, tiles.dim, self._name)
+        else:
+            found = cast("T", self._loss(tiles))
+        if len(tiles.sizes) > 1:
+            self._check_buffers(buffers)
+        return found
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name}, dim={self._dim}, tiles={self._tiles})"
@@ -196,6 +203,19 @@ class Tiled(Generic[P, T]):
                         "computes statistics over rows, so it does not treat rows "
                         "independently. Leave it out of `fn`, or call `.eval()` on it."
                     )
+
+    def _buffers(self) -> list[tuple[str, Tensor, int]]:
+        found = [each for module in self._modules for each in module.named_buffers()]
+        return [(name, buffer, version_of(buffer)) for name, buffer in found]
+
+    def _check_buffers(self, before: Sequence[tuple[str, Tensor, int]]) -> None:
+        for name, buffer, version in before:
+            if version_of(buffer) != version:
+                raise ValueError(
+                    f"`fn` ({self._name}) changes its buffer `{name}`, which tiles change once "
+                    "each, so it does not treat rows independently. Leave that out of `fn`, or "
+                    "call `.eval()` on it."
+                )
 
 
 def _run(tiled: Tiled[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

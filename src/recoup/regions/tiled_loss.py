@@ -36,7 +36,8 @@ def tiled_loss(
     forward; backward only multiplies the gradients by that of the result. So nothing runs twice, as
     with `tiled(fn, reduction="mean")`, but gradients are paid for whenever grad mode is on, there
     is no double backward, and parameters' gradients are held from forward on. The weight of a
-    linear layer takes the bytes of one gradient at any time, and others those of two.
+    linear layer takes the bytes of one gradient at any time, other weights, and all of them under
+    autocast, up to three.
 
     What is checked is the same as for `tiled`. A graph of torch.compile breaks at it.
 
@@ -50,7 +51,7 @@ def tiled_loss(
         reduction: "mean" or "sum": which of the two `fn` returns. A mean is over targets, each of
             the same weight: with class weights, let `fn` return a sum.
         target: with "mean", the argument with the targets, as in `tiled`.
-        ignore_index: the target that a mean does not count.
+        ignore_index: the target that a mean does not count; the one that `fn` ignores.
 
     Returns:
         A callable that takes the same arguments as `fn` and returns the same loss. The loss may be

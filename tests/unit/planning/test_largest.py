@@ -88,8 +88,11 @@ def test_errors():
     net = model()
     with pytest.raises(BudgetError, match="a step of size 2 takes at least"):
         recoup.largest(batch, net, budget=100, least=2)
-    with pytest.raises(ValueError, match="must return larger arguments"):
-        recoup.largest(lambda size: torch.ones(4, 16), net, budget="1 MiB")
+    for most in (None, 40):
+        with pytest.raises(ValueError, match="must return larger arguments"):
+            recoup.largest(lambda size: batch(20)[:size], net, budget="1 MiB", least=2, most=most)
+    alone = recoup.largest(lambda size: batch(20)[:size], net, budget="1 MiB", least=20, most=20)
+    assert alone.size == 20
     with pytest.raises(ValueError, match="`least` is 3 and `most` is 2"):
         recoup.largest(batch, net, budget="1 MiB", least=3, most=2)
     with pytest.raises(ValueError, match="`budget` is 'much'"):

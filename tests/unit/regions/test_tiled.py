@@ -166,6 +166,21 @@ def test_mistakes(call, says):
     assert hooks_in_force() is None
 
 
+@pytest.mark.parametrize("make", [recoup.tiled, recoup.tiled_loss])
+def test_buffers_that_tiles_would_change_are_refused(make):
+    module = nn.utils.spectral_norm(nn.Linear(13, 13)).double()
+
+    def fn(x):
+        return module(x).square().sum()
+
+    tiled = make(fn, tiles=4, reduction="sum")
+    x = torch.randn(2, 7, 13, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="changes its buffer `weight_u`"):
+        tiled(x)
+    module.eval()
+    torch.testing.assert_close(tiled(x), fn(x))
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_norms_over_rows_are_refused(norm):
     module = nn.Sequential(nn.Linear(13, 13), norm(7)).double()
