@@ -229,6 +229,7 @@ def run_with_context(chain):
     return [x.grad, context.grad, *(p.grad for p in chain.parameters())]
 
 
+@pytest.mark.slow
 def test_a_context_two_networks_and_a_split():
     linear = features("linear")
     torch.manual_seed(3)
@@ -355,6 +356,7 @@ def test_autocast_in_constant_memory():
     assert_same(step(flow, pictures(16), cost(flow)), want, 1e-2)
 
 
+@pytest.mark.slow
 def test_copies_are_compiled_likewise():
     flow = glow("constant")
     flow.compile(backend="aot_eager")

@@ -12,6 +12,7 @@ def found(tmp_path_factory):
     return found_by("tiles_worker", tmp_path_factory.mktemp("tiles"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp, each", "fsdp, whole"])
 @pytest.mark.parametrize("way", ["tiled", "tiled_loss"])
 def test_tiles_in_parallel(found, way, wrapper):

@@ -167,7 +167,7 @@ def test_a_cache_of_transformers(is_closure):
         y.square().sum().backward()
         return [x.grad, cache.layers[0].keys.detach()]
 
-    assert outcome(step, theirs) == WRONG
+    assert outcome(step, theirs) in (WRONG, "CheckpointError")  # which, is up to the release
     assert outcome(step, recoup.checkpoint) == RIGHT
 
 

@@ -35,6 +35,7 @@ def budgets_of(frontier, num):
     return [least + (most - least) * place // (num - 1) for place in range(num)]
 
 
+@pytest.mark.slow
 def test_plans_are_those_that_are_made_for_each_budget():
     model, x = model_and_input()
     frontier = recoup.plan(model, x, loss=loss_of)
@@ -188,6 +189,7 @@ def test_compiled_blocks_are_measured_once(monkeypatch, caplog, tmp_path):
     frontier.figure(tmp_path / "frontier.png")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -207,6 +209,7 @@ def test_steps_of_both_kinds_are_timed_where_their_predictions_are_close(monkeyp
     assert plan.rehearsed_peak_bytes == min(peaks.values())  # of those about as fast
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")

@@ -48,6 +48,7 @@ def test_the_largest_batch(kib):
     assert peak.peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_a_plan_trains_more_than_the_model_alone():
     net, budget = model(), 300 * 2**10
     found = recoup.largest(batch, net, budget=budget, least=2, loss=loss_of)
