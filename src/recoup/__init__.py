@@ -14,6 +14,7 @@ from recoup.planning.largest import largest
 from recoup.planning.plan import applied_plans
 from recoup.planning.search import plan
 from recoup.regions.checkpoint import checkpoint
+from recoup.regions.offloading import offloading
 from recoup.regions.recompute import recompute
 from recoup.regions.recomputed_modules import Recompute, recompute_
 from recoup.regions.recomputing import recomputing
@@ -37,6 +38,7 @@ __all__ = [
     "invertible",
     "largest",
     "measure",
+    "offloading",
     "plan",
     "recompute",
     "recompute_",

@@ -12,6 +12,7 @@ __all__ = [
     "GradientError",
     "GridError",
     "NotInvertibleError",
+    "OffloadError",
     "RecoupError",
     "ReplayError",
     "ScheduleError",
@@ -44,6 +45,10 @@ class GridError(RecoupError, ValueError):
 
 class ConvergenceError(RecoupError, ArithmeticError):
     """An iterative inverse did not converge to its tolerance."""
+
+
+class OffloadError(RecoupError):
+    """Tensors could not be written to the folder in which they should wait for backward."""
 
 
 class ScheduleError(RecoupError, ValueError):

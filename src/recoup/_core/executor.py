@@ -35,7 +35,6 @@ from recoup._core.drift_comparison import DriftComparison
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.lazy_values import HasTensor, Source, as_value, keep
 from recoup._core.memory_layout import geometry_of, laid_out
-from recoup._core.offload import moved_to_host
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.restoring import new_lock
 from recoup._core.reversal import Forward, Reversal
@@ -202,7 +201,7 @@ class Run:
                 if action.index != 0 and not schedule.inverted:  # these begin a restart
                     forward.kept.pop(action.index, None)
             elif isinstance(action, Offload):
-                self._keep_input(index, state, is_offloaded=True)
+                self._send_input(index, state, action.to)
             elif index not in forward.kept:
                 self._keep_input(index, state)
         if self._storages and is_marked_in_place(stage):
@@ -223,6 +222,7 @@ class Run:
                 Kept(value, "The output of the chain", pair) for value in state
             )
         forward.has_ended = True
+        forward.raise_failures()
         if forward.drift is not None:
             forward.drift.end_forward(self._lowest_wanted)
         for kept in forward.kept.values():
@@ -237,10 +237,19 @@ class Run:
                 return index
         return len(self._forward.runs)
 
-    def _keep_input(self, index: int, state: State, *, is_offloaded: bool = False) -> None:
+    def _send_input(self, index: int, state: State, to: str) -> None:
+        pair = pair_in_force()
+        if pair is not None:  # it decides where states are (See Rule 3)
+            self._keep_input(index, state)
+            return
+        name, traffic = f"The input of {self._forward.stages[index].name}", self._forward.traffic(to)
+        self._storages.update(map(storage_address, state))
+        self._forward.kept[index] = tuple(
+            [traffic.send(value, name) or Kept(value, name, None) for value in state]
+        )
+
+    def _keep_input(self, index: int, state: State) -> None:
         pair = pair_in_force()  # See Rule 3
-        if is_offloaded:
-            pair = moved_to_host(pair)
         name = f"The input of {self._forward.stages[index].name}"
         self._storages.update(map(storage_address, state))
         if index == 0:

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from recoup._core.drift_comparison import DriftComparison
 from recoup._core.lazy_values import HasTensor
-from recoup._core.offload import moved_to_host
+from recoup._core.offload import Away, Traffic
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.saved_tensors import detached
+from recoup._core.saved_tensors import Kept, detached
 from recoup._core.stage import Stage, StageRun, State
+from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
 
@@ -52,7 +53,7 @@ class Forward:
         drift: compares the states that inverses return; None if nothing is compared.
     """
 
-    __slots__ = ("drift", "has_ended", "kept", "outputs", "runs", "schedule", "stages")
+    __slots__ = ("_traffic", "drift", "has_ended", "kept", "outputs", "runs", "schedule", "stages")
 
     def __init__(self, schedule: Prepared, drift: DriftComparison | None) -> None:
         self.schedule = schedule
@@ -62,6 +63,18 @@ class Forward:
         self.kept: dict[int, tuple[HasTensor, ...]] = {}  # states, by the stage they enter
         self.outputs: list[tuple[int, weakref.ref[Output]]] = []
         self.has_ended = False
+        self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
+
+    def traffic(self, to: str) -> Traffic:
+        """Return the traffic of states that wait in `to`."""
+        if to not in self._traffic:
+            self._traffic[to] = Traffic(tier_for(to))
+        return self._traffic[to]
+
+    def raise_failures(self) -> None:
+        """Raise if a state could not be moved where the schedule wants it."""
+        for to, traffic in self._traffic.items():
+            traffic.raise_failure(to)
 
     @property
     def is_whole(self) -> bool:
@@ -79,7 +92,7 @@ class Reversal:
         self._position = forward.schedule.sweep_end
         self._current: tuple[int, State] = (-1, ())
         self._kept: dict[int, State] = {}
-        self._offloaded: dict[int, tuple[Any, ...]] = {}
+        self._offloaded: dict[int, tuple[Away | Kept, ...]] = {}
 
     def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index` (See Rules 1 and 2)."""
@@ -162,8 +175,13 @@ class Reversal:
         self._kept[action.index] = self._state_at(action.index)
 
     def _offload(self, action: Offload, demanded: int) -> None:
-        pack, _ = moved_to_host(None)
-        self._offloaded[action.index] = tuple(map(pack, self._state_at(action.index)))
+        traffic, name = self._forward.traffic(action.to), f"State {action.index}"
+        self._offloaded[action.index] = tuple(
+            [
+                traffic.send(value, name) or Kept(value, name, None)
+                for value in self._state_at(action.index)
+            ]
+        )
 
     def _tape(self, action: Tape, demanded: int) -> None:
         index = action.index
@@ -264,7 +282,7 @@ class Reversal:
         state = self._kept.get(index)
         moved = self._offloaded.get(index)
         if state is None and moved is not None:
-            state = tuple(moved_to_host(None)[1](value) for value in moved)
+            state = detached(value.get() for value in moved)
         elif state is None:
             # The pair beneath may give it once only (torch's checkpoint does).
             state = detached(kept.get() for kept in self._forward.kept[index])

@@ -33,6 +33,7 @@ from recoup._core.generators import (
     with_seed,
 )
 from recoup._core.restoring import Restoring
+from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.errors import RecoupError, ReplayError
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "draw_seed",
     "hash_seed",
     "is_repeated",
+    "is_run_again",
     "num_repeated",
     "remembered",
     "skip",
@@ -258,6 +260,11 @@ def _recorded(make: Callable[[Any], tuple[Any, T]]) -> T:
 def num_repeated() -> int:
     """Return the number of regions around this code that may run again, or run again now."""
     return len(_local.regions)
+
+
+def is_run_again() -> bool:
+    """Whether this runs inside a region, of ours or of torch's checkpoint, or inside a backward."""
+    return num_repeated() > 0 or frame_in_force() is not None or is_in_backward()
 
 
 def is_repeated() -> bool:

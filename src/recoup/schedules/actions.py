@@ -74,14 +74,19 @@ class Keep(_OnState):
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
 class Offload(_OnState):
-    """Copy the working state to host memory, to run stages from it later.
+    """Copy the working state to host memory or to a folder, to run stages from it later.
 
-    Kept: ``x_index`` in host memory, until a `Drop`, and nothing of it on the device.
+    Kept: ``x_index`` there, until a `Drop`, and nothing of it on the device once its copy has been
+    made. Copies run behind the computation (See `simulate` for the bytes in flight), and backward
+    takes states back before it needs them, the last one first.
 
     Args:
         index: number of the state, which must be the working state and be neither kept nor
             offloaded. The chain's last state cannot be offloaded.
+        to: "host" or the path of a folder, as in `recoup.offloading`. States on the CPU are in
+            host memory already.
 
     Example:
         >>> from recoup.schedules import Keep, Offload, Schedule, simulate, sqrt
@@ -91,7 +96,10 @@ class Offload(_OnState):
         (0, 3)
     """
 
-    __slots__ = ()
+    to: str = "host"
+
+    def __str__(self) -> str:
+        return f"offload x_{self.index}" + ("" if self.to == "host" else f" to {self.to}")
 
 
 class Drop(_OnState):
