@@ -242,7 +242,10 @@ class Run:
         if pair is not None:  # it decides where states are (See Rule 3)
             self._keep_input(index, state)
             return
-        name, traffic = f"The input of {self._forward.stages[index].name}", self._forward.traffic(to)
+        name, traffic = (
+            f"The input of {self._forward.stages[index].name}",
+            self._forward.traffic(to),
+        )
         self._storages.update(map(storage_address, state))
         self._forward.kept[index] = tuple(
             [traffic.send(value, name) or Kept(value, name, None) for value in state]

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.memory_layout import Geometry, geometry_of
@@ -34,9 +34,19 @@ from recoup._core.saved_tensors import backward_id, version_of
 from recoup._core.tiers import Arrival, Copy, Tier, flat
 from recoup.errors import ChangedError, OffloadError
 
-__all__ = ["Away", "Traffic"]
+__all__ = ["Away", "Traffic", "can_move"]
 
 _engine: Any = torch.autograd.Variable._execution_engine
+
+
+def can_move(tensor: Tensor) -> bool:
+    """Whether `tensor` may be away: it is an ordinary tensor, and nothing else keeps it."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False  # a parameter is alive anyway; other subclasses have memory of their own
+    if tensor.is_conj() or tensor.is_neg():
+        return False  # the storage holds other numbers
+    base = tensor if tensor._base is None else tensor._base
+    return not isinstance(base, nn.Parameter) and not (base.is_leaf and base.requires_grad)
 
 
 class Away:
@@ -157,9 +167,7 @@ class Traffic:
         self._leaving: list[weakref.ref[_Parcel]] = []
         self._arriving: list[weakref.ref[_Parcel]] = []
         # By the storage, which is the same object for as long as it is alive.
-        self._of_storage = weakref.WeakKeyDictionary[
-            torch.UntypedStorage, weakref.ref[_Parcel]
-        ]()
+        self._of_storage = weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[_Parcel]]()
         self._next = -1  # the last one that was sent of those that may be fetched (See Rule 4)
         self._asked = -1  # the one that backward asked for last
         self._task = -1
@@ -173,7 +181,7 @@ class Traffic:
     @never_compiled
     def send(self, tensor: Tensor, name: str) -> Away | None:
         """Send a tensor away; None if it has to stay."""
-        if self.failure is not None or not self._tier.takes(tensor):
+        if self.failure is not None or not can_move(tensor) or not self._tier.takes(tensor):
             return None
         with self._lock:
             storage = tensor.untyped_storage()
@@ -202,9 +210,10 @@ class Traffic:
             self._end_with_backward()
             found = parcel.here()
             if found is None:
-                arrival, parcel.arrival = parcel.arrival or _fetched(parcel), None
+                parcel.arrival = arrival = parcel.arrival or self._fetched(parcel)
                 self._fetch_before(parcel)
                 found = arrival.wait()
+                parcel.arrival = None
                 parcel.arrived(found)
             else:
                 self._fetch_before(parcel)
@@ -265,9 +274,13 @@ class Traffic:
             if before is not None and before.tensor is None and before.arrival is None:
                 if self.in_flight_bytes + before.num_bytes > self._limit:
                     return
-                before.arrival = _fetched(before)
-                self._arriving.append(weakref.ref(before))
+                before.arrival = self._fetched(before)
             self._next -= 1
+
+    def _fetched(self, parcel: _Parcel) -> Arrival:
+        self._arriving = [ref for ref in self._arriving if _is_arriving(ref())]
+        self._arriving.append(weakref.ref(parcel))
+        return cast("Copy", parcel.copy).fetch()  # what has no copy is still here
 
     def _end_with_backward(self) -> None:
         """Forget what arrived and was not asked for when this backward ends."""
@@ -293,7 +306,7 @@ class Traffic:
     def _alive(self, is_leaving: bool) -> Iterator[_Parcel]:
         for ref in self._leaving if is_leaving else self._arriving:
             parcel = ref()
-            if parcel is not None and (is_leaving or parcel.arrival is not None):
+            if parcel is not None and (is_leaving or _is_arriving(parcel)):
                 yield parcel
 
 
@@ -311,6 +324,5 @@ class _Forgetting:
             traffic.forget_arrivals()
 
 
-def _fetched(parcel: _Parcel) -> Arrival:
-    # What has no copy is still here, and is not fetched.
-    return cast("Copy", parcel.copy).fetch()
+def _is_arriving(parcel: _Parcel | None) -> bool:
+    return parcel is not None and parcel.arrival is not None

@@ -21,10 +21,12 @@ import weakref
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from recoup.errors import OffloadError
 
 __all__ = ["Arrival", "Copy", "FolderTier", "HostTier", "Tier", "flat", "tier_for"]
 
@@ -76,7 +78,13 @@ def flat(storage: torch.UntypedStorage) -> Tensor:
 
 def tier_for(to: str) -> Tier:
     """Return the tier "host", or that of a folder."""
-    return HostTier() if to == "host" else FolderTier(Path(to))
+    try:
+        return HostTier() if to == "host" else FolderTier(Path(to))
+    except OSError as error:
+        raise OffloadError(
+            f"No file can be made in {to!r}, where tensors should wait for backward: {error}. Name "
+            'a folder that exists, that may be written to and that is not full, or "host".'
+        ) from error
 
 
 # -- host memory -----------------------------------------------------------------------------------
@@ -157,7 +165,7 @@ class FolderTier:
     def __init__(self, folder: Path) -> None:
         if not hasattr(os, "pwrite"):
             raise OSError("this system has no os.pwrite, by which threads write to one file")
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - See Rule 3
+        self._file = _File(folder)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "recoup-offload")
         self._free: dict[int, list[int]] = defaultdict(list)  # places in the file, by their length
         self._end = 0
@@ -193,12 +201,22 @@ class FolderTier:
         written.add_done_callback(lambda _: free.append(place))
 
 
+class _File:
+    """A file without a name; it is closed when neither the tier nor a thread holds it (Rule 3)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self.number = self._file.fileno()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
 class _FolderCopy:
     __slots__ = ("_device", "_num_bytes", "_place", "_tier", "_written")
 
-    def __init__(
-        self, tier: FolderTier, tensor: Tensor, place: int, written: Future[None]
-    ) -> None:
+    def __init__(self, tier: FolderTier, tensor: Tensor, place: int, written: Future[None]) -> None:
         self._tier, self._place, self._written = tier, place, written
         self._num_bytes, self._device = tensor.numel(), tensor.device
 
@@ -225,18 +243,18 @@ class _FolderArrival:
         return self._read.result().to(self._device, non_blocking=True)
 
 
-def _write(file: IO[bytes], place: int, source: Tensor | _HostCopy) -> None:
+def _write(file: _File, place: int, source: Tensor | _HostCopy) -> None:
     tensor = source if isinstance(source, Tensor) else source.held()
     rest = _memory_of(tensor)
     while rest:
-        num_written = os.pwrite(file.fileno(), rest[:_MOST_AT_ONCE], place)
+        num_written = os.pwrite(file.number, rest[:_MOST_AT_ONCE], place)
         rest, place = rest[num_written:], place + num_written
 
 
-def _read(file: IO[bytes], place: int, tensor: Tensor) -> Tensor:
+def _read(file: _File, place: int, tensor: Tensor) -> Tensor:
     rest = _memory_of(tensor)
     while rest:
-        num_read = os.preadv(file.fileno(), [rest[:_MOST_AT_ONCE]], place)
+        num_read = os.preadv(file.number, [rest[:_MOST_AT_ONCE]], place)
         if not num_read:
             raise OSError("the file with offloaded tensors is shorter than what was written to it")
         rest, place = rest[num_read:], place + num_read

@@ -181,4 +181,3 @@ def _planned(
         with _planning:
             budget.plan_for(chain, call, args, tuple({id(each): each for each in blocks}.values()))
         return call(*args)
-

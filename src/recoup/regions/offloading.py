@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recoup._core.compile import is_watched, never_compiled, uncompiled
-from recoup._core.offload import Traffic
+from recoup._core.offload import Traffic, can_move
 from recoup._core.restoring import Restoring, Reusable
 from recoup._core.rng import is_run_again
 from recoup._core.save_observer import current
@@ -77,10 +77,15 @@ def offloading(
     Source: `torch.autograd.graph.save_on_cpu`, which copies without overlap; "Activation
     offloading", https://github.com/pytorch/torchtitan/issues/2379.
     """
+    return (uncompiled(_here) if is_watched() else _here)(min_bytes, to, in_flight_bytes)
+
+
+def _here(
+    min_bytes: int | str, to: str | os.PathLike[str], in_flight_bytes: int | str | None
+) -> AbstractContextManager[None]:
     least = _bytes("min_bytes", min_bytes)
     bound = None if in_flight_bytes is None else _bytes("in_flight_bytes", in_flight_bytes)
-    where = _place(to)
-    return (uncompiled(Offloading) if is_watched() else Offloading)(least, where, bound)
+    return Offloading(least, _place(to), bound)
 
 
 def _bytes(name: str, value: int | str) -> int:
@@ -188,19 +193,10 @@ class _Outgoing:
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd holds in place of `tensor`."""
         name = f"A tensor of shape {tuple(tensor.shape)} that was saved for backward"
-        if _can_move(tensor) and tensor.untyped_storage().nbytes() >= self._min_bytes:
+        if can_move(tensor) and tensor.untyped_storage().nbytes() >= self._min_bytes:
             away = self._traffic.send(tensor, name)
             if away is not None:
                 if current.observer is not None:
                     current.observer.saved(tensor, away, "offload")
                 return away
         return Kept(tensor, name, self._beneath)
-
-
-def _can_move(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        return False  # a parameter is alive anyway; other subclasses know their memory better
-    if tensor.is_conj() or tensor.is_neg():
-        return False  # the storage holds other numbers
-    base = tensor if tensor._base is None else tensor._base
-    return not isinstance(base, nn.Parameter) and not (base.is_leaf and base.requires_grad)
