@@ -25,6 +25,7 @@ from recoup.schedules.bounds import beta, num_advances, num_sweeps
 from recoup.schedules.costs import Cost, Thin
 from recoup.schedules.search.frontier import Point, frontier, optimal
 from recoup.schedules.segmented import linear, sqrt
+from recoup.schedules.two_tiers import offloaded
 
 __all__ = [
     "Action",
@@ -51,6 +52,7 @@ __all__ = [
     "log",
     "num_advances",
     "num_sweeps",
+    "offloaded",
     "optimal",
     "revolve",
     "simulate",

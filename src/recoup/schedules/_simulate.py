@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from recoup.errors import ScheduleError
-from recoup.schedules.actions import Action, Advance, Reverse, Schedule, Tape
+from recoup.schedules.actions import Action, Advance, Offload, Reverse, Schedule, Tape
 from recoup.schedules.bounds import require_positive
-from recoup.schedules.costs import Cost
+from recoup.schedules.costs import Cost, require_size
+from recoup.schedules.transfers import waiting_seconds
 from recoup.schedules.walk import Walk
 
 __all__ = ["Moment", "Simulation", "simulate", "trace"]
@@ -30,7 +31,9 @@ class Simulation:
         peak_tapes: the most tapes held at any time.
         forwards_per_stage: `num_forwards` for each stage.
         seconds: time of all runs and inverses, of thin tapes and of offloading; 0 without costs.
-        peak_offloaded_bytes: the most bytes in host memory at any time.
+        peak_offloaded_bytes: the most bytes in host memory and in folders at any time.
+        waiting_seconds: the time that the computation waits for copies, if the speed of each place
+            is given.
 
     Example:
         >>> from recoup.schedules import linear, simulate
@@ -46,6 +49,7 @@ class Simulation:
     forwards_per_stage: tuple[int, ...]
     seconds: float = 0.0
     peak_offloaded_bytes: int = 0
+    waiting_seconds: float = 0.0
 
 
 def simulate(
@@ -54,6 +58,8 @@ def simulate(
     tape_bytes: int | Sequence[int] = 1,
     *,
     costs: Sequence[Cost] | None = None,
+    in_flight_bytes: int = 0,
+    bytes_per_second: Mapping[str, float] | None = None,
 ) -> Simulation:
     """Walk through a schedule: check every action, count the runs and the bytes.
 
@@ -80,6 +86,12 @@ def simulate(
         state_bytes: bytes of every state; or of ``x_0 ... x_n``, ``n + 1`` numbers.
         tape_bytes: bytes of every tape, the stage's input included; or of each tape, ``n`` numbers.
         costs: the cost of each stage, used instead of the sizes; actions that they rule out raise.
+        in_flight_bytes: the bytes of states that are leaving, or have come back before they are
+            loaded. The executor's bound is twice the largest offloaded state; the peak counts as
+            many of them as are offloaded.
+        bytes_per_second: the speed of each place that states are offloaded to, such as
+            ``{"host": 12e9, "/scratch": 2e9}``; needs costs in seconds. None if copies take no
+            time, or the time that the costs name.
 
     Returns:
         The counts. With the default sizes `peak_bytes` is in units of one state or tape.
@@ -87,7 +99,7 @@ def simulate(
     Raises:
         ScheduleError: an action is impossible at its position, or the schedule is incomplete; the
             message names the action, its position and the reason.
-        ValueError: a sequence has the wrong length, or a size is negative.
+        ValueError: a sequence has the wrong length, a size is negative, or a speed is missing.
 
     Example:
         >>> from recoup.schedules import Cost, binomial, linear, simulate
@@ -97,6 +109,7 @@ def simulate(
         10
     """
     require_positive("schedule.num_stages", schedule.num_stages)
+    require_size("in_flight_bytes", in_flight_bytes)
     if costs is not None:
         _require_length("costs", len(costs), schedule.num_stages)
         walk = Walk.of(costs)
@@ -116,13 +129,37 @@ def simulate(
     return Simulation(
         num_forwards=sum(walk.forwards),
         num_inverses=walk.num_inverses,
-        peak_bytes=walk.peak,
+        peak_bytes=walk.peak + min(in_flight_bytes, walk.peak_host),
         peak_states=walk.peak_states,
         peak_tapes=walk.peak_tapes,
         forwards_per_stage=tuple(walk.forwards),
         seconds=walk.seconds,
         peak_offloaded_bytes=walk.peak_host,
+        waiting_seconds=_waits(schedule, costs, bytes_per_second, in_flight_bytes),
     )
+
+
+def _waits(
+    schedule: Schedule,
+    costs: Sequence[Cost] | None,
+    bytes_per_second: Mapping[str, float] | None,
+    in_flight_bytes: int,
+) -> float:
+    if bytes_per_second is None:
+        return 0.0
+    if costs is None:
+        raise ValueError(
+            "`bytes_per_second` is given without `costs`, but the time between copies is that of "
+            "the stages. Give a `Cost` for each stage, with times in seconds."
+        )
+    places = {action.to for action in schedule.actions if isinstance(action, Offload)}
+    for place in sorted(places):
+        if not bytes_per_second.get(place, 0) > 0:
+            raise ValueError(
+                f"`bytes_per_second[{place!r}]` is {bytes_per_second.get(place)}, but the schedule "
+                "offloads there: it must be above 0"
+            )
+    return waiting_seconds(schedule, costs, bytes_per_second, in_flight_bytes)
 
 
 @dataclass(frozen=True, slots=True)

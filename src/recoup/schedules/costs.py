@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-__all__ = ["Cost", "Thin"]
+__all__ = ["Cost", "Thin", "require_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Thin:
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)
         for name in ("tape_bytes", "tape_run_bytes", "reverse_bytes"):
-            _require_size(name, getattr(self, name))
+            require_size(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Cost:
         _require_time("offload_seconds", self.offload_seconds or 0.0)
         sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
         for name in (*sizes, "beside_bytes", "before_bytes"):
-            _require_size(name, getattr(self, name))
+            require_size(name, getattr(self, name))
         if self.tape_bytes < self.state_bytes:
             raise ValueError(
                 f"`tape_bytes` is {self.tape_bytes}, but it must be at least `state_bytes` "
@@ -138,6 +138,18 @@ def _require_time(name: str, value: float) -> None:
         raise ValueError(f"`{name}` is {value}, but it must be finite and not negative")
 
 
-def _require_size(name: str, value: int) -> None:
+def require_size(name: str, value: int) -> None:
+    """Raise a ValueError if a number of bytes is negative.
+
+    Args:
+        name: the argument's name, for the message.
+        value: the number of bytes.
+
+    Raises:
+        ValueError: `value` is negative.
+
+    Example:
+        >>> require_size("in_flight_bytes", 0)
+    """
     if value < 0:
         raise ValueError(f"`{name}` is {value}, but it must not be negative")

@@ -9,6 +9,7 @@ with a state that is kept anyway.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from recoup.schedules.actions import Action, Advance, Invert, Keep, Reverse, Schedule, Tape
@@ -80,7 +81,7 @@ def on_groups(schedule: Schedule, groups: Sequence[range]) -> Schedule:
             case Tape():
                 pass  # of a group whose first stage was taped before
             case _ if action.index in places:
-                actions.append(type(action)(places[action.index]))
+                actions.append(replace(action, index=places[action.index]))
             case _:
                 pass  # the reverse of a group is that of its first stage, the last in backward
     return Schedule(len(groups), tuple(actions), name=schedule.name)
