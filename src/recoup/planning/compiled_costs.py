@@ -119,7 +119,7 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
     eager = [each[0] for each in candidates]
     work = sum(call.work for call in calls)
     rate = sum(each.run_seconds for each in eager) / work if work else 0.0
-    costs = [_timed(cost, rate) for cost in price(own.measured, device)]
+    costs = [_timed(cost, rate) for cost in price(own.measured, own.step.place.work_per_byte)]
     timed = own.repriced(calls, costs, sum(each.seconds for each in eager))
     codes: dict[int, _Codes] = {}
     for call, each in zip(calls, candidates, strict=True):
@@ -159,7 +159,7 @@ def _compiled(
     step = replace(own.step)  # with a verification of its own
     measured = measure_blocks(step, own.blocks, device, again)
     _check(own.measured.outcome, measured.outcome)
-    reference = [_timed(cost, rate) for cost in price(measured, device)]
+    reference = [_timed(cost, rate) for cost in price(measured, step.place.work_per_byte)]
     calls: list[MeasuredCall] = []
     costs: list[Cost] = []
     seconds = 0.0
@@ -209,7 +209,7 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
             return [candidates[:1] for candidates in found]
         if any(len(each.calls) != len(calls) for each in steps):
             continue  # it is no code for the same results
-        costs = largest_costs_among_ranks(step.model, price(steps[-1], device))
+        costs = largest_costs_among_ranks(step.model, price(steps[-1], step.place.work_per_byte))
         for cost, times, candidates in zip(costs, _times(own, steps), found, strict=False):
             candidates.append(_Candidate(code, cost, *times))
     # A block that fails at one share is compiled at none.

@@ -23,22 +23,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import torch
-
 from recoup.planning.measuring import Measured, MeasuredCall
 from recoup.schedules import Cost, Thin
 
 __all__ = ["chosen_products", "price"]
 
 _MOST_VARIANTS = 5
-# Work of moving a byte to host memory and back, in bytes moved on the device: twice the bandwidth
-# of its memory over that of the bus. The CPU has no entry, since it cannot offload.
-_MOVED = {"cuda": 2 * 60.0}
 
 
-def price(measured: Measured, device: torch.device) -> list[Cost]:
-    """Return the costs of the calls, and of the code after them."""
-    moved = _MOVED.get(device.type)
+def price(measured: Measured, moved: float | None) -> list[Cost]:
+    """Return the costs of the calls, and of the code after them.
+
+    Args:
+        measured: the measurements of a step.
+        moved: the work of offloading a byte; None if nothing is offloaded.
+    """
     beside = _beside(measured)
     beside = [*(b + _drawn(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]

@@ -6,6 +6,7 @@ are rehearsed, the fastest first, and each rehearsal is compared with the plain 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Literal, overload
@@ -20,6 +21,7 @@ from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.frontier import Frontier
 from recoup.planning.losses import losses_from
+from recoup.planning.offload_place import place_of
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
@@ -42,6 +44,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    offload_to: str | os.PathLike[str] | None = ...,
     **example_kwargs: Any,
 ) -> Plan: ...
 
@@ -57,6 +60,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    offload_to: str | os.PathLike[str] | None = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
 
@@ -71,6 +75,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    offload_to: str | os.PathLike[str] | None = None,
     **example_kwargs: Any,
 ) -> Plan | Frontier:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
@@ -109,6 +114,8 @@ def plan(
             other random numbers, and rounds otherwise; its gradients are those of the blocks
             compiled and run plainly. Logger ``recoup.planning.compiling`` tells what is compiled.
             ``"aot_eager"`` partitions the graphs, but does not compile them.
+        offload_to: where the inputs of blocks may wait for backward: "host", or a folder on a disk,
+            whose speed is measured. None for host memory on CUDA, and for no place on the CPU.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -140,6 +147,7 @@ def plan(
     found = frontier_of_call(
         model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
         budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
+        offload_to=offload_to,
     )  # fmt: skip
     return found if budget_bytes is None else found.plan(budget_bytes)
 
@@ -156,6 +164,7 @@ def frontier_of_call(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    offload_to: str | os.PathLike[str] | None = None,
 ) -> Frontier:
     """Return the plans for steps that call the model, or a function around it, as `plan` does."""
     check_budget_of(budget_of)
@@ -165,7 +174,8 @@ def frontier_of_call(
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     (standing,) = map(int, largest_among_ranks(model, [standing]))
     device = _device_of(model)
-    step = Step(model, call, args, kwargs, losses_from(loss), holds_output)
+    place = place_of(offload_to, device)
+    step = Step(model, call, args, kwargs, losses_from(loss), holds_output, place=place)
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
         named = named or blocks_that_are_called(step)

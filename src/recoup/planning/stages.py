@@ -36,6 +36,7 @@ from recoup.planning.blocks import Block, has_list_of_blocks, repeats
 from recoup.planning.compiling import BlockCode, CodeByModule
 from recoup.planning.forwards import CallOutputs, followed
 from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
+from recoup.planning.offload_place import OffloadPlace
 from recoup.planning.pricing import price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.planning.skipped_blocks import Sequences, blocks_of_any_forward, measure_most
@@ -111,13 +112,34 @@ class PricedBlocks(NamedTuple):
         """Return the same blocks with other costs of the measured calls."""
         calls, costs = blocks_of_any_forward(calls, costs, self.sequences, self.blocks)
         costs = largest_costs_among_ranks(self.step.model, costs)
-        points = list(frontier(costs))
-        return self._replace(calls=calls, costs=costs, points=points, seconds=seconds)
+        return self._replace(calls=calls, seconds=seconds).with_costs(costs)
+
+    def with_costs(self, costs: list[Cost]) -> PricedBlocks:
+        """Return the same calls with other costs, and the plans for them."""
+        return self._replace(costs=costs, points=_points(costs, self.step.place))
 
     def plain_outcome(self) -> Outcome:
         """Return the outcome of a step that keeps all residuals."""
         with followed([module for _, module in self.blocks], _RunBy(self.code)):
             return plain_outcome(self.step)
+
+
+def _points(costs: list[Cost], place: OffloadPlace) -> list[Point]:
+    """Return the plans that are best for some budget; those that offload have bytes in flight."""
+    staying = [replace(cost, offload_seconds=None) for cost in costs]
+    points = list(frontier(staying))
+    if place.work_per_byte is None:
+        return points
+    in_flight_bytes = 2 * max(cost.state_bytes for cost in costs)
+    for point in frontier(costs):
+        schedule = place.of(point.schedule)
+        found = simulate(schedule, costs=costs, in_flight_bytes=in_flight_bytes)
+        points.append(replace(point, peak_bytes=found.peak_bytes, schedule=schedule))
+    best: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.peak_bytes, each.seconds)):
+        if not best or (point.seconds < best[-1].seconds):
+            best.append(point)
+    return best
 
 
 class _RunBy:
@@ -158,7 +180,7 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
     if measured.outcome is not None:
         step.verification.expect(measured.outcome, is_plain=False)
     priced = PricedBlocks(step, blocks, measured, sequences, [], [], [])
-    return priced.repriced(measured.calls, price(measured, device), 0.0)
+    return priced.repriced(measured.calls, price(measured, step.place.work_per_byte), 0.0)
 
 
 def expect_plain(kind: PricedBlocks, device: torch.device) -> None:

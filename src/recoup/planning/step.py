@@ -18,6 +18,7 @@ from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import grad_mode
 from recoup._core.snapshots import copied
 from recoup.memory.timeline import timeline
+from recoup.planning.offload_place import NOWHERE, OffloadPlace
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import backward_within_model, rehearsal
 from recoup.planning.verification import (
@@ -44,6 +45,7 @@ class Step:
         losses: a function from its output to one scalar or several.
         holds_output: whether the output is alive until backward has ended.
         seed: the seed of its random draws; None to leave the random streams as they are.
+        place: where the inputs of blocks may wait.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
@@ -54,6 +56,7 @@ class Step:
     losses: Callable[[Any], Sequence[Tensor]]
     holds_output: bool = True
     seed: int | None = None
+    place: OffloadPlace = NOWHERE
     verification: Verification = field(default_factory=Verification, init=False)
 
     def rehearsed(self) -> AbstractContextManager[None]:

@@ -20,7 +20,6 @@ from recoup.planning.sizes import ArgumentSizes
 from recoup.planning.stages import PricedBlocks, expect_again, expect_plain
 from recoup.planning.step import peak_of, seconds_of
 from recoup.planning.verification import DifferentStepError
-from recoup.schedules import frontier
 
 __all__ = ["seconds_under", "verified"]
 
@@ -48,9 +47,7 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
         return planned(kind)
     without_products = [replace(cost, variants=()) for cost in kind.costs]
     simpler = {
-        "no results of products": kind._replace(
-            costs=without_products, points=list(frontier(without_products))
-        ),
+        "no results of products": kind.with_costs(without_products),
         "all residuals": kind._replace(points=kind.points[-1:]),
     }
     for what, other in simpler.items():

@@ -296,11 +296,13 @@ def test_a_full_disk(folder, monkeypatch):
     model.zero_grad()
     model[-1].reset_running_stats()
     torch.manual_seed(1)
-    with pytest.raises(
-        OffloadError, match=f"written to {folder}: .*No space left on device.*`min_bytes`"
+    with (
+        pytest.raises(
+            OffloadError, match=f"written to {folder}: .*No space left on device.*`min_bytes`"
+        ),
+        recoup.offloading(1, folder),
     ):
-        with recoup.offloading(1, folder):
-            loss = model(x).square().sum()
+        loss = model(x).square().sum()
     loss.backward()
     assert_equal(
         [p.grad for p in model.parameters()], wanted[1 : 1 + len(list(model.parameters()))]
@@ -328,11 +330,11 @@ def test_functional_transforms(folder):
         torch.func.grad(loss)(torch.ones(3))
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(min_bytes="many"), "`min_bytes` is 'many', which is no number of bytes"),
-    (dict(min_bytes=0), "`min_bytes` is 0, but it must be at least 1 byte"),
-    (dict(to="/nowhere"), "`to` is '/nowhere', which is no folder. Make the folder first"),
-    (dict(in_flight_bytes=-1), "`in_flight_bytes` is -1, which is no number of bytes"),
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"min_bytes": "many"}, "`min_bytes` is 'many', which is no number of bytes"),
+    ({"min_bytes": 0}, "`min_bytes` is 0, but it must be at least 1 byte"),
+    ({"to": "/nowhere"}, "`to` is '/nowhere', which is no folder. Make the folder first"),
+    ({"in_flight_bytes": -1}, "`in_flight_bytes` is -1, which is no number of bytes"),
 ])  # fmt: skip
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
