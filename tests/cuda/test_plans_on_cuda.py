@@ -7,7 +7,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import recoup
-from recoup._core.offload import moved_to_host
 from recoup.schedules import Offload
 from tests.planned_zoo import MODELS, Case
 
@@ -93,12 +92,3 @@ def test_inputs_that_wait_in_host_memory():
         model(x).sum().backward()
     for parameter, value in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, value)
-
-
-def test_a_copy_in_host_memory_comes_back():
-    pack, unpack = moved_to_host(None)
-    tensor = torch.randn(1000, device="cuda")
-    packed = pack(tensor)
-    wanted = tensor.clone()
-    tensor.zero_()
-    assert torch.equal(unpack(packed), wanted)

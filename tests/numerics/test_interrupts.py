@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -131,6 +132,14 @@ def recomputing():
     return Task(Called(call), torch.randn(4, 6))
 
 
+def offloading():
+    def call(block, x):
+        with recoup.offloading(1, tempfile.gettempdir(), in_flight_bytes=200):
+            return block(block(x))
+
+    return Task(Called(call), torch.randn(4, 6))
+
+
 def sequential(memory):
     def make():
         return Task(
@@ -227,6 +236,8 @@ MODES = {
     "checkpoint under autocast": checkpoint_under_autocast,
     "recompute": recompute,
     "recomputing": recomputing,
+    "offloading": offloading,
+    "Sequential offloaded": sequential(recoup.schedules.offloaded(4, tempfile.gettempdir())),
     "Sequential linear": sequential("linear"),
     "Sequential sqrt": sequential("sqrt"),
     "Sequential log": sequential("log"),

@@ -11,7 +11,8 @@ Rule 3. Bytes in flight are those of tensors that are leaving, and of tensors th
         arrived, before backward asks for them. Where a tensor would exceed the bound, forward
         waits for those that left before it; backward asks for one at a time.
 Rule 4. Backward asks in the reverse order of forward. When it takes one tensor, those that were
-        sent before it begin to come back, as far as the bound allows.
+        sent before it begin to come back, as far as the bound allows. What was sent last is still
+        here then: only a tensor that is sent, or backward asking for it, makes another one go.
 Rule 5. Autograd holds the slots, a slot what is away, that its traffic and its copy. The traffic
         holds nothing that is away, so all of it goes with the slots.
 Rule 6. If a tensor cannot be copied (the disk is full), it stays where it is, and so does every
@@ -21,7 +22,7 @@ Rule 6. If a tensor cannot be copied (the disk is full), it stays where it is, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -206,9 +207,10 @@ class Traffic:
     def take(self, parcel: _Parcel) -> Tensor:
         """Return the bytes of a parcel, and let those before it come back (See Rule 4)."""
         with self._lock:
-            self._release_landed()
             self._end_with_backward()
             found = parcel.here()
+            if found is not None and parcel.tensor is not None:
+                self._release(lambda each: each is parcel)
             if found is None:
                 parcel.arrival = arrival = parcel.arrival or self._fetched(parcel)
                 self._fetch_before(parcel)
@@ -222,7 +224,10 @@ class Traffic:
     def raise_failure(self, where: str) -> None:
         """Raise if a tensor could not be sent away (See Rule 6)."""
         with self._lock:
-            self._release_landed()
+            for ref in self._leaving:
+                parcel = ref()
+                if parcel is not None and parcel.copy is not None and parcel.copy.has_landed():
+                    self._try_to_land(parcel)
         if self.failure is not None:
             raise OffloadError(
                 f"Tensors could not be written to {where}: {self.failure}. What could not be "
@@ -236,32 +241,38 @@ class Traffic:
     def _make_room(self, num_bytes: int) -> None:
         """Wait until `num_bytes` more may be in flight (See Rule 3)."""
         self._largest = max(self._largest, num_bytes)
-        self._release_landed()
+        self._release()
         while self._leaving and self.in_flight_bytes + num_bytes > self._limit:
             self._land(self._leaving.pop(0)())
 
-    def _release_landed(self) -> None:
+    def _release(self, may_leave: Callable[[_Parcel], bool] = lambda parcel: True) -> None:
+        """Let go of tensors whose copy has landed."""
         still: list[weakref.ref[_Parcel]] = []
         for ref in self._leaving:
             parcel = ref()
             if parcel is None or parcel.copy is None:
                 continue
-            if parcel.copy.has_landed():
+            if may_leave(parcel) and parcel.copy.has_landed():
                 self._land(parcel)
             else:
                 still.append(ref)
         self._leaving = still
 
     def _land(self, parcel: _Parcel | None) -> None:
-        if parcel is None or parcel.copy is None:
-            return
+        if parcel is not None and self._try_to_land(parcel):
+            parcel.leave()
+
+    def _try_to_land(self, parcel: _Parcel) -> bool:
+        """Wait for the copy of a parcel; return whether there is one (See Rule 6)."""
+        if parcel.copy is None:
+            return False
         try:
             parcel.copy.land()
         except OSError as error:
             self.failure = self.failure or error
             parcel.stay()
-        else:
-            parcel.leave()
+            return False
+        return True
 
     # -- arriving --------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recoup.errors import ScheduleError
 from recoup.schedules.actions import Action, Advance, Offload, Reverse, Schedule, Tape
@@ -112,6 +112,8 @@ def simulate(
     require_size("in_flight_bytes", in_flight_bytes)
     if costs is not None:
         _require_length("costs", len(costs), schedule.num_stages)
+        if bytes_per_second is not None:  # which says what copies cost
+            costs = [replace(cost, offload_seconds=0.0) for cost in costs]
         walk = Walk.of(costs)
     else:
         states = _sizes("state_bytes", state_bytes, schedule.num_stages + 1)

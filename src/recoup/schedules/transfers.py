@@ -30,10 +30,10 @@ def waiting_seconds(
     Example:
         >>> from recoup.schedules import Cost, offloaded
         >>> from recoup.schedules.transfers import waiting_seconds
-        >>> costs = [Cost(1.0, 100, 100)] * 4
-        >>> fast, slow = {"host": 200.0}, {"host": 50.0}
-        >>> [waiting_seconds(offloaded(4), costs, speed, 200) for speed in (fast, slow)]
-        [0.0, 1.0]
+        >>> costs = [Cost(1.0, 100, 100)] * 8
+        >>> fast, slow = {"host": 100.0}, {"host": 50.0}
+        >>> [waiting_seconds(offloaded(8), costs, speed, 200) for speed in (fast, slow)]
+        [0.0, 4.0]
     """
     clock = _Clock(costs, bytes_per_second, in_flight_bytes)
     for action in schedule.actions:
@@ -69,6 +69,7 @@ class _Clock:
         self._bound = in_flight_bytes
         self._free: dict[str, float] = {}  # when a place begins its next copy
         self._away: dict[int, tuple[str, float]] = {}  # where a state is, and when it has landed
+        self._here: set[int] = set()  # states away that have not been let go of
         self._arriving: dict[int, float] = {}  # states that were not asked for, and when they are
 
     def offload(self, index: int, to: str) -> None:
@@ -81,6 +82,7 @@ class _Clock:
                 break
             self._wait(at)
             in_flight -= self._costs[key].state_bytes
+        self._here = {key for key in self._here if self._away[key][1] > self.now} | {index}
         self._away[index] = to, self._copy(index, to)
 
     def load(self, index: int) -> None:
@@ -88,13 +90,16 @@ class _Clock:
         if index not in self._away:
             return
         to, landed = self._away[index]
-        at = self._arriving.pop(index, None)
-        if at is None:
-            at = self.now if landed > self.now else self._copy(index, to)
-        room = self._bound - (self._costs[index].state_bytes if at > self.now else 0)
-        room -= sum(self._costs[key].state_bytes for key in self._arriving)
+        if index in self._here:
+            at = self.now
+            if landed <= self.now:
+                self._here.remove(index)
+        else:
+            at = self._arriving.pop(index, None) or self._copy(index, to)
+        in_flight = {*self._arriving, *self._here} | ({index} if at > self.now else set())
+        room = self._bound - sum(self._costs[key].state_bytes for key in in_flight)
         for before in sorted((key for key in self._away if key < index), reverse=True):
-            if before in self._arriving or self._away[before][1] > self.now:
+            if before in self._arriving or before in self._here:
                 continue
             room -= self._costs[before].state_bytes
             if room < 0:
@@ -105,6 +110,7 @@ class _Clock:
     def drop(self, index: int) -> None:
         """Forget a state."""
         self._away.pop(index, None)
+        self._here.discard(index)
         self._arriving.pop(index, None)
 
     def _copy(self, index: int, to: str) -> float:

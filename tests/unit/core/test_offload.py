@@ -136,7 +136,7 @@ def test_copies_that_are_late_in_any_order(seed):
     assert_equal(step(model, x, away(traffic)), step(model, x))
     assert tier.num_sent > 5
     assert tier.num_read > 2
-    assert 0 < tier.peak_bytes <= 1000
+    assert 0 < tier.peak_bytes <= 1000 + 240  # and the one that backward asks for
     gc.collect()
     assert not tier.copies
     assert not tier.arrivals
@@ -148,7 +148,8 @@ def test_the_bound_on_bytes_in_flight(bound):
     tier = LateTier(3)
     assert_equal(step(model, x, away(Traffic(tier, bound))), step(model, x))
     largest = 5 * 12 * 4  # a storage that is larger than the bound moves alone
-    assert tier.peak_bytes <= max(largest, 2 * largest if bound is None else bound)
+    bound = 2 * largest if bound is None else max(largest, bound)
+    assert tier.peak_bytes <= bound + largest  # and the one that backward asks for
 
 
 def test_a_storage_moves_once():
@@ -192,8 +193,9 @@ def test_backward_finds_the_next_ones_on_their_way(monkeypatch):
         for _ in range(8):
             y = y.sin()
     torch.autograd.grad(y.sum(), x)
-    # The input of the first is a leaf. Two are under way beside the one that is waited for.
-    assert asked == [3, 4, 5, 6, 7, 7, 7]
+    # The input of the first is a leaf, and that of the last is still here. Two are under way beside
+    # the one that is waited for.
+    assert asked == [3, 4, 5, 6, 6, 6]
 
 
 @pytest.mark.parametrize("when", ["leaving", "landed"])

@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(24)))
+    return nn.Sequential(*(Block() for _ in range(12)))
 
 
 def test_a_plan_that_offloads_to_a_folder(tmp_path, monkeypatch):
