@@ -36,6 +36,7 @@ SUITE_SECONDS = {
     "weights": 50,
     "plans": 120,
     "compiled": 120,
+    "offload": 40,
     "gradients": 40,
     "flows": 60,
     "drift": 30,

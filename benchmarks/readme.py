@@ -48,6 +48,9 @@ def write() -> None:
     tiles = results / "tiles_cpu.json"
     if tiles.exists():
         parts["Tiles"] = tables.tiles_table(json.loads(tiles.read_text()))
+    offload = results / "offload_cpu.json"
+    if offload.exists():
+        parts["Offloading"] = tables.offload_table(json.loads(offload.read_text()))
     _put(ROOT / "README.md", _summary(found))
     _put(
         ROOT / "docs" / "benchmarks.md",

@@ -1,13 +1,13 @@
 """Run the benchmarks side by side, and write benchmarks/results and the table of the README.
 
     python benchmarks/run.py [couplings chains overhead weights gradients language_model plans
-        compiled tiles drift flows]
+        compiled tiles offload drift flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
     python benchmarks/run.py mnist                   # an hour on one core
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
-turn; that of weights, of the language model, of plans and of tiles is wall time of all cores.
-Numbers are valid for the machine and the versions in the file.
+turn; that of weights, of the language model, of plans, of tiles and of offloading is wall time of
+all cores. Numbers are valid for the machine and the versions in the file.
 """
 
 import argparse
@@ -34,11 +34,14 @@ SUITES = (
     "plans",
     "compiled",
     "tiles",
+    "offload",
     "drift",
     "flows",
 )
 LONG_SUITES = ("mnist", "language_model_curve")  # only when they are named
-ON_ALL_CORES = {"weights", "language_model", "language_model_curve", "plans", "compiled", "tiles"}
+ON_ALL_CORES = {
+    "weights", "language_model", "language_model_curve", "plans", "compiled", "tiles", "offload",
+}  # fmt: skip
 
 
 def conditions(device: str) -> dict:

@@ -353,6 +353,33 @@ def tiles_table(found: dict) -> str:
     return "\n".join([*lines, "", conditions])
 
 
+def offload_table(found: dict) -> str:
+    shape, file, versions = found["shape"], found["file"], found["versions"]
+    lines = [
+        f"| {shape['blocks']} blocks, {shape['rows']} rows of {shape['units']} | peak MiB | simulated "
+        + "| time, states in memory = 1 | all in memory = 1 |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["chain"]:
+        simulated = row["simulated_bytes"]
+        cells = (
+            f"**{row['name']}**" if row["name"].startswith("recoup") else row["name"],
+            mib(row["peak_bytes"]),
+            "" if simulated is None else mib(simulated),
+            f"{row['over_states_in_memory']:.2f}",
+            f"{row['over_all_in_memory']:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    speeds = [file[f"{way}_bytes_per_second"] / 1e9 for way in ("written", "read")]
+    conditions = (
+        "<sub>The state before each block is 4 MiB; simulated with twice that in flight. The file "
+        f"takes {speeds[0]:.2f} GB/s and gives {speeds[1]:.2f}, through the system's cache. Wall time on "
+        f"{found['num_threads']} threads, medians of ratios in turn. {found['device_name']}, "
+        f"{found['date']}, torch {versions['torch']}; `make bench ARGS=offload`.</sub>"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
 def flows_table(found: dict) -> str:
     """Return a row for each library: its times over ours, and its peak at two depths."""
     lines = [

@@ -74,7 +74,7 @@ def test_waiting_for_a_state_by_hand():
     # What left last is still here when it is loaded.
     assert waiting_seconds(schedule, COSTS[:2], {"host": 1.0}, 200) == 0.0
     # State 1 leaves when state 0 has left, and is still here in backward; state 0 is fetched when
-    # that is loaded, 3 seconds before, or where state 1 is still leaving then, when it is asked for.
+    # that is loaded, 3 seconds before, or, if state 1 is still leaving, when it is asked for.
     times = [waiting_seconds(offloaded(3), COSTS[:3], {"host": s}, 100) for s in (1e3, 25.0, 10.0)]
     assert times == [pytest.approx(0.0), pytest.approx(3.0 + 1.0), pytest.approx(9.0 + 13.0)]
 
