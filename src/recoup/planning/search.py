@@ -27,6 +27,7 @@ from recoup.planning.sizes import check_budget_of, checked_budget, standing_byte
 from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import kinds_of_blocks, price_blocks
 from recoup.planning.step import Step
+from recoup.planning.tiling import checked_tiles, with_tiles
 
 __all__ = ["frontier_of_call", "plan"]
 
@@ -42,6 +43,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    tiles: bool | int = ...,
     **example_kwargs: Any,
 ) -> Plan: ...
 
@@ -57,6 +59,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    tiles: bool | int = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
 
@@ -71,6 +74,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    tiles: bool | int = False,
     **example_kwargs: Any,
 ) -> Plan | Frontier:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
@@ -109,6 +113,10 @@ def plan(
             other random numbers, and rounds otherwise; its gradients are those of the blocks
             compiled and run plainly. Logger ``recoup.planning.compiling`` tells what is compiled.
             ``"aot_eager"`` partitions the graphs, but does not compile them.
+        tiles: whether the output layer may run in tiles with its loss, a cross entropy, so that the
+            logits are never there as a whole; an int says in how many. The loss and the gradients
+            are then those of the model to rounding, not to the bit, and cannot be differentiated
+            again. Logits that the model returns are computed when they are read.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -140,6 +148,7 @@ def plan(
     found = frontier_of_call(
         model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
         budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
+        tiles=tiles,
     )  # fmt: skip
     return found if budget_bytes is None else found.plan(budget_bytes)
 
@@ -156,11 +165,12 @@ def frontier_of_call(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    tiles: bool | int = False,
 ) -> Frontier:
     """Return the plans for steps that call the model, or a function around it, as `plan` does."""
     check_budget_of(budget_of)
     _check_arguments(model, loss, budget_of, optimizer)
-    backend = backend_of(compile)
+    backend, tiles = backend_of(compile), checked_tiles(tiles)
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     (standing,) = map(int, largest_among_ranks(model, [standing]))
@@ -176,6 +186,8 @@ def frontier_of_call(
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
+        if tiles:
+            priced = [tiled for kind in priced for tiled in with_tiles(kind, device, tiles)]
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]

@@ -78,7 +78,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     """
     step, budget = kind.step, budget_bytes - standing
     root = step.model if step.call is step.model else None
-    planned = PlannedModel(step.model, root, kind.blocks, kind.calls)
+    planned = PlannedModel(step.model, root, kind.blocks, kind.calls, step.tiled)
     is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
