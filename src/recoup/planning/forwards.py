@@ -70,6 +70,11 @@ class PartsFollower(Follower, Protocol):
         """The parts."""
         ...
 
+    @property
+    def described(self) -> str:
+        """A line that says what runs how."""
+        ...
+
 
 class _WrappedForward:
     """The forward of a module, which goes through a follower (See Rule 1).

@@ -187,7 +187,7 @@ def frontier_of_call(
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
         if tiles:
-            priced = [tiled for kind in priced for tiled in with_tiles(kind, device, tiles)]
+            priced = [tiled for kind in priced for tiled in with_tiles(kind, device, tiles, only_head=backend is not None)]
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]

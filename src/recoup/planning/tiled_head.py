@@ -27,6 +27,7 @@ from recoup._core.compile import is_compiled, is_watched
 from recoup._core.saved_tensors import is_transformed, without_pairs
 from recoup._core.summed_gradients import SummedGradients
 from recoup._core.unread_values import RowCall, Unread, unread
+from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import enclosing_checkpoints
 from recoup.planning.step import Step
@@ -59,6 +60,15 @@ class TiledHead:
     def modules(self) -> Sequence[nn.Module]:
         """The head."""
         return (self.module,)
+
+    @property
+    def described(self) -> str:
+        """A line that says in how many tiles it runs."""
+        return (
+            f"tile: `{self.name}` with its cross entropy, {self.num_tiles} tiles of at most "
+            f"{self.rows} rows; its output of {format_bytes(self.logits_bytes)} is computed when "
+            "it is read"
+        )
 
     def called(
         self,
