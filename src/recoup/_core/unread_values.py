@@ -101,6 +101,11 @@ class Unread(Tensor):
         return found
 
     @property
+    def made_in(self) -> torch.dtype:
+        """The type that the call itself returns."""
+        return self.dtype if self._source is None else self._source[0].made_in
+
+    @property
     def name(self) -> str:
         """The name of the call in error messages."""
         return self._call.name

@@ -75,6 +75,11 @@ class PartsFollower(Follower, Protocol):
         """A line that says what runs how."""
         ...
 
+    @property
+    def eps(self) -> float:
+        """The largest machine epsilon of what they have computed."""
+        ...
+
 
 class _WrappedForward:
     """The forward of a module, which goes through a follower (See Rule 1).

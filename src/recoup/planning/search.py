@@ -114,9 +114,10 @@ def plan(
             compiled and run plainly. Logger ``recoup.planning.compiling`` tells what is compiled.
             ``"aot_eager"`` partitions the graphs, but does not compile them.
         tiles: whether the output layer may run in tiles with its loss, a cross entropy, so that the
-            logits are never there as a whole; an int says in how many. The loss and the gradients
-            are then those of the model to rounding, not to the bit, and cannot be differentiated
-            again. Logits that the model returns are computed when they are read.
+            logits are never there as a whole (an int says in how many), and MLPs within blocks
+            along the sequence. The loss and the gradients are then those of the model to rounding,
+            not to the bit; where the output layer is in tiles, they cannot be differentiated again,
+            and logits that the model returns are computed when they are read.
         example_kwargs: keyword arguments of the model.
 
     Returns:

@@ -61,7 +61,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.tiled is not None:
-            self.verification.allow_other_sums()
+            self.verification.allow_other_sums(self.tiled.eps)
 
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""

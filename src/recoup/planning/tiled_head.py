@@ -55,6 +55,7 @@ class TiledHead:
         self.name, self.module, self.rows = name, module, rows
         self.logits_bytes, self.num_tiles = logits_bytes, num_tiles
         self.num_losses = 0  # that were computed in tiles
+        self.eps = 0.0
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -127,8 +128,10 @@ class TiledHead:
                 return NotImplemented  # a mean of nothing is what torch makes of it
 
         def loss(rows: Tensor, target: Tensor) -> Tensor:
+            piece = logits.piece(rows)
+            self.eps = max(self.eps, torch.finfo(piece.dtype).eps, torch.finfo(logits.made_in).eps)
             return F.cross_entropy(
-                logits.piece(rows), target, ignore_index=ignore_index, reduction=reduction,
+                piece, target, ignore_index=ignore_index, reduction=reduction,
                 label_smoothing=label_smoothing,
             )  # fmt: skip
 

@@ -7,7 +7,7 @@ Rule 1. A module qualifies that is within a block, has parts of its own, is call
         outermost is taken.
 Rule 2. It must treat rows independently, and draw nothing, since tiles would draw other numbers.
         Both are tried: it is run on the first and on the second half of the rows that it was given.
-        What that cannot show, the comparison of rehearsals with the plain step does.
+        Nor may it change attributes or buffers, which the last tile alone would leave. What that cannot show, the comparison of rehearsals with the plain step does.
 Rule 3. Each tile is a region, as in `recoup.tiled`, so backward pays one more run.
 """
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled, is_watched
-from recoup._core.generators import generators_restored, generator_states, same_states
+from recoup._core.generators import generator_states, generators_restored, same_states
+from recoup._core.saved_tensors import version_of
 from recoup.planning.blocks import Block
 from recoup.planning.step import Step
 
@@ -44,6 +45,7 @@ class TiledModules:
         self._names = {id(module): name for name, module in modules}
         self.modules = [module for _, module in modules]
         self.num_tiles = tiles
+        self.eps = 0.0
 
     @property
     def described(self) -> str:
@@ -68,6 +70,7 @@ class TiledModules:
             for place, piece in enumerate(args[0].tensor_split(self.num_tiles, _DIM))
             if piece.shape[_DIM]
         ]
+        self.eps = max(self.eps, *(torch.finfo(output.dtype).eps for output in outputs))
         return torch.cat(outputs, _DIM)
 
 
@@ -150,15 +153,34 @@ def _is_row_local(module: nn.Module, x: Tensor, output: Any) -> bool:
         return False
     middle = x.shape[_DIM] // 2
     halves = [slice(None, middle), slice(middle, None)]
-    states = generator_states()
+    states, before = generator_states(), _state_of(module)
     with generators_restored():
         try:
             got = torch.cat([module(x[..., half, :]) for half in halves], _DIM)
         except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
             return False
-        if not same_states(generator_states(), states):
+        if not same_states(generator_states(), states) or not _is_same(_state_of(module), before):
             return False
     if got.shape != output.shape or got.dtype != output.dtype:
         return False
     allowed = torch.finfo(output.dtype).eps ** 0.5 * float(output.abs().max())
     return float((got - output).abs().max()) <= allowed
+
+
+_State = list[tuple[str, Any, int]]
+
+
+def _state_of(module: nn.Module) -> _State:
+    """Return the attributes of a module and of those within, and its buffers."""
+    found: _State = []
+    for path, each in cast("Iterator[Block]", module.named_modules()):
+        found += [(f"{path}.{key}", value, 0) for key, value in vars(each).items()]
+        found += [(key, value, version_of(value)) for key, value in each.named_buffers(path, False)]
+    return found
+
+
+def _is_same(state: _State, before: _State) -> bool:
+    return len(state) == len(before) and all(
+        name == other and value is own and version == its
+        for (name, value, version), (other, own, its) in zip(state, before, strict=True)
+    )

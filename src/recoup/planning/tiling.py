@@ -44,6 +44,8 @@ def with_tiles(
         only_head: whether parts of blocks are left alone.
     """
     kinds = [kind]
+    if any(hasattr(type(module), "unshard") for module in kind.step.model.modules()):
+        return kinds  # FSDP2 gathers weights for the calls that it knows
     head = find_head(kind.step, kind.blocks, None if tiles is True else tiles)
     if head is not None and head.logits_bytes >= _WORTH * kind.points[0].peak_bytes:
         found = _tiled(kind, head, _HEAD, device)
@@ -72,6 +74,7 @@ def _tiled(
         return None  # other code does with them what only the whole can serve
     if found.points[0].peak_bytes > _LESS * kind.points[0].peak_bytes:
         return None
+    found.step.verification.allow_other_sums(parts.eps)  # known now
     return found._replace(more=more)
 
 
@@ -94,6 +97,11 @@ class _Parts:
     def described(self) -> str:
         """Their lines."""
         return "\n".join(each.described for each in self._followers)
+
+    @property
+    def eps(self) -> float:
+        """The largest of theirs."""
+        return max(each.eps for each in self._followers)
 
     def called(
         self,

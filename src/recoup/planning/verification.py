@@ -41,7 +41,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 _ROUNDING = 16.0  # in units of the eps of the type
 _ROUNDING_OF_SUMS = 256.0  # where products over a large vocabulary are cut in tiles
 _MOST = 2.0**-6  # a larger relative difference is not rounding, even in 16-bit types
-_MOST_OF_SUMS = 2.0**-4  # under autocast, where sums are taken in another order
+_MOST_OF_SUMS = 2.0**-4  # in 16-bit types, where sums are taken in another order
+_EPS_OF_16_BITS = 2.0**-10
 _OWN_SPREAD = 4.0
 _SUMMANDS = 2.0**-4  # of the largest norm: summands may have cancelled in a small gradient
 
@@ -98,7 +99,7 @@ class Verification:
     def __init__(self) -> None:
         self._expected: Outcome | None = None
         self._is_plain = False
-        self._rounding, self._most, self._least_eps = _ROUNDING, _MOST, 0.0
+        self._rounding, self._least_eps = _ROUNDING, 0.0
         self._spread: dict[str, float] = {}
 
     @property
@@ -111,13 +112,13 @@ class Verification:
         """Whether the expected outcome is that of the plain step (See Rule 2)."""
         return self._is_plain
 
-    def allow_other_sums(self) -> None:
-        """Allow the rounding of sums that are taken in another order (See Rule 5)."""
-        self._rounding = _ROUNDING_OF_SUMS
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                self._least_eps = torch.finfo(torch.get_autocast_dtype(kind)).eps
-                self._most = _MOST_OF_SUMS
+    def allow_other_sums(self, eps: float) -> None:
+        """Allow the rounding of sums that are taken in another order (See Rule 5).
+
+        Args:
+            eps: the machine epsilon of what is summed, which may be larger than that of the sums.
+        """
+        self._rounding, self._least_eps = _ROUNDING_OF_SUMS, eps
 
     def expect(self, outcome: Outcome, *, is_plain: bool) -> None:
         """Set the expected outcome.
@@ -148,9 +149,10 @@ class Verification:
             other = expected.sketches[name]
             scale = max(other.norm, _SUMMANDS * largest)
             eps = max(sketch.eps, self._least_eps) if sketch.eps else 0.0
+            most = _MOST_OF_SUMS if self._least_eps >= _EPS_OF_16_BITS else _MOST
             spread = self._rounding * eps * scale + _OWN_SPREAD * self._spread.get(name, 0.0)
             distance = _distance(sketch, other)
-            if distance > min(spread, self._most * scale):
+            if distance > min(spread, most * scale):
                 return self._message(name, f" by about {distance:.2g} (of {other.norm:.2g})")
         if not same_states(outcome.states, expected.states):
             return self._message("the random stream")

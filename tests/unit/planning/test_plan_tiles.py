@@ -322,3 +322,120 @@ def test_in_bfloat16_under_autocast():
 def test_the_number_of_tiles_is_checked(tiles):
     with pytest.raises(ValueError, match="`tiles`"):
         recoup.plan(Plain(), batch()[0], budget="9 MiB", tiles=tiles)
+
+
+class Mixing(nn.Module):
+    """What an MLP may do that tiles cannot: `how` says it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.how = how
+        self.register_buffer("count", torch.zeros(()))
+        self.shown = torch.zeros(())
+
+    def forward(self, x):
+        if self.how == "mean":
+            return self.inner(x - x.mean(1, keepdim=True))
+        if self.how == "places":
+            return self.inner(x) + torch.arange(x.shape[1])[:, None] / 10
+        if self.how == "gradient":  # only backward mixes rows
+            x = x + (x.mean(1, keepdim=True) - x.mean(1, keepdim=True).detach())
+        if self.how == "draws":
+            x = F.dropout(x, 0.1)
+        if self.how == "counts":
+            self.count += 1
+        if self.how == "shows":
+            self.shown = x.detach().mean()
+        return self.inner(x)
+
+
+class Around(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.mlp = Mixing(how)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def mixing(how: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Around(how) for _ in range(3)))
+    return model, torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, x):
+    torch.manual_seed(3)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return torch.ones(()), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["mean", "places", "gradient", "draws", "counts", "shows", "rows"])
+def test_an_mlp_runs_in_tiles_only_if_its_rows_are_independent(how):
+    model, x = mixing(how)
+    frontier = recoup.plan(model, x, loss=lambda y: y.square().mean(), tiles=True)
+    whole = recoup.plan(model, x, loss=lambda y: y.square().mean())
+    want = gradients(model, x)
+    tiled = [point for point in frontier.points if point.is_tiled]
+    if how == "rows":
+        assert frontier.points[0].peak_bytes < 0.75 * whole.points[0].peak_bytes
+        plan = frontier.plan(frontier.points[0].peak_bytes)
+        assert "tile: `0.mlp` ... `2.mlp`" in str(plan)
+        assert plan.rehearsed_peak_bytes == plan.predicted_peak_bytes
+    elif how == "gradient":  # the rehearsal finds it
+        assert tiled
+        with pytest.raises(recoup.errors.BudgetError) as caught:
+            frontier.plan(frontier.points[0].peak_bytes)
+        assert "run in tiles" in caught.value.__notes__[0]
+        plan = frontier.plan(whole.points[0].peak_bytes)
+        assert plan.planned.tiled is None
+    else:
+        # The parts of the MLP may run in tiles, not the MLP.
+        plan = frontier.plan(frontier.points[0].peak_bytes)
+        modules = [] if plan.planned.tiled is None else plan.planned.tiled.modules
+        assert not any(isinstance(module, Mixing) for module in modules)
+    with plan.applied():
+        assert_close(gradients(model, x), want, 1e-6)
+
+
+def test_a_language_model_with_mlps_in_tiles_at_the_least_bytes():
+    transformers = transformers_or_skip()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=512, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double()
+    tokens = torch.randint(512, (1, 512))
+    frontier = recoup.plan(model, tokens, labels=tokens, tiles=True)
+    bytes_ = frontier.points[0].peak_bytes
+    plan = frontier.plan(bytes_)
+    assert {type(module).__name__ for module in plan.planned.tiled.modules} == {"Linear", "LlamaMLP"}
+    want = step(model, tokens, tokens)
+    with plan.applied():
+        assert recoup.measure(lambda: step(model, tokens, tokens)).peak_bytes <= bytes_
+        # Llama's loss is taken in float32, whatever the type of the model.
+        assert_close(step(model, tokens, tokens), want, 1e-6)
+
+
+def test_a_frozen_head_and_a_frozen_body():
+    model, (tokens, _) = Plain(), batch()
+    loss = shifted_loss(tokens)
+    for frozen in (model.head, nn.ModuleList([model.embedding, model.blocks])):
+        model.requires_grad_(True)
+        frozen.requires_grad_(False)
+        plan = recoup.plan(model, tokens, loss=loss, budget="12 MiB", tiles=True)
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        want = torch.autograd.grad(loss(model(tokens)), wanted)
+        with plan.applied():
+            got = torch.autograd.grad(loss(model(tokens)), wanted)
+        assert_close((torch.ones(()), got), (torch.ones(()), want), 1e-6)
+
+
+def test_an_error_of_too_few_bytes_names_tiles():
+    model, (tokens, _) = Plain(), batch()
+    with pytest.raises(recoup.errors.BudgetError, match="tiles=True"):
+        recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="1 MiB")
