@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from recoup._core.pytree import flatten
@@ -56,6 +56,7 @@ class RowCall:
     ) -> None:
         self.name, self.run, self.weights, self.readers = name, run, weights, readers
         self._with_settings = settings_as_now()
+        self.was_read = False  # in pieces
         self._versions: list[tuple[Tensor, int]] = [(each, version_of(each)) for each in weights]
 
     def reads(self, rows: Tensor) -> None:
@@ -135,7 +136,15 @@ class Unread(Tensor):
                 with grad_mode(is_grad_enabled):
                     found = fn(source.whole(), *args, **kwargs)
             self._whole, self._version_of_whole = found, version_of(found)
+            return found
         return self._whole
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether nobody has read the whole of it, or of what it was derived from."""
+        if self._whole is not None:
+            return False
+        return self._source is None or self._source[0]._is_unread
 
     @classmethod
     def __torch_function__(
@@ -148,7 +157,7 @@ class Unread(Tensor):
         del types
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, Unread) and _whole_of(first) is None:
+        if isinstance(first, Unread) and first._is_unread:
             if func in _METADATA or _is_metadata(func):
                 with _plainly():
                     return func(*args, **kwargs)
@@ -156,6 +165,12 @@ class Unread(Tensor):
             found = NotImplemented
             if reader is not None:
                 found = reader(first, *args[1:], **kwargs)
+                first._call.was_read |= found is not NotImplemented
+            elif func in _OF_GRADIENT and first._call.was_read:
+                raise GradientError(
+                    f"The output of {first.name} has no gradient of its own: its reader took it in "
+                    "pieces. " + _WAY_OUT
+                )
             elif not _has_unread((args[1:], kwargs)):
                 found = _followed(first, func, args[1:], kwargs)
             if found is not NotImplemented:
@@ -164,22 +179,20 @@ class Unread(Tensor):
         read = _computed if func in _ONLY_READ else Unread.whole
         plain = tuple(read(t) if isinstance(t, Unread) else t for t in tensors)
         args, kwargs = cast("Any", tree.unflatten(plain))
-        return func(*args, **cast("dict[str, Any]", kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise GradientError(
             f"{func} was given a tensor that is computed when it is read, past what torch offers "
             "tensors to see that. " + _WAY_OUT
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().__reduce_ex__(protocol)
+        return cast("Any", self.whole()).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.whole().__deepcopy__(memo)
+        return cast("Any", self.whole()).__deepcopy__(memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         del tensor_contents
@@ -236,14 +249,10 @@ class _Node(torch.autograd.Function):
         )
 
 
-def _whole_of(value: Unread) -> Tensor | None:
-    return value._whole
-
-
 def _computed(value: Unread) -> Tensor:
     """Return the value for a function that only reads it."""
-    if value._whole is not None:
-        return value._whole
+    if not value._is_unread:
+        return value.whole()
     value.check()
     return value.piece(value._rows)
 
@@ -261,6 +270,7 @@ _METADATA = frozenset((
     torch.numel, torch.is_floating_point, torch.is_complex,
 ))  # fmt: skip
 _READ_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
+_OF_GRADIENT = frozenset((_T.retain_grad, _T.register_hook))
 _TO_TYPE = frozenset((_T.float, _T.double, _T.half, _T.bfloat16))
 _SCALED = frozenset((
     _T.div, _T.__truediv__, _T.true_divide, _T.mul, _T.__mul__, _T.__rmul__, torch.div, torch.mul,

@@ -188,7 +188,12 @@ def frontier_of_call(
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
         if tiles:
-            priced = [tiled for kind in priced for tiled in with_tiles(kind, device, tiles, only_head=backend is not None)]
+            only_head = backend is not None  # blocks are compiled as a whole
+            priced = [
+                tiled
+                for kind in priced
+                for tiled in with_tiles(kind, device, tiles, only_head=only_head)
+            ]
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled, is_watched
@@ -83,14 +83,14 @@ class TiledHead:
             len(args) != 1
             or kwargs
             or not isinstance(args[0], Tensor)
-            or args[0].dim() < 2  # noqa: PLR2004
+            or args[0].dim() < 2
             or args[0].numel() == 0
             or enclosing_checkpoints() != (0, None)
             or is_transformed()
             or is_watched()  # See Rule 4
         ):
             return forward(*args, **kwargs)
-        weights = [each for each in module.parameters()]
+        weights = list(module.parameters())
         call = RowCall(f"`{self.name}`", forward, weights, {F.cross_entropy: self._cross_entropy})
         return unread(args[0], call)
 
@@ -111,14 +111,14 @@ class TiledHead:
             not is_plain
             or reduction not in ("mean", "sum")
             or not isinstance(target, Tensor)
-            or logits.dim() != 2  # noqa: PLR2004
+            or logits.dim() != 2
             or target.dim() != 1
             or target.shape[0] != logits.shape[0]
             or target.shape[0] <= self.rows
         ):
             return NotImplemented
         logits.check()
-        tiles = target.split(self.rows)
+        tiles = cast("Sequence[Tensor]", target.split(self.rows))
         weights, divisor = [1.0] * len(tiles), 1.0
         if reduction == "mean":
             counts = torch.stack([(tile != ignore_index).sum() for tile in tiles])
@@ -214,11 +214,10 @@ def find_head(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHe
     else:
         rows = math.ceil(num_rows / tiles)
     num_tiles = math.ceil(num_rows / rows)
-    if num_tiles < 2:  # noqa: PLR2004
+    if num_tiles < 2:
         return None
     return TiledHead(names[id(head)], head, rows, output_bytes, num_tiles)
 
 
 def _nothing(*_: Any) -> None:
     """Observe nothing."""
-

@@ -7,7 +7,8 @@ Rule 1. A module qualifies that is within a block, has parts of its own, is call
         outermost is taken.
 Rule 2. It must treat rows independently, and draw nothing, since tiles would draw other numbers.
         Both are tried: it is run on the first and on the second half of the rows that it was given.
-        Nor may it change attributes or buffers, which the last tile alone would leave. What that cannot show, the comparison of rehearsals with the plain step does.
+        Nor may it change attributes or buffers: the last tile alone would say what they are. What
+        that cannot show, the comparison of rehearsals with the plain step does.
 Rule 3. Each tile is a region, as in `recoup.tiled`, so backward pays one more run.
 """
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes

@@ -210,10 +210,10 @@ def test_what_is_removed_copied_and_pickled_is_the_model(planned):
     tokens, labels = batch()
     with plan.applied():
         assert recoup.applied_plans(model) == [plan]
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert type(other(tokens, labels=labels).logits) is torch.Tensor
         output = model(tokens, labels=labels)
-        assert type(pickle.loads(pickle.dumps(output.logits.detach()))) is torch.Tensor  # noqa: S301
+        assert type(pickle.loads(pickle.dumps(output.logits.detach()))) is torch.Tensor
     assert "forward" not in vars(model.lm_head)
     assert type(model(tokens, labels=labels).logits) is torch.Tensor
 
@@ -294,6 +294,25 @@ def test_a_head_that_no_cross_entropy_reads_is_left_alone(loss):
     model, (tokens, _) = Plain(), batch()
     plan = recoup.plan(model, tokens, loss=loss, budget="30 MiB", tiles=True)
     assert plan.planned.tiled is None
+
+
+def test_a_gradient_of_logits_is_asked_for_before_the_loss_or_an_error(doubles):
+    (model, plan), (tokens, _) = doubles, batch()
+    loss = shifted_loss(tokens)
+    with plan.applied():
+        logits = model(tokens)
+        logits.retain_grad()
+        loss(logits).backward()
+        assert logits.grad.shape == logits.shape
+        logits = model(tokens)
+        flat = logits.flatten(0, 1)
+        logits.retain_grad()
+        F.cross_entropy(flat, tokens.flatten()).backward()
+        assert logits.grad.shape == logits.shape
+        logits = model(tokens)
+        loss(logits)
+        with pytest.raises(GradientError, match="no gradient of its own"):
+            logits.retain_grad()
 
 
 def test_a_second_derivative_is_an_error(planned):
@@ -413,7 +432,8 @@ def test_a_language_model_with_mlps_in_tiles_at_the_least_bytes():
     frontier = recoup.plan(model, tokens, labels=tokens, tiles=True)
     bytes_ = frontier.points[0].peak_bytes
     plan = frontier.plan(bytes_)
-    assert {type(module).__name__ for module in plan.planned.tiled.modules} == {"Linear", "LlamaMLP"}
+    names = {type(module).__name__ for module in plan.planned.tiled.modules}
+    assert names == {"Linear", "LlamaMLP"}
     want = step(model, tokens, tokens)
     with plan.applied():
         assert recoup.measure(lambda: step(model, tokens, tokens)).peak_bytes <= bytes_
