@@ -17,16 +17,15 @@ Rule 4. The rows and the weights must be unchanged when it is read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from recoup._core.pytree import flatten
 from recoup._core.replay import settings_as_now
+from recoup._core.row_functions import OF_GRADIENT, ONLY_READ, followed, is_metadata
 from recoup._core.saved_tensors import grad_mode, version_of
 from recoup.errors import ChangedError, GradientError
 
@@ -158,7 +157,7 @@ class Unread(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Unread) and first._is_unread:
-            if func in _METADATA or _is_metadata(func):
+            if is_metadata(func):
                 with _plainly():
                     return func(*args, **kwargs)
             reader = first._call.readers.get(func)
@@ -166,7 +165,7 @@ class Unread(Tensor):
             if reader is not None:
                 found = reader(first, *args[1:], **kwargs)
                 first._call.was_read |= found is not NotImplemented
-            elif func in _OF_GRADIENT and first._call.was_read:
+            elif func in OF_GRADIENT and first._call.was_read:
                 raise GradientError(
                     f"The output of {first.name} has no gradient of its own: its reader took it in "
                     "pieces. " + _WAY_OUT
@@ -176,10 +175,10 @@ class Unread(Tensor):
             if found is not NotImplemented:
                 return found
         tensors, tree = flatten((args, kwargs))
-        read = _computed if func in _ONLY_READ else Unread.whole
+        read = _computed if func in ONLY_READ else Unread.whole
         plain = tuple(read(t) if isinstance(t, Unread) else t for t in tensors)
-        args, kwargs = cast("Any", tree.unflatten(plain))
-        return func(*args, **kwargs)
+        given: Any = tree.unflatten(plain)
+        return func(*given[0], **given[1])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,98 +260,17 @@ def _has_unread(values: Any) -> bool:
     return any(isinstance(t, Unread) for t in flatten(values)[0])
 
 
-# --- what is done to rows, or later (See Rule 1) --------------------------------------------------
-
-_T: Any = Tensor
-_METADATA = frozenset((
-    _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.stride, _T.element_size,
-    _T.is_floating_point, _T.is_complex, _T.is_contiguous, _T.get_device, _T.__len__, _T.__hash__,
-    torch.numel, torch.is_floating_point, torch.is_complex,
-))  # fmt: skip
-_READ_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
-_OF_GRADIENT = frozenset((_T.retain_grad, _T.register_hook))
-_TO_TYPE = frozenset((_T.float, _T.double, _T.half, _T.bfloat16))
-_SCALED = frozenset((
-    _T.div, _T.__truediv__, _T.true_divide, _T.mul, _T.__mul__, _T.__rmul__, torch.div, torch.mul,
-    torch.true_divide,
-))  # fmt: skip
-_EACH = frozenset((_T.tanh, torch.tanh))
-_RESHAPED = frozenset((
-    _T.view, _T.reshape, _T.flatten, _T.contiguous, torch.reshape, torch.flatten,
-))  # fmt: skip
-_ONLY_READ = frozenset((
-    _T.argmax, _T.argmin, _T.softmax, _T.log_softmax, _T.logsumexp, _T.topk, _T.max, _T.min,
-    _T.sum, _T.mean, _T.gather, _T.isnan, torch.argmax, torch.argmin, torch.softmax,
-    torch.log_softmax, torch.logsumexp, torch.topk, torch.max, torch.min, torch.sum, torch.mean,
-    torch.gather, torch.isnan, F.softmax, F.log_softmax,
-))  # fmt: skip
-
-
-def _is_metadata(func: Any) -> bool:
-    """Whether `func` gets an attribute that is not made of the entries."""
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    return getattr(func, "__name__", "") == "__get__" and attribute not in _READ_ATTRIBUTES
-
-
 def _followed(value: Unread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a function makes of a value, unread, or NotImplemented."""
-    rows, width = value._rows, value.shape[-1]
-    if func is _T.__getitem__:
-        if kwargs or len(args) != 1 or not _is_of_rows(args[0], value.dim()):
-            return NotImplemented
-        rows, later = rows[args[0]], False
-    elif func in _RESHAPED:
-        shape = func(_stand_in(value), *args, **kwargs).shape
-        if not shape or shape[-1] != width or math.prod(shape) != value.numel():
-            return NotImplemented
-        rows, later = rows.reshape(*shape[:-1], rows.shape[-1]), False
-    elif func in _TO_TYPE or func is _T.to:
-        later = not args and not kwargs if func is not _T.to else _is_to_type(args, kwargs)
-        if not later:
-            return NotImplemented
-    elif func in _SCALED or func in _EACH:
-        if len(args) != (func in _SCALED) or kwargs or not all(map(_is_number, args)):
-            return NotImplemented
-        later = True
-    else:
+    found = followed(func, args, kwargs, value, value._rows)
+    if found is None:
         return NotImplemented
-    then, dtype = value._then, value.dtype
-    if later:
-        then = (*then, (func, args, kwargs))
-        dtype = func(_stand_in(value), *args, **kwargs).dtype
-    source = (value, (func, args, kwargs), torch.is_grad_enabled())
-    return _made(value._call, rows, (*rows.shape[:-1], width), dtype, then, source)
-
-
-def _stand_in(value: Unread) -> Tensor:
-    """Return a tensor without memory of the same shape and type."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-def _is_of_rows(index: Any, num_dims: int) -> bool:
-    """Whether an index picks rows, and leaves the last dimension as it is."""
-    if isinstance(index, Tensor):
-        is_mask = index.dtype in (torch.bool, torch.uint8)
-        return (index.dim() if is_mask else 1) < num_dims
-    parts: tuple[Any, ...] = cast("Any", index) if isinstance(index, tuple) else (index,)
-    if not all(part is ... or isinstance(part, (slice, int)) for part in parts):
-        return False
-    if any(isinstance(part, bool) for part in parts):
-        return False
-    if ... in parts:
-        place = parts.index(...)
-        if place < len(parts) - 1:
-            return parts[-1] == slice(None)
-        parts = parts[:-1]
-    return len(parts) < num_dims
-
-
-def _is_to_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of `Tensor.to` say a type and nothing else."""
-    if args:
-        return len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs
-    return list(kwargs) == ["dtype"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    done: _Then = (func, args, kwargs)
+    return _made(
+        value._call,
+        found.rows,
+        (*found.rows.shape[:-1], value.shape[-1]),
+        found.dtype,
+        (*value._then, done) if found.is_later else value._then,
+        (value, done, torch.is_grad_enabled()),
+    )
