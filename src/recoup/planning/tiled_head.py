@@ -9,8 +9,8 @@ Rule 2. What it returns is not computed before somebody reads it (See NOTE [ Val
         NOTE [ Gradients of a sum ]); any other reader gets the whole, as without tiles.
 Rule 3. A plan with a head in tiles is another kind of blocks: it is measured, rehearsed, and
         compared with the plain step. Where no cross entropy reads the head, there is none.
-Rule 4. Within a checkpoint that runs the model again, in a graph of the compiler and in transforms
-        of torch.func the head runs as it is.
+Rule 4. Within a checkpoint that runs the model again, where the compiler looks at frames, and in
+        transforms of torch.func the head runs as it is.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class TiledHead:
     ) -> None:
         self.name, self.module, self.rows = name, module, rows
         self.logits_bytes, self.num_tiles = logits_bytes, num_tiles
-        self.num_losses = 0  # that were computed in tiles
         self.eps = 0.0
 
     @property
@@ -135,7 +134,6 @@ class TiledHead:
                 label_smoothing=label_smoothing,
             )  # fmt: skip
 
-        self.num_losses += 1
         return self._in_tiles(loss, logits.rows, tiles, weights, divisor)
 
     def _in_tiles(

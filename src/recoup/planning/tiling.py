@@ -49,7 +49,7 @@ def with_tiles(
     head = find_head(kind.step, kind.blocks, None if tiles is True else tiles)
     if head is not None and head.logits_bytes >= _WORTH * kind.points[0].peak_bytes:
         found = _tiled(kind, head, _HEAD, device)
-        if found is not None and head.num_losses:
+        if found is not None:
             kinds.append(found)
     mlps = None if only_head else find_mlps(kind.step, kind.blocks)
     if mlps is not None:

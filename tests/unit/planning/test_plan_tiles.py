@@ -459,3 +459,27 @@ def test_an_error_of_too_few_bytes_names_tiles():
     model, (tokens, _) = Plain(), batch()
     with pytest.raises(recoup.errors.BudgetError, match="tiles=True"):
         recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="1 MiB")
+
+
+def test_within_a_checkpoint_the_head_runs_as_it_is(doubles):
+    (model, plan), (tokens, _) = doubles, batch()
+    loss, parameters = shifted_loss(tokens), list(model.parameters())
+    want = torch.autograd.grad(loss(model(tokens)), parameters)
+    with plan.applied():
+        for run in (recoup.checkpoint, torch.utils.checkpoint.checkpoint):
+            more = {} if run is recoup.checkpoint else {"use_reentrant": False}
+            found = run(model, tokens, **more)
+            assert type(found) is torch.Tensor
+            got = torch.autograd.grad(loss(found), parameters)
+            assert all(map(torch.equal, got, want))
+
+
+def test_torch_compile_around_the_model(doubles):
+    (model, plan), (tokens, _) = doubles, batch()
+    loss, parameters = shifted_loss(tokens), list(model.parameters())
+    want = torch.autograd.grad(loss(model(tokens)), parameters)
+    with plan.applied():
+        compiled = torch.compile(model, backend="aot_eager")
+        got = torch.autograd.grad(loss(compiled(tokens)), parameters)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
