@@ -483,3 +483,53 @@ def test_torch_compile_around_the_model(doubles):
         got = torch.autograd.grad(loss(compiled(tokens)), parameters)
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
+
+
+def test_a_parametrized_head_is_left_alone():
+    model, (tokens, _) = Plain(), batch()
+    nn.utils.parametrizations.weight_norm(model.head)
+    plan = recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="30 MiB", tiles=True)
+    assert plan.planned.tiled is None
+
+
+def test_the_largest_batch_is_larger():
+    def loss(logits):
+        return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel()).long())
+
+    def largest(**more):
+        return recoup.largest(
+            lambda size: torch.zeros(size, 64, dtype=torch.long), Plain(16), budget="6 MiB",
+            most=8, loss=loss, **more,
+        )  # fmt: skip
+
+    assert largest(tiles=True).size == 8
+    assert largest().size <= 2
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers(tmp_path):
+    transformers = transformers_or_skip()
+    from recoup.integrations.transformers import MemoryBudget
+
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (16, 64))]
+
+    def trained(*callbacks):
+        torch.manual_seed(0)
+        model = gpt2()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no", optim="sgd",
+            eval_strategy="epoch", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model=model, args=arguments, train_dataset=data, eval_dataset=data,
+            callbacks=list(callbacks),
+        )  # fmt: skip
+        loss = trainer.train().training_loss
+        return torch.tensor(loss), [p.detach() for p in model.parameters()]
+
+    callback = MemoryBudget("5 MiB", tiles=True)
+    shown = []
+    callback.show = lambda plan: shown.append(str(plan))
+    assert_close(trained(callback), trained(), 1e-6)
+    assert "tile: `lm_head`" in shown[0]
