@@ -106,15 +106,7 @@ class TiledHead:
     ) -> Any:
         """Return the loss, computed in tiles, or NotImplemented (See Rule 2)."""
         is_plain = weight is None and size_average is None and reduce is None
-        if (
-            not is_plain
-            or reduction not in ("mean", "sum")
-            or not isinstance(target, Tensor)
-            or logits.dim() != 2
-            or target.dim() != 1
-            or target.shape[0] != logits.shape[0]
-            or target.shape[0] <= self.rows
-        ):
+        if not is_plain or reduction not in ("mean", "sum") or not self._may_cut(logits, target):
             return NotImplemented
         logits.check()
         tiles = cast("Sequence[Tensor]", target.split(self.rows))
@@ -136,6 +128,15 @@ class TiledHead:
 
         return self._in_tiles(loss, logits.rows, tiles, weights, divisor)
 
+    def _may_cut(self, logits: Tensor, target: Any) -> bool:
+        """Whether these are rows of logits, each with the index of a class."""
+        return (
+            isinstance(target, Tensor)
+            and logits.dim() == 2
+            and target.dim() == 1
+            and target.shape[0] == logits.shape[0] > self.rows
+        )
+
     def _in_tiles(
         self,
         loss: Callable[[Tensor, Tensor], Tensor],
@@ -145,7 +146,8 @@ class TiledHead:
         divisor: float,
     ) -> Tensor:
         """Return the weighted sum of the losses of tiles, over `divisor`."""
-        sums = SummedGradients(f"the loss of {self.name} in tiles", ())
+        name = f"the loss of `{self.name}` in tiles"
+        sums = SummedGradients(name, (), "Plan without `tiles`.")
         total = torch.empty_like(rows) if rows.requires_grad else None
         start = 0
         for target, weight in zip(targets, weights, strict=True):
@@ -164,6 +166,7 @@ class TiledHead:
 
 
 class _Called(NamedTuple):
+    name: str
     module: nn.Linear
     num_rows: int
     output_bytes: int
@@ -179,6 +182,26 @@ def find_head(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHe
         blocks: the names and modules of the blocks.
         tiles: how many tiles there are; None to choose.
     """
+    calls = _calls_after(step, blocks)
+    if not calls:
+        return None
+    name, head, num_rows, output_bytes = max(calls, key=lambda call: call.output_bytes)
+    if head.out_features <= head.in_features:
+        return None
+    if tiles is None:
+        # As large as the gradient of the weight, which is there at any time, are the logits of as
+        # many rows as there are features; they are there up to four times.
+        rows = min(max(head.in_features // 4, _LEAST_ROWS), _MOST_ROWS)
+    else:
+        rows = math.ceil(num_rows / tiles)
+    num_tiles = math.ceil(num_rows / rows)
+    if num_tiles < 2:
+        return None
+    return TiledHead(name, head, rows, output_bytes, num_tiles)
+
+
+def _calls_after(step: Step, blocks: Iterable[Block]) -> list[_Called]:
+    """Return the calls of linear layers after the last block, of those that are called once."""
     planned = [module for _, module in blocks]
     within = {id(each) for module in planned for each in module.modules()}
     names = {
@@ -194,27 +217,12 @@ def find_head(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHe
             calls.clear()  # a block: the head is after all of them
         elif len(args) == 1 and not kwargs and isinstance(output, Tensor) and output.dim() > 1:
             num_rows = math.prod(output.shape[:-1])
-            calls.append(_Called(module, num_rows, output.nbytes))
+            calls.append(_Called(names[id(module)], module, num_rows, output.nbytes))
 
     with step.rehearsed():
         step.observe_forward([*planned, *linears], _nothing, ends)
     called = [call.module for call in calls]
-    calls = [call for call in calls if called.count(call.module) == 1]
-    if not calls:
-        return None
-    head, num_rows, output_bytes = max(calls, key=lambda call: call.output_bytes)
-    if head.out_features <= head.in_features:
-        return None
-    if tiles is None:
-        # As large as the gradient of the weight, which is there at any time, are the logits of as
-        # many rows as there are features; they are there up to four times.
-        rows = min(max(head.in_features // 4, _LEAST_ROWS), _MOST_ROWS)
-    else:
-        rows = math.ceil(num_rows / tiles)
-    num_tiles = math.ceil(num_rows / rows)
-    if num_tiles < 2:
-        return None
-    return TiledHead(names[id(head)], head, rows, output_bytes, num_tiles)
+    return [call for call in calls if called.count(call.module) == 1]
 
 
 def _nothing(*_: Any) -> None:
