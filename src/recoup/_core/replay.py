@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from recoup._core.rng import Draws, Recording, Replaying
 from recoup._core.side_effects import CHANGES_NOTHING, SideEffects
 from recoup.errors import ReplayError
 
-__all__ = ["Replay", "autocast_nesting"]
+__all__ = ["Replay", "autocast_nesting", "settings_as_now"]
 
 _NO_MODULES = ModuleGuard(())
 
@@ -318,6 +319,12 @@ class _Settings(Restoring):
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
         self._before = None
+
+
+def settings_as_now() -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that makes contexts with the settings that are in force now."""
+    values = _settings()
+    return lambda: nullcontext() if values == _settings() else _Settings(values)
 
 
 def autocast_nesting() -> int:

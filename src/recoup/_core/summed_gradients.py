@@ -48,10 +48,16 @@ class SummedGradients:
     Args:
         name: the name of the sum in error messages.
         outside: tensors from before that summands may use, beside leaves.
+        way_out: what an error for a second derivative advises.
     """
 
-    def __init__(self, name: str, outside: Iterable[Tensor]) -> None:
-        self._name = name
+    def __init__(
+        self,
+        name: str,
+        outside: Iterable[Tensor],
+        way_out: str = "Use recoup.tiled, which takes them in backward.",
+    ) -> None:
+        self._name, self._way_out = name, way_out
         self._start = num_nodes()
         self._values: list[Tensor] = []
         self._dtype = torch.float32
@@ -101,7 +107,7 @@ class SummedGradients:
         tensors = [stand_for.get(id(tensor), tensor) for tensor, _ in pairs]
         sums = [total for _, total in pairs]
         total = (torch.stack(self._values).sum() / divisor).to(self._dtype)
-        return cast("Any", _Sum).apply(self._name, total, divisor, *sums, *tensors)
+        return cast("Any", _Sum).apply((self._name, self._way_out), total, divisor, *sums, *tensors)
 
     def as_end(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or a leaf in its place if it has a graph, at which gradients end."""
@@ -228,18 +234,20 @@ class _Sum(torch.autograd.Function):
     """The node of the sum in the graph around it (See Rule 5)."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, value: Tensor, divisor: float, *tensors: Tensor) -> Tensor:
-        ctx.name, ctx.divisor = name, divisor
+    def forward(
+        ctx: Any, words: tuple[str, str], value: Tensor, divisor: float, *tensors: Tensor
+    ) -> Tensor:
+        ctx.words, ctx.divisor = words, divisor
         ctx.save_for_backward(*tensors[: len(tensors) // 2])
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if torch.is_grad_enabled():
+            name, way_out = ctx.words
             raise GradientError(
-                f"The gradients of {ctx.name} were taken in forward, so they have no graph "
-                "(`create_graph=True`) and cannot be differentiated again. Use recoup.tiled, "
-                "which takes them in backward."
+                f"The gradients of {name} were taken in forward, so they have no graph "
+                f"(`create_graph=True`) and cannot be differentiated again. {way_out}"
             )
         sums: tuple[Tensor, ...] = ctx.saved_tensors
         (gradient,) = gradients

@@ -29,6 +29,7 @@ class MemoryBudget(PlanningCallback, Callback):
         budget_of: as for `recoup.plan`; "total" counts the state of the first optimizer.
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
+        tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
 
     Raises:
         BudgetError: at the beginning of training, no plan keeps to the budget.
@@ -49,8 +50,9 @@ class MemoryBudget(PlanningCallback, Callback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
         compile: bool | str = False,  # noqa: A002
+        tiles: bool | int = False,
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show, compile)
+        super().__init__(budget, blocks, budget_of, show, compile, tiles)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -73,6 +75,7 @@ class MemoryBudget(PlanningCallback, Callback):
                 blocks=self.blocks,
                 budget_of=self.budget_of,
                 compile=self.compile,
+                tiles=self.tiles,
                 optimizer=_first(trainer.optimizers) if self.budget_of == "total" else None,
             )
             plan = frontier.plan(self.budget)

@@ -10,6 +10,7 @@ from torch import nn
 from recoup.planning.compiling import backend_of
 from recoup.planning.plan import Plan
 from recoup.planning.sizes import check_budget_of, checked_budget
+from recoup.planning.tiling import checked_tiles
 
 __all__ = ["PlanningCallback"]
 
@@ -27,6 +28,7 @@ class PlanningCallback:
         budget_of: Literal["step", "total"],
         show: Callable[[Plan], object] | None,
         compile: bool | str,  # noqa: A002
+        tiles: bool | int,
     ) -> None:
         checked_budget(budget)
         check_budget_of(budget_of)
@@ -36,6 +38,7 @@ class PlanningCallback:
         self.budget_of: Literal["step", "total"] = budget_of
         self.show = show
         self.compile = compile
+        self.tiles = checked_tiles(tiles)
         self.plan: Plan | None = None
 
     def _apply(self, plan: Plan) -> None:

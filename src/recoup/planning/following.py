@@ -36,7 +36,12 @@ from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.stage import State
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
+from recoup.planning.forwards import (
+    CallOutputs,
+    PartsFollower,
+    enclosing_checkpoints,
+    followed,
+)
 from recoup.planning.measuring import MeasuredCall
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
 from recoup.planning.sizes import ArgumentSizes
@@ -115,6 +120,7 @@ class PlanFollower:
         stages: the stages of the plan.
         blocks: all planned blocks; those without a stage are recomputed if they are called.
         sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
+        tiled: the parts of the model that run in tiles; None if none do.
     """
 
     def __init__(
@@ -123,7 +129,10 @@ class PlanFollower:
         stages: Sequence[PlannedStage],
         blocks: Sequence[Block],
         sizes: ArgumentSizes | None = None,
+        tiled: PartsFollower | None = None,
     ) -> None:
+        self._tiled = tiled
+        self._parts = set[int]() if tiled is None else set(map(id, tiled.modules))
         self._model = model
         self._names = {id(module): name for name, module in blocks}
         self._stages = stages
@@ -140,6 +149,8 @@ class PlanFollower:
         """Run the model, or one of its blocks."""
         if module is self._model:
             return self._run_model(forward, args, kwargs)
+        if self._tiled is not None and id(module) in self._parts:
+            return self._tiled.called(module, forward, args, kwargs)
         passes = self._of_thread.passes
         now = passes[-1] if passes else self._of_thread.outside
         if now.checkpoints != enclosing_checkpoints() or (not passes and is_in_backward()):
@@ -256,12 +267,14 @@ class PlannedModel(NamedTuple):
         root: the module whose forward is one pass; None if the step does not call the model itself.
         blocks: the names and modules of the blocks.
         calls: the calls of blocks that were seen, in order.
+        tiled: the parts of the model that run in tiles; None if none do.
     """
 
     model: nn.Module
     root: nn.Module | None
     blocks: Sequence[Block]
     calls: Sequence[MeasuredCall]
+    tiled: PartsFollower | None = None
 
     def follower(self, schedule: Schedule, sizes: ArgumentSizes | None = None) -> PlanFollower:
         """Return a follower of a schedule.
@@ -270,13 +283,18 @@ class PlannedModel(NamedTuple):
             schedule: a schedule of the calls, and of one more stage: the code after them.
             sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
         """
-        return PlanFollower(self.root, planned_stages(schedule, self.calls), self.blocks, sizes)
+        stages = planned_stages(schedule, self.calls)
+        return PlanFollower(self.root, stages, self.blocks, sizes, self.tiled)
 
     @property
     def followed_modules(self) -> list[nn.Module]:
         """The modules whose forwards go through the follower."""
+        return [*self._whole_modules, *([] if self.tiled is None else self.tiled.modules)]
+
+    @property
+    def _whole_modules(self) -> list[nn.Module]:
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def followed(self, schedule: Schedule) -> AbstractContextManager[None]:
-        """Return a context in which the model follows a schedule."""
-        return followed(self.followed_modules, self.follower(schedule))
+        """Return a context in which the model follows a schedule; steps tile its parts."""
+        return followed(self._whole_modules, self.follower(schedule))

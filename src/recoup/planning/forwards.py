@@ -36,6 +36,7 @@ from recoup._core.saved_tensors import frame_in_force, version_of
 __all__ = [
     "CallOutputs",
     "Follower",
+    "PartsFollower",
     "WrappedForwards",
     "enclosing_checkpoints",
     "followed",
@@ -58,6 +59,25 @@ class Follower(Protocol):
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> Any:
         """Return the result of `forward`, the forward of `module`, for these arguments."""
+        ...
+
+
+class PartsFollower(Follower, Protocol):
+    """The interface of a follower of parts of a model, which are no blocks."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The parts."""
+        ...
+
+    @property
+    def described(self) -> str:
+        """A line that says what runs how."""
+        ...
+
+    @property
+    def eps(self) -> float:
+        """The largest machine epsilon of what they have computed."""
         ...
 
 

@@ -52,12 +52,14 @@ class FrontierPoint(NamedTuple):
             no block.
         num_forwards: the runs of blocks in a step.
         is_compiled: whether blocks are compiled.
+        is_tiled: whether parts run in tiles: the output layer with its loss, or MLPs.
     """
 
     peak_bytes: int
     relative_time: float
     num_forwards: int
     is_compiled: bool
+    is_tiled: bool = False
 
 
 class Frontier:
@@ -112,6 +114,7 @@ class Frontier:
                     kind.seconds_of(point) / whole if whole else 1.0,
                     kind.num_forwards(point),
                     kind.is_compiled,
+                    kind.step.tiled is not None,
                 )
                 for kind in self._kinds
                 for point in kind.points
@@ -158,6 +161,7 @@ class Frontier:
     def _fastest(self, budget_bytes: int) -> Plan:
         """Return the plan for the kind of blocks whose step is fastest (See Rules 1 and 2)."""
         errors: list[BudgetError] = []
+        difference: DifferentStepError | None = None
         found: list[tuple[Plan, PricedBlocks]] = []
         least_cost = math.inf
         for kind, cost in fastest_first(self._kinds, budget_bytes - self.standing_bytes):
@@ -167,15 +171,20 @@ class Frontier:
                 plan = verified(kind, self._device, budget_bytes, self.standing_bytes)
             except BudgetError as error:
                 errors.append(error)
-            except DifferentStepError:
-                if not found:
+            except DifferentStepError as error:
+                if not found and kind.step.tiled is None:
                     raise
+                difference = error  # of parts in tiles: without tiles it may be none
             else:
                 found.append((plan, kind))
                 least_cost = min(cost, least_cost)
         if found:
             return _faster(found)
+        if not errors and difference is not None:
+            raise difference
         error = min(errors, key=lambda error: error.least_bytes)
+        if difference is not None:
+            error.add_note(f"Parts of the model were left alone that run in tiles. {difference}")
         error.frontier = self
         raise error
 
@@ -197,7 +206,8 @@ class Frontier:
         whole = min(k.kept_seconds for k in self._kinds if not k.is_compiled) or 1.0
         lines = [
             Line(
-                "compiled blocks" if kind.is_compiled else "blocks as they are",
+                ("compiled blocks" if kind.is_compiled else "blocks as they are")
+                + (", in tiles" if kind.step.tiled is not None else ""),
                 [self.standing_bytes + point.peak_bytes for point in kind.points],
                 [kind.seconds_of(point) / whole for point in kind.points],
             )
@@ -216,6 +226,7 @@ class Frontier:
         rows = [("peak", "time", "forwards", "blocks")]
         for point in reversed(_spread(points, _NUM_ROWS)):
             code = "compiled" if point.is_compiled else "as they are"
+            code += ", in tiles" if point.is_tiled else ""
             time = f"{point.relative_time:.2f}"
             rows.append((format_bytes(point.peak_bytes), time, str(point.num_forwards), code))
         return "\n".join([title, "", *aligned(rows, left=[3])])

@@ -58,6 +58,7 @@ def largest(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    tiles: bool | int = False,
 ) -> Largest:
     """Return the largest batch, or the longest sequence, that a plan can train in a budget.
 
@@ -80,6 +81,7 @@ def largest(
         optimizer: the optimizer, for "total".
         holds_output: whether the training loop holds the output of the model while backward runs.
         compile: whether blocks may run compiled.
+        tiles: whether the output layer and MLPs may run in tiles.
 
     Returns:
         The size, the plan for it, and the arguments. Up to a hundredth more may fit.
@@ -118,7 +120,7 @@ def largest(
             )
         frontier = frontier_of_call(
             model, model, args, kwargs, loss=loss, blocks=blocks, budget_of=budget_of,
-            optimizer=optimizer, holds_output=holds_output, compile=compile,
+            optimizer=optimizer, holds_output=holds_output, compile=compile, tiles=tiles,
         )  # fmt: skip
         return _probed(frontier, size, num_bytes, budget_bytes)
 

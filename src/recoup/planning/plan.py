@@ -166,6 +166,7 @@ class Plan:
                 rehearsed_bytes=self.rehearsed_peak_bytes,
                 least_bytes=self.least_bytes,
                 most_bytes=self.most_bytes,
+                tiled=None if self.planned.tiled is None else self.planned.tiled.described,
                 advice=[*constant_memory_of(self.model), *self.held_by_others],
             )
         )

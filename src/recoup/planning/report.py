@@ -52,6 +52,7 @@ class Summary(NamedTuple):
         rehearsed_bytes: the peak of the step that was run.
         least_bytes: the smallest budget known to suffice.
         most_bytes: the predicted peak of a step that keeps everything.
+        tiled: a line about parts that run in tiles, if any do.
         advice: further lines.
     """
 
@@ -65,6 +66,7 @@ class Summary(NamedTuple):
     rehearsed_bytes: int
     least_bytes: int
     most_bytes: int
+    tiled: str | None
     advice: Sequence[str]
 
 
@@ -141,7 +143,7 @@ def described(plan: Summary) -> str:
             f"seen {plan.num_seen} of {plan.num_blocks} blocks: the others were not called, and "
             "would be recomputed"
         )
-    lines += plan.advice
+    lines += [*([] if plan.tiled is None else [plan.tiled]), *plan.advice]
     if plan.standing_bytes:
         lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
     return "\n".join(lines)

@@ -29,6 +29,7 @@ from recoup.planning.sizes import check_budget_of, checked_budget, standing_byte
 from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import kinds_of_blocks, price_blocks
 from recoup.planning.step import Step
+from recoup.planning.tiling import checked_tiles, with_tiles
 
 __all__ = ["frontier_of_call", "plan"]
 
@@ -45,6 +46,7 @@ def plan(
     holds_output: bool = ...,
     compile: bool | str = ...,
     offload_to: str | os.PathLike[str] | None = ...,
+    tiles: bool | int = ...,
     **example_kwargs: Any,
 ) -> Plan: ...
 
@@ -61,6 +63,7 @@ def plan(
     holds_output: bool = ...,
     compile: bool | str = ...,
     offload_to: str | os.PathLike[str] | None = ...,
+    tiles: bool | int = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
 
@@ -76,6 +79,7 @@ def plan(
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
     offload_to: str | os.PathLike[str] | None = None,
+    tiles: bool | int = False,
     **example_kwargs: Any,
 ) -> Plan | Frontier:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
@@ -116,6 +120,11 @@ def plan(
             ``"aot_eager"`` partitions the graphs, but does not compile them.
         offload_to: where the inputs of blocks may wait for backward: "host", or a folder on a disk,
             whose speed is measured. None for host memory on CUDA, and for no place on the CPU.
+        tiles: whether the output layer may run in tiles with its loss, a cross entropy, so that the
+            logits are never there as a whole (an int says in how many), and MLPs within blocks
+            along the sequence. The loss and the gradients are then those of the model to rounding,
+            not to the bit; where the output layer is in tiles, they cannot be differentiated again,
+            and logits that the model returns are computed when they are read.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -148,6 +157,7 @@ def plan(
         model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
         budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
         offload_to=offload_to,
+        tiles=tiles,
     )  # fmt: skip
     return found if budget_bytes is None else found.plan(budget_bytes)
 
@@ -165,11 +175,12 @@ def frontier_of_call(
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
     offload_to: str | os.PathLike[str] | None = None,
+    tiles: bool | int = False,
 ) -> Frontier:
     """Return the plans for steps that call the model, or a function around it, as `plan` does."""
     check_budget_of(budget_of)
     _check_arguments(model, loss, budget_of, optimizer)
-    backend = backend_of(compile)
+    backend, tiles = backend_of(compile), checked_tiles(tiles)
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     (standing,) = map(int, largest_among_ranks(model, [standing]))
@@ -186,6 +197,13 @@ def frontier_of_call(
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
+        if tiles:
+            only_head = backend is not None  # blocks are compiled as a whole
+            priced = [
+                tiled
+                for kind in priced
+                for tiled in with_tiles(kind, device, tiles, only_head=only_head)
+            ]
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]

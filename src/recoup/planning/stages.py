@@ -70,6 +70,7 @@ class PricedBlocks(NamedTuple):
             0 if work was counted, of which all kinds of blocks have the same.
         code: the code by which the blocks of the plain step run.
         code_again: the code by which blocks run that are run again.
+        more: what parts in tiles add to the time of a step, as a share of it.
     """
 
     step: Step
@@ -82,6 +83,7 @@ class PricedBlocks(NamedTuple):
     seconds: float = 0.0
     code: BlockCode = BlockCode()
     code_again: BlockCode = BlockCode()
+    more: float = 0.0
 
     @property
     def is_compiled(self) -> bool:
@@ -100,7 +102,7 @@ class PricedBlocks(NamedTuple):
 
     def seconds_of(self, point: Point) -> float:
         """Return the time of a step of the blocks that follows a plan."""
-        return self.kept_seconds + point.seconds - self.points[-1].seconds
+        return (1 + self.more) * self.kept_seconds + point.seconds - self.points[-1].seconds
 
     def num_forwards(self, point: Point) -> int:
         """Return the runs of blocks in a step that follows a plan."""
@@ -121,7 +123,7 @@ class PricedBlocks(NamedTuple):
     def plain_outcome(self) -> Outcome:
         """Return the outcome of a step that keeps all residuals."""
         with followed([module for _, module in self.blocks], _RunBy(self.code)):
-            return plain_outcome(self.step)
+            return plain_outcome(replace(self.step, tiled=None))
 
 
 def _points(costs: list[Cost], place: OffloadPlace) -> list[Point]:
@@ -246,7 +248,7 @@ def fastest_first(
     def cost(kind: PricedBlocks) -> float:
         fitting = [point for point in kind.points if point.peak_bytes <= budget_bytes]
         more = fitting[-1].seconds - kind.points[-1].seconds if fitting else math.inf
-        return kind.seconds + more
+        return kind.seconds + more + kind.more * kind.kept_seconds
 
     found = [(kind, cost(kind)) for kind in kinds]
     return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))

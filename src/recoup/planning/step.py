@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import grad_mode
 from recoup._core.snapshots import copied
 from recoup.memory.timeline import timeline
+from recoup.planning.forwards import PartsFollower, followed
 from recoup.planning.offload_place import NOWHERE, OffloadPlace
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import backward_within_model, rehearsal
@@ -46,6 +47,7 @@ class Step:
         holds_output: whether the output is alive until backward has ended.
         seed: the seed of its random draws; None to leave the random streams as they are.
         place: where the inputs of blocks may wait.
+        tiled: the parts of the model that run in tiles; None if none do.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
@@ -57,7 +59,12 @@ class Step:
     holds_output: bool = True
     seed: int | None = None
     place: OffloadPlace = NOWHERE
+    tiled: PartsFollower | None = None
     verification: Verification = field(default_factory=Verification, init=False)
+
+    def __post_init__(self) -> None:
+        if self.tiled is not None:
+            self.verification.allow_other_sums(self.tiled.eps)
 
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""
@@ -69,7 +76,8 @@ class Step:
         given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             _seed_all(self.seed)
-        with grad_mode(True):
+        parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
+        with grad_mode(True), parts:
             output = self.call(*args, **kwargs)
             losses = self.losses(output)
             if not self.holds_output:

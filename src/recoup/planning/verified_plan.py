@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
@@ -75,7 +74,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     """
     step, budget = kind.step, budget_bytes - standing
     root = step.model if step.call is step.model else None
-    planned = PlannedModel(step.model, root, kind.blocks, kind.calls)
+    planned = PlannedModel(step.model, root, kind.blocks, kind.calls, step.tiled)
     is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
@@ -90,7 +89,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
 
     choice = choose([point.peak_bytes for point in kind.points], budget, rehearse)
     if choice.point_index is None:
-        raise _too_small(step.model, budget_bytes, standing, standing + choice.least_bytes)
+        raise _too_small(kind, budget_bytes, standing, standing + choice.least_bytes)
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
@@ -103,12 +102,19 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     )  # fmt: skip
 
 
-def _too_small(model: nn.Module, budget_bytes: int, standing: int, least: int) -> BudgetError:
+def _too_small(kind: PricedBlocks, budget_bytes: int, standing: int, least: int) -> BudgetError:
+    model, after = kind.step.model, kind.costs[-1].tape_run_bytes
+    tiling = ""
+    if kind.step.tiled is None and 2 * after > least - standing:
+        tiling = (
+            f" {format_bytes(after)} are for the code after the blocks: `tiles=True` takes a part "
+            "of that if it is a linear output layer and its cross entropy."
+        )
     alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
     inverting = "".join(f" {line}" for line in constant_memory_of(model))
     return BudgetError(
         f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
         f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "
-        f"Give that much, a smaller batch, or smaller `blocks`.{inverting}",
+        f"Give that much, a smaller batch, or smaller `blocks`.{tiling}{inverting}",
         least,
     )

@@ -30,6 +30,7 @@ def explain_command(
     device: str = "cpu",
     figure: Path | None = None,
     compile: bool = False,  # noqa: A002
+    tiles: bool = False,
 ) -> int:
     """Say what each block of a model does with its residuals to keep to a number of bytes.
 
@@ -44,6 +45,7 @@ def explain_command(
         device: cpu or a CUDA device, to which model and arguments go.
         figure: draw the plan, or all plans, into this file (.png, .svg or .pdf).
         compile: let blocks run compiled where that pays; says on stderr what is being compiled.
+        tiles: let the output layer, with its loss, and MLPs run in tiles.
 
     Returns:
         The exit code: 0, 2 if something was wrong with the arguments, or 1 if the builder, the
@@ -53,7 +55,8 @@ def explain_command(
         model, args, kwargs = _built(build, device)
         with _progress():
             of_loss = None if loss is None else cast("Any", load_builder(loss))
-            options: Any = {"blocks": blocks, "loss": of_loss, "compile": compile, **kwargs}
+            options: Any = {"blocks": blocks, "loss": of_loss, "compile": compile}
+            options |= {"tiles": tiles, **kwargs}
             if budget is None:
                 made = plan(model, *args, **options)
             else:

@@ -1,0 +1,276 @@
+"""Tensors that are computed when somebody reads them: what a row-local call returns, row by row.
+
+NOTE [ Values that nobody read ]
+
+Rule 1. An `Unread` is a tensor without memory that knows the rows that it is computed from. What
+        only moves rows (a slice of all but the last token, `view(-1, C)`), converts or scales is
+        done to these rows, or written down for later. A reader that can do with pieces (a cross
+        entropy) is registered with the call; it never sees the whole.
+Rule 2. For every other function the whole is computed, in grad mode and under the autocast of the
+        call, and stays: views of it and writes to it are then those of an ordinary tensor, and so
+        is its graph. What was derived before a write can no longer be told from the whole, so it is
+        an error to read it. Functions that only read, and return no views, leave nothing behind.
+Rule 3. Code that goes past `__torch_function__` (another library's `autograd.Function`) would lose
+        the gradient. The value is the output of a node whose backward is an error, so it does not.
+Rule 4. The rows and the weights must be unchanged when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from recoup._core.pytree import flatten
+from recoup._core.replay import settings_as_now
+from recoup._core.row_functions import OF_GRADIENT, ONLY_READ, followed, is_metadata
+from recoup._core.saved_tensors import grad_mode, version_of
+from recoup.errors import ChangedError, GradientError
+
+__all__ = ["RowCall", "Unread", "unread"]
+
+_plainly = torch._C.DisableTorchFunctionSubclass
+_WAY_OUT = "Pass a copy (`.clone()`), or plan without `tiles`."
+
+
+class RowCall:
+    """A call that makes each row of its output from the same row of its input.
+
+    Args:
+        name: its name in error messages.
+        run: the call, of a tensor (..., D), which returns (..., C).
+        weights: the tensors that it reads beside that.
+        readers: for functions that can do with pieces, what is called in their place with the
+            value and their other arguments; it may return NotImplemented.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[Tensor], Tensor],
+        weights: Sequence[Tensor],
+        readers: Mapping[Callable[..., Any], Callable[..., Any]],
+    ) -> None:
+        self.name, self.run, self.weights, self.readers = name, run, weights, readers
+        self._with_settings = settings_as_now()
+        self.was_read = False  # in pieces
+        self._versions: list[tuple[Tensor, int]] = [(each, version_of(each)) for each in weights]
+
+    def reads(self, rows: Tensor) -> None:
+        """Note that it will read `rows`."""
+        self._versions.append((rows, version_of(rows)))
+
+    def check(self) -> None:
+        """Raise if it would compute something else now (See Rule 4)."""
+        if any(version_of(tensor) != version for tensor, version in self._versions):
+            raise ChangedError(
+                f"The output of {self.name} is computed when it is read, but what it is computed "
+                "from has changed since (by an optimizer's step?). Read it before that. " + _WAY_OUT
+            )
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        with self._with_settings():
+            return self.run(rows)
+
+
+_Then = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class Unread(Tensor):
+    """The output of a `RowCall`, which is computed when somebody reads it. Made by `unread`."""
+
+    _call: RowCall
+    _rows: Tensor  # that it is computed from
+    _then: tuple[_Then, ...]  # what is done to each entry afterwards
+    _source: tuple[Unread, _Then, bool] | None  # what it was derived from, how, in which grad mode
+    _whole: Tensor | None
+    _version_of_whole: int
+
+    @property
+    def rows(self) -> Tensor:
+        """The tensor (..., D) of which `row_call` makes it."""
+        return self._rows
+
+    def piece(self, rows: Tensor) -> Tensor:
+        """Return the rows of it that are made of `rows`."""
+        found = self._call(rows)
+        for fn, args, kwargs in self._then:
+            found = fn(found, *args, **kwargs)
+        return found
+
+    @property
+    def made_in(self) -> torch.dtype:
+        """The type that the call itself returns."""
+        return self.dtype if self._source is None else self._source[0].made_in
+
+    @property
+    def name(self) -> str:
+        """The name of the call in error messages."""
+        return self._call.name
+
+    def check(self) -> None:
+        """Raise if it can no longer be computed (See Rules 2 and 4)."""
+        self._call.check()
+        source = None if self._source is None else self._source[0]
+        while source is not None:
+            whole = source._whole
+            if whole is not None and version_of(whole) != source._version_of_whole:
+                raise ChangedError(
+                    f"The output of {self.name} was changed in place after something was derived "
+                    "from it, which is read only now. Change it first. " + _WAY_OUT
+                )
+            source = None if source._source is None else source._source[0]
+
+    def whole(self) -> Tensor:
+        """Return the value as an ordinary tensor, which stays (See Rule 2)."""
+        if self._whole is None:
+            self.check()
+            if self._source is None:
+                with grad_mode(True):
+                    found = self._call(self._rows)
+            else:
+                source, (fn, args, kwargs), is_grad_enabled = self._source
+                with grad_mode(is_grad_enabled):
+                    found = fn(source.whole(), *args, **kwargs)
+            self._whole, self._version_of_whole = found, version_of(found)
+            return found
+        return self._whole
+
+    @property
+    def _is_unread(self) -> bool:
+        """Whether nobody has read the whole of it, or of what it was derived from."""
+        if self._whole is not None:
+            return False
+        return self._source is None or self._source[0]._is_unread
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Unread) and first._is_unread:
+            if is_metadata(func):
+                with _plainly():
+                    return func(*args, **kwargs)
+            reader = first._call.readers.get(func)
+            found = NotImplemented
+            if reader is not None:
+                found = reader(first, *args[1:], **kwargs)
+                first._call.was_read |= found is not NotImplemented
+            elif func in OF_GRADIENT and first._call.was_read:
+                raise GradientError(
+                    f"The output of {first.name} has no gradient of its own: its reader took it in "
+                    "pieces. " + _WAY_OUT
+                )
+            elif not _has_unread((args[1:], kwargs)):
+                found = _followed(first, func, args[1:], kwargs)
+            if found is not NotImplemented:
+                return found
+        tensors, tree = flatten((args, kwargs))
+        read = _computed if func in ONLY_READ else Unread.whole
+        plain = tuple(read(t) if isinstance(t, Unread) else t for t in tensors)
+        given: Any = tree.unflatten(plain)
+        return func(*given[0], **given[1])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise GradientError(
+            f"{func} was given a tensor that is computed when it is read, past what torch offers "
+            "tensors to see that. " + _WAY_OUT
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return cast("Any", self.whole()).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return cast("Any", self.whole()).__deepcopy__(memo)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        return repr(self.whole())
+
+
+def unread(rows: Tensor, call: RowCall) -> Tensor:
+    """Return the output of `call` for `rows`, computed when somebody reads it.
+
+    Kept: `rows`. Whoever reads the whole pays the call, and holds it as long as this tensor.
+
+    Args:
+        rows: a tensor (..., D).
+        call: the call.
+    """
+    call.reads(rows)
+    with torch.no_grad():
+        one = call(rows.detach().reshape(-1, rows.shape[-1])[:1])
+    shape = (*rows.shape[:-1], one.shape[-1])
+    return _made(call, rows, shape, one.dtype, (), None)
+
+
+def _made(
+    call: RowCall,
+    rows: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    then: tuple[_Then, ...],
+    source: tuple[Unread, _Then, bool] | None,
+) -> Unread:
+    found: Unread = cast("Any", _Node).apply(call.name, shape, dtype, rows, *call.weights)
+    found._call, found._rows, found._then, found._source = call, rows, then, source
+    found._whole, found._version_of_whole = None, 0
+    return found
+
+
+class _Node(torch.autograd.Function):
+    """The node that made an `Unread`, through which no gradient goes (See Rule 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Tensor, *_: Tensor
+    ) -> Tensor:
+        ctx.name = name
+        return cast("Any", Tensor)._make_wrapper_subclass(
+            Unread, shape, dtype=dtype, device=rows.device
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise GradientError(
+            f"The output of {ctx.name}, which is computed when it is read, was given to an "
+            "autograd function that is not torch's own, which would lose its gradient. " + _WAY_OUT
+        )
+
+
+def _computed(value: Unread) -> Tensor:
+    """Return the value for a function that only reads it."""
+    if not value._is_unread:
+        return value.whole()
+    value.check()
+    return value.piece(value._rows)
+
+
+def _has_unread(values: Any) -> bool:
+    return any(isinstance(t, Unread) for t in flatten(values)[0])
+
+
+def _followed(value: Unread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a function makes of a value, unread, or NotImplemented."""
+    found = followed(func, args, kwargs, value, value._rows)
+    if found is None:
+        return NotImplemented
+    done: _Then = (func, args, kwargs)
+    return _made(
+        value._call,
+        found.rows,
+        (*found.rows.shape[:-1], value.shape[-1]),
+        found.dtype,
+        (*value._then, done) if found.is_later else value._then,
+        (value, done, torch.is_grad_enabled()),
+    )

@@ -1,0 +1,535 @@
+"""A plan with `tiles`: the output layer of a language model runs in tiles with its loss."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import recoup
+from recoup.errors import ChangedError, GradientError
+from tests.planned_zoo import transformers_or_skip
+
+VOCABULARY = 4096
+
+
+def gpt2() -> nn.Module:
+    transformers = transformers_or_skip()
+    config = transformers.GPT2Config(
+        n_embd=64, n_head=4, n_layer=3, vocab_size=VOCABULARY, n_positions=128, use_cache=False
+    )
+    return transformers.GPT2LMHeadModel(config)  # the head is the embedding
+
+
+def llama() -> nn.Module:
+    transformers = transformers_or_skip()
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCABULARY, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+class Plain(nn.Module):
+    """A language model that returns its logits."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in "abc"
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def batch(num: int = 4, length: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(VOCABULARY, (num, length), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[:, : length // 4] = -100
+    return tokens, labels
+
+
+def step(model, tokens, labels, **more):
+    """A step with the draws of seed 3: its loss and gradients, in the order of parameters."""
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    output = model(tokens, labels=labels, **more)
+    output.loss.backward()
+    return output.loss.detach(), [p.grad for p in model.parameters()]
+
+
+def assert_close(got, want, tolerance):
+    for a, b in zip(got[1], want[1], strict=True):
+        assert float((a - b).norm() / b.norm().clamp_min(1e-30)) <= tolerance
+    assert float((got[0] - want[0]).abs() / want[0].abs()) <= tolerance
+
+
+def shifted_loss(tokens):
+    def loss(logits):
+        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
+
+    return loss
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_a_language_model_in_fewer_bytes_than_its_logits(build):
+    torch.manual_seed(0)
+    model, (tokens, labels) = build(), batch()
+    want = step(model, tokens, labels)
+    whole = recoup.plan(model, tokens, labels=labels)
+    tiled = recoup.plan(model, tokens, labels=labels, tiles=True)
+    budget = 1.02 * tiled.points[0].peak_bytes
+    assert budget < whole.points[0].peak_bytes / 3
+    for bytes_ in (int(budget), whole.points[0].peak_bytes // 2):
+        plan = tiled.plan(bytes_)
+        with plan.applied():
+            assert recoup.measure(lambda: step(model, tokens, labels)).peak_bytes <= bytes_
+            assert_close(step(model, tokens, labels), want, 1e-6)
+
+
+def test_the_number_of_items_of_an_accumulated_batch():
+    model, (tokens, labels) = gpt2(), batch()
+    more = {"num_items_in_batch": torch.tensor(777)}
+    want = step(model, tokens, labels, **more)
+    plan = recoup.plan(model, tokens, labels=labels, budget="6 MiB", tiles=True, **more)
+    with plan.applied():
+        assert_close(step(model, tokens, labels, **more), want, 1e-6)
+    assert "tile: `lm_head`" in str(plan)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    torch.manual_seed(0)
+    model, (tokens, labels) = gpt2(), batch()
+    return model, recoup.plan(model, tokens, labels=labels, budget="6 MiB", tiles=True)
+
+
+def test_logits_are_those_of_the_model_when_they_are_read(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    model.eval()
+    want = model(tokens, labels=labels)
+    with plan.applied():
+        got = model(tokens, labels=labels)
+        assert got.logits.shape == want.logits.shape
+        assert got.logits.requires_grad
+        assert torch.equal(got.logits[..., :-1, :].argmax(-1), want.logits[..., :-1, :].argmax(-1))
+        assert torch.equal(got.logits, want.logits)
+        assert torch.equal(got.logits.transpose(1, 2), want.logits.transpose(1, 2))
+        assert torch.equal(torch.cat([got.logits, got.logits]), want.logits.repeat(2, 1, 1))
+    model.train()
+
+
+@pytest.fixture(scope="module")
+def doubles():
+    torch.manual_seed(0)
+    model, (tokens, _) = Plain().double(), batch()
+    plan = recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="9 MiB", tiles=4)
+    assert plan.planned.tiled is not None
+    return model, plan
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits: logits.float().logsumexp(-1).square().mean(),
+        lambda logits: logits[:, :, 5].sum() + (logits[:, 1:] * 2).view(-1, VOCABULARY).std(),
+        lambda logits: (30 * torch.tanh(logits / 30)).flatten(0, 1).softmax(-1).square().sum(),
+        lambda logits: logits.mul_(2).sum(0)[0, 0] + logits.detach().sum(),
+        lambda logits: F.cross_entropy(logits.transpose(1, 2), batch()[0]),
+        lambda logits: F.cross_entropy(
+            logits.flatten(0, 1), batch()[0].flatten(), weight=torch.arange(VOCABULARY).double()
+        ),
+        lambda logits: F.cross_entropy(
+            (30 * torch.tanh(logits / 30)).flatten(0, 1), batch()[0].flatten(), label_smoothing=0.1
+        ),
+        lambda logits: F.cross_entropy(
+            logits.to(torch.float64).view(-1, VOCABULARY), batch()[1].view(-1), reduction="sum"
+        ),
+        lambda logits: F.cross_entropy(logits[batch()[0] > 99], batch()[0][batch()[0] > 99]),
+    ],
+)  # fmt: skip
+def test_whatever_is_made_of_logits_has_its_gradient(doubles, loss):
+    (model, plan), (tokens, _) = doubles, batch()
+    want = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
+    with plan.applied():
+        found = loss(model(tokens))
+        got = torch.autograd.grad(found, list(model.parameters()))
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
+def test_a_model_whose_loss_is_given(dtype, tolerance):
+    torch.manual_seed(0)
+    model, (tokens, _) = Plain().to(dtype), batch()
+    loss = shifted_loss(tokens)
+    budget = 5 * 2**20 * dtype.itemsize // 4
+    plan = recoup.plan(model, tokens, loss=loss, budget=budget, tiles=True)
+
+    def run():
+        found = loss(model(tokens))
+        return found.detach(), torch.autograd.grad(found, list(model.parameters()))
+
+    want = run()
+    with plan.applied():
+        assert_close(run(), want, tolerance)
+    with pytest.raises(recoup.errors.BudgetError):
+        recoup.plan(model, tokens, loss=loss, budget=budget)
+
+
+def test_a_loss_of_no_target_is_that_of_torch(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    with plan.applied():
+        assert model(tokens, labels=torch.full_like(labels, -100)).loss.isnan()
+
+
+def test_evaluation_and_generation_are_untouched(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    with plan.applied(), torch.no_grad():
+        assert type(model(tokens, labels=labels).logits) is torch.Tensor
+        made = model.eval().generate(tokens[:1, :5], max_new_tokens=3, do_sample=False)
+    model.train()
+    assert made.shape == (1, 8)
+
+
+def test_what_is_removed_copied_and_pickled_is_the_model(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    with plan.applied():
+        assert recoup.applied_plans(model) == [plan]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other(tokens, labels=labels).logits) is torch.Tensor
+        output = model(tokens, labels=labels)
+        assert type(pickle.loads(pickle.dumps(output.logits.detach()))) is torch.Tensor
+    assert "forward" not in vars(model.lm_head)
+    assert type(model(tokens, labels=labels).logits) is torch.Tensor
+
+
+def test_accumulated_and_larger_batches(planned):
+    model, plan = planned
+    halves = [batch(2), batch(6)]  # planned for 4
+
+    def run():
+        torch.manual_seed(0)
+        model.zero_grad()
+        for tokens, labels in halves:
+            (model(tokens, labels=labels).loss / 2).backward()
+        return [p.grad for p in model.parameters()]
+
+    want = run()
+    with plan.applied(), pytest.warns(UserWarning, match="times as much as the plan"):
+        got = run()
+    assert_close((torch.ones(()), got), (torch.ones(()), want), 1e-6)
+
+
+def test_logits_that_are_read_too_late(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    weights = [p.detach().clone() for p in model.parameters()]
+    with plan.applied():
+        output = model(tokens, labels=labels)
+        output.loss.backward()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        with pytest.raises(ChangedError, match="lm_head"):
+            output.logits.sum()
+    with torch.no_grad():
+        for parameter, before in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(before)
+
+
+def test_what_was_derived_before_a_write(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    with plan.applied():
+        logits = model(tokens, labels=labels).logits
+        flat = logits.view(-1, VOCABULARY)
+        logits[0] = 0
+        with pytest.raises(ChangedError, match="changed in place"):
+            flat.sum()
+        assert logits[0].abs().sum() == 0
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(4, 64, VOCABULARY)
+
+
+def test_a_function_of_another_library_is_an_error_and_left_alone_by_a_plan(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    with plan.applied():
+        loss = _Own.apply(model(tokens, labels=labels).logits)
+        with pytest.raises(GradientError, match="lm_head"):
+            loss.backward()
+    other = Plain()
+    made = recoup.plan(other, tokens, loss=_Own.apply, budget="30 MiB", tiles=True)
+    assert made.planned.tiled is None
+    with made.applied():
+        assert type(other(tokens)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda y: y.square().mean(), lambda y: y.log_softmax(1)[..., 0].sum()]
+)
+def test_a_head_that_no_cross_entropy_reads_is_left_alone(loss):
+    model, (tokens, _) = Plain(), batch()
+    plan = recoup.plan(model, tokens, loss=loss, budget="30 MiB", tiles=True)
+    assert plan.planned.tiled is None
+
+
+def test_a_gradient_of_logits_is_asked_for_before_the_loss_or_an_error(doubles):
+    (model, plan), (tokens, _) = doubles, batch()
+    loss = shifted_loss(tokens)
+    with plan.applied():
+        logits = model(tokens)
+        logits.retain_grad()
+        loss(logits).backward()
+        assert logits.grad.shape == logits.shape
+        logits = model(tokens)
+        flat = logits.flatten(0, 1)
+        logits.retain_grad()
+        F.cross_entropy(flat, tokens.flatten()).backward()
+        assert logits.grad.shape == logits.shape
+        logits = model(tokens)
+        loss(logits)
+        with pytest.raises(GradientError, match="no gradient of its own"):
+            logits.retain_grad()
+
+
+def test_a_second_derivative_is_an_error(planned):
+    model, plan = planned
+    tokens, labels = batch()
+    with plan.applied():
+        loss = model(tokens, labels=labels).loss
+        with pytest.raises(GradientError, match="cannot be differentiated again"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_in_bfloat16_under_autocast():
+    torch.manual_seed(0)
+    model, (tokens, labels) = gpt2().eval(), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = recoup.plan(model, tokens, labels=labels, budget="8 MiB", tiles=True)
+        want = step(model, tokens, labels)
+        with plan.applied():
+            assert_close(step(model, tokens, labels), want, 2e-2)
+            logits = model(tokens, labels=labels).logits
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits, logits.clone())
+
+
+@pytest.mark.parametrize("tiles", [1, -2, "8", 2.0])
+def test_the_number_of_tiles_is_checked(tiles):
+    with pytest.raises(ValueError, match="`tiles`"):
+        recoup.plan(Plain(), batch()[0], budget="9 MiB", tiles=tiles)
+
+
+class Mixing(nn.Module):
+    """What an MLP may do that tiles cannot: `how` says it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.how = how
+        self.register_buffer("count", torch.zeros(()))
+        self.shown = torch.zeros(())
+
+    def forward(self, x):
+        if self.how == "mean":
+            return self.inner(x - x.mean(1, keepdim=True))
+        if self.how == "places":
+            return self.inner(x) + torch.arange(x.shape[1])[:, None] / 10
+        if self.how == "gradient":  # only backward mixes rows
+            x = x + (x.mean(1, keepdim=True) - x.mean(1, keepdim=True).detach())
+        if self.how == "draws":
+            x = F.dropout(x, 0.1)
+        if self.how == "counts":
+            self.count += 1
+        if self.how == "shows":
+            self.shown = x.detach().mean()
+        return self.inner(x)
+
+
+class Around(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.mlp = Mixing(how)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def mixing(how: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Around(how) for _ in range(3)))
+    return model, torch.randn(2, 256, 32, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, x):
+    torch.manual_seed(3)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return torch.ones(()), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["mean", "places", "gradient", "draws", "counts", "shows", "rows"])
+def test_an_mlp_runs_in_tiles_only_if_its_rows_are_independent(how):
+    model, x = mixing(how)
+    frontier = recoup.plan(model, x, loss=lambda y: y.square().mean(), tiles=True)
+    whole = recoup.plan(model, x, loss=lambda y: y.square().mean())
+    want = gradients(model, x)
+    tiled = [point for point in frontier.points if point.is_tiled]
+    if how == "rows":
+        assert frontier.points[0].peak_bytes < 0.75 * whole.points[0].peak_bytes
+        plan = frontier.plan(frontier.points[0].peak_bytes)
+        assert "tile: `0.mlp` ... `2.mlp`" in str(plan)
+        assert plan.rehearsed_peak_bytes == plan.predicted_peak_bytes
+    elif how == "gradient":  # the rehearsal finds it
+        assert tiled
+        with pytest.raises(recoup.errors.BudgetError) as caught:
+            frontier.plan(frontier.points[0].peak_bytes)
+        assert "run in tiles" in caught.value.__notes__[0]
+        plan = frontier.plan(whole.points[0].peak_bytes)
+        assert plan.planned.tiled is None
+    else:
+        # The parts of the MLP may run in tiles, not the MLP.
+        plan = frontier.plan(frontier.points[0].peak_bytes)
+        modules = [] if plan.planned.tiled is None else plan.planned.tiled.modules
+        assert not any(isinstance(module, Mixing) for module in modules)
+    with plan.applied():
+        assert_close(gradients(model, x), want, 1e-6)
+
+
+def test_a_language_model_with_mlps_in_tiles_at_the_least_bytes():
+    transformers = transformers_or_skip()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=512, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double()
+    tokens = torch.randint(512, (1, 512))
+    frontier = recoup.plan(model, tokens, labels=tokens, tiles=True)
+    bytes_ = frontier.points[0].peak_bytes
+    plan = frontier.plan(bytes_)
+    names = {type(module).__name__ for module in plan.planned.tiled.modules}
+    assert names == {"Linear", "LlamaMLP"}
+    want = step(model, tokens, tokens)
+    with plan.applied():
+        assert recoup.measure(lambda: step(model, tokens, tokens)).peak_bytes <= bytes_
+        # Llama's loss is taken in float32, whatever the type of the model.
+        assert_close(step(model, tokens, tokens), want, 1e-6)
+
+
+def test_a_frozen_head_and_a_frozen_body():
+    model, (tokens, _) = Plain(), batch()
+    loss = shifted_loss(tokens)
+    for frozen in (model.head, nn.ModuleList([model.embedding, model.blocks])):
+        model.requires_grad_(True)
+        frozen.requires_grad_(False)
+        plan = recoup.plan(model, tokens, loss=loss, budget="12 MiB", tiles=True)
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        want = torch.autograd.grad(loss(model(tokens)), wanted)
+        with plan.applied():
+            got = torch.autograd.grad(loss(model(tokens)), wanted)
+        assert_close((torch.ones(()), got), (torch.ones(()), want), 1e-6)
+
+
+def test_an_error_of_too_few_bytes_names_tiles():
+    model, (tokens, _) = Plain(), batch()
+    with pytest.raises(recoup.errors.BudgetError, match="tiles=True"):
+        recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="1 MiB")
+
+
+def test_within_a_checkpoint_the_head_runs_as_it_is(doubles):
+    (model, plan), (tokens, _) = doubles, batch()
+    loss, parameters = shifted_loss(tokens), list(model.parameters())
+    want = torch.autograd.grad(loss(model(tokens)), parameters)
+    with plan.applied():
+        for run in (recoup.checkpoint, torch.utils.checkpoint.checkpoint):
+            more = {} if run is recoup.checkpoint else {"use_reentrant": False}
+            found = run(model, tokens, **more)
+            assert type(found) is torch.Tensor
+            got = torch.autograd.grad(loss(found), parameters)
+            assert all(map(torch.equal, got, want))
+
+
+def test_torch_compile_around_the_model(doubles):
+    (model, plan), (tokens, _) = doubles, batch()
+    loss, parameters = shifted_loss(tokens), list(model.parameters())
+    want = torch.autograd.grad(loss(model(tokens)), parameters)
+    with plan.applied():
+        compiled = torch.compile(model, backend="aot_eager")
+        got = torch.autograd.grad(loss(compiled(tokens)), parameters)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
+
+
+def test_a_parametrized_head_is_left_alone():
+    model, (tokens, _) = Plain(), batch()
+    nn.utils.parametrizations.weight_norm(model.head)
+    plan = recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="30 MiB", tiles=True)
+    assert plan.planned.tiled is None
+
+
+def test_the_largest_batch_is_larger():
+    def loss(logits):
+        return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel()).long())
+
+    def largest(**more):
+        return recoup.largest(
+            lambda size: torch.zeros(size, 64, dtype=torch.long), Plain(16), budget="6 MiB",
+            most=8, loss=loss, **more,
+        )  # fmt: skip
+
+    assert largest(tiles=True).size == 8
+    assert largest().size <= 2
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers(tmp_path):
+    transformers = transformers_or_skip()
+    from recoup.integrations.transformers import MemoryBudget
+
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (16, 64))]
+
+    def trained(*callbacks):
+        torch.manual_seed(0)
+        model = gpt2()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no", optim="sgd",
+            eval_strategy="epoch", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model=model, args=arguments, train_dataset=data, eval_dataset=data,
+            callbacks=list(callbacks),
+        )  # fmt: skip
+        loss = trainer.train().training_loss
+        return torch.tensor(loss), [p.detach() for p in model.parameters()]
+
+    callback = MemoryBudget("5 MiB", tiles=True)
+    shown = []
+    callback.show = lambda plan: shown.append(str(plan))
+    assert_close(trained(callback), trained(), 1e-6)
+    assert "tile: `lm_head`" in shown[0]
