@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import is_in_backward
@@ -203,7 +204,9 @@ class PlanFollower:
             forward = functools.partial(stage.run_kept, forward)
         else:
             forward = stage.code.of_call(stage.module, forward)
-        call = Call(f"block `{stage.name}`", forward, args, kwargs, stage.module)
+        call = self._call_of(stage, now.latest, forward, args, kwargs)
+        if stage.step in executor.prepared.inverted:
+            call.expect_inverse()
         linked, picks = (), ()
         if now.chain is not None and now.chain.planned is stage.chain:
             linked, picks = now.chain.outputs.indices_in(call.state, stage.module)
@@ -216,7 +219,7 @@ class PlanFollower:
         chain, now.chain = now.chain, None
         state = call.state
         if chain.latest is not None:
-            chain.latest.picks = picks
+            chain.latest.hand_on(picks)
             state = tuple(call.state[index] for index in linked)
         for _ in range(chain.num_entered, stage.step):
             state, _ = chain.run.enter(_SKIPPED, state)
@@ -231,6 +234,18 @@ class PlanFollower:
         else:
             now.chain = chain
         return call.take_output(state)
+
+    def _call_of(
+        self,
+        stage: PlannedStage,
+        index: int,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        """Return the call of a stage, which is the one at `index`."""
+        del index
+        return Call(f"block `{stage.name}`", forward, args, kwargs, stage.module)
 
     def _warn(self, module: nn.Module) -> None:
         if not self._has_warned:
@@ -256,12 +271,14 @@ class PlannedModel(NamedTuple):
         root: the module whose forward is one pass; None if the step does not call the model itself.
         blocks: the names and modules of the blocks.
         calls: the calls of blocks that were seen, in order.
+        guard: the drift guard of inverted blocks; None if no schedule inverts any.
     """
 
     model: nn.Module
     root: nn.Module | None
     blocks: Sequence[Block]
     calls: Sequence[MeasuredCall]
+    guard: DriftGuard | None = None
 
     def follower(self, schedule: Schedule, sizes: ArgumentSizes | None = None) -> PlanFollower:
         """Return a follower of a schedule.
@@ -270,7 +287,8 @@ class PlannedModel(NamedTuple):
             schedule: a schedule of the calls, and of one more stage: the code after them.
             sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
         """
-        return PlanFollower(self.root, planned_stages(schedule, self.calls), self.blocks, sizes)
+        stages = planned_stages(schedule, self.calls, self.guard)
+        return PlanFollower(self.root, stages, self.blocks, sizes)
 
     @property
     def followed_modules(self) -> list[nn.Module]:
@@ -278,5 +296,6 @@ class PlannedModel(NamedTuple):
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def followed(self, schedule: Schedule) -> AbstractContextManager[None]:
-        """Return a context in which the model follows a schedule."""
-        return followed(self.followed_modules, self.follower(schedule))
+        """Return a context in which the model follows a schedule, in steps that leave no trace."""
+        guard = None if self.guard is None else self.guard.anew()
+        return followed(self.followed_modules, self._replace(guard=guard).follower(schedule))

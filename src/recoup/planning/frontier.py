@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -50,7 +51,7 @@ class FrontierPoint(NamedTuple):
         peak_bytes: the predicted peak of a step.
         relative_time: the predicted time, where 1 is a step that keeps every residual and compiles
             no block.
-        num_forwards: the runs of blocks in a step.
+        num_forwards: the runs of blocks in a step, inverses included.
         is_compiled: whether blocks are compiled.
     """
 
@@ -167,8 +168,10 @@ class Frontier:
                 plan = verified(kind, self._device, budget_bytes, self.standing_bytes)
             except BudgetError as error:
                 errors.append(error)
-            except DifferentStepError:
-                if not found:
+            except DifferentStepError as error:
+                if kind.guard is not None:  # another kind follows, which inverts nothing
+                    warnings.warn(f"No block is inverted: {error}", stacklevel=4)
+                elif not found:
                     raise
             else:
                 found.append((plan, kind))

@@ -6,26 +6,28 @@ are rehearsed, the fastest first, and each rehearsal is compared with the plain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
-from recoup.planning.blocks import name_blocks
+from recoup.planning.blocks import Block, name_blocks, with_links
 from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.frontier import Frontier
+from recoup.planning.inverting import with_inverses
 from recoup.planning.losses import losses_from
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.sizes import check_budget_of, checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
-from recoup.planning.stages import kinds_of_blocks, price_blocks
+from recoup.planning.stages import PricedBlocks, kinds_of_blocks, price_blocks
 from recoup.planning.step import Step
 
 __all__ = ["frontier_of_call", "plan"]
@@ -42,6 +44,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    exact: bool = ...,
     **example_kwargs: Any,
 ) -> Plan: ...
 
@@ -57,6 +60,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    exact: bool = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
 
@@ -71,6 +75,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    exact: bool = True,
     **example_kwargs: Any,
 ) -> Plan | Frontier:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
@@ -109,6 +114,12 @@ def plan(
             other random numbers, and rounds otherwise; its gradients are those of the blocks
             compiled and run plainly. Logger ``recoup.planning.compiling`` tells what is compiled.
             ``"aot_eager"`` partitions the graphs, but does not compile them.
+        exact: whether gradients must be those of the plain step, bit for bit on the same kernels.
+            If not, blocks that have an `inverse` may be inverted: only their output is kept, and
+            backward computes their inputs from it, which rounds. A `DriftGuard` compares what
+            inverses return with what forward was given, and gradients of the rehearsal may differ
+            from those of the plain step by its tolerance, a thousandth of their norm. A plan
+            inverts blocks only where that is faster within the budget.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -140,6 +151,7 @@ def plan(
     found = frontier_of_call(
         model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
         budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
+        guard=None if exact else DriftGuard(),
     )  # fmt: skip
     return found if budget_bytes is None else found.plan(budget_bytes)
 
@@ -156,8 +168,14 @@ def frontier_of_call(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    guard: DriftGuard | None = None,
 ) -> Frontier:
-    """Return the plans for steps that call the model, or a function around it, as `plan` does."""
+    """Return the plans for steps that call the model, or a function around it, as `plan` does.
+
+    Args beyond those of `plan`:
+        call: the function.
+        guard: the drift guard of plans that invert blocks; None for none that do.
+    """
     check_budget_of(budget_of)
     _check_arguments(model, loss, budget_of, optimizer)
     backend = backend_of(compile)
@@ -176,10 +194,36 @@ def frontier_of_call(
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
+        inverting = []
+        if guard is not None:
+            links = with_links(model, named) if blocks is None else []
+            inverting = _inverting(step, priced, links, device, guard)
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]
-    return Frontier(priced, device, standing)
+    return Frontier([*priced, *inverting], device, standing)
+
+
+def _inverting(
+    step: Step,
+    priced: Sequence[PricedBlocks],
+    links: list[Block],
+    device: torch.device,
+    guard: DriftGuard,
+) -> list[PricedBlocks]:
+    """Return the kinds of blocks that may be inverted.
+
+    Args:
+        step: the step.
+        priced: the kinds of blocks that were measured.
+        links: blocks with the modules of invertible chains; none if there are no such chains.
+        device: the device whose bytes are counted.
+        guard: the drift guard.
+    """
+    if links and all(kind.blocks != links for kind in priced):
+        priced = [*priced, price_blocks(step, links, device)]
+    found = (with_inverses(kind, device, guard) for kind in priced)
+    return [kind for kind in found if kind is not None]
 
 
 def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> None:

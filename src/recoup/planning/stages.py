@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import Block, has_list_of_blocks, repeats
 from recoup.planning.compiling import BlockCode, CodeByModule
@@ -69,6 +70,7 @@ class PricedBlocks(NamedTuple):
             0 if work was counted, of which all kinds of blocks have the same.
         code: the code by which the blocks of the plain step run.
         code_again: the code by which blocks run that are run again.
+        guard: the drift guard of blocks that are inverted; None if none may be.
     """
 
     step: Step
@@ -81,6 +83,7 @@ class PricedBlocks(NamedTuple):
     seconds: float = 0.0
     code: BlockCode = BlockCode()
     code_again: BlockCode = BlockCode()
+    guard: DriftGuard | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -102,8 +105,9 @@ class PricedBlocks(NamedTuple):
         return self.kept_seconds + point.seconds - self.points[-1].seconds
 
     def num_forwards(self, point: Point) -> int:
-        """Return the runs of blocks in a step that follows a plan."""
-        return sum(simulate(point.schedule, costs=self.costs).forwards_per_stage[:-1])
+        """Return the runs of blocks in a step that follows a plan, inverses included."""
+        simulation = simulate(point.schedule, costs=self.costs)
+        return sum(simulation.forwards_per_stage[:-1]) + simulation.num_inverses
 
     def repriced(
         self, calls: list[MeasuredCall], costs: list[Cost], seconds: float
@@ -227,7 +231,10 @@ def fastest_first(
         return kind.seconds + more
 
     found = [(kind, cost(kind)) for kind in kinds]
-    return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))
+    # Those that invert nothing come first (See Rule 4 of NOTE [ Inverted blocks ]).
+    return sorted(
+        found, key=lambda one: (one[1], one[0].guard is not None, one[0].points[0].peak_bytes)
+    )
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:

@@ -14,6 +14,8 @@ Rule 3. Sketches are compared, since a second set of gradients may not fit. The 
 Rule 4. Sketches may differ by the rounding of kernels. If they differ by more, the plain step is
         run once more. The distance between its two runs (from kernels that sum in no fixed order)
         is then allowed as well, as far as it can be rounding.
+Rule 5. Where a plan inverts blocks, the tolerance of its drift guard is allowed, relative to the
+        norm of each gradient.
 """
 
 from __future__ import annotations
@@ -125,18 +127,27 @@ class Verification:
             spread = _distance(sketch, self._expected.sketches[name])
             self._spread[name] = max(self._spread.get(name, 0.0), spread)
 
-    def difference(self, outcome: Outcome) -> str | None:
-        """Return a message if `outcome` differs from the expected one (See Rule 4), else None."""
-        return None if self._expected is None else self._first_difference(outcome, self._expected)
+    def difference(self, outcome: Outcome, tolerance: float = 0.0) -> str | None:
+        """Return a message if `outcome` differs from the expected one, else None.
 
-    def _first_difference(self, outcome: Outcome, expected: Outcome) -> str | None:
+        Args:
+            outcome: the outcome of a planned step.
+            tolerance: the relative difference that inverses may make (See Rules 4 and 5).
+        """
+        if self._expected is None:
+            return None
+        return self._first_difference(outcome, self._expected, tolerance)
+
+    def _first_difference(
+        self, outcome: Outcome, expected: Outcome, tolerance: float
+    ) -> str | None:
         largest = max((s.norm for s in expected.sketches.values() if s.norm < math.inf), default=0)
         for name, sketch in outcome.sketches.items():
             other = expected.sketches[name]
             scale = max(other.norm, _SUMMANDS * largest)
             spread = _ROUNDING * sketch.eps * scale + _OWN_SPREAD * self._spread.get(name, 0.0)
             distance = _distance(sketch, other)
-            if distance > min(spread, _MOST * scale):
+            if distance > max(min(spread, _MOST * scale), tolerance * scale * (sketch.eps > 0)):
                 return self._message(name, f" by about {distance:.2g} (of {other.norm:.2g})")
         if not same_states(outcome.states, expected.states):
             return self._message("the random stream")
@@ -147,7 +158,8 @@ class Verification:
         return (
             f"A planned step of the model differs from the {which} one in {name}{by}. A block "
             "computes something else when it runs again (does it read Python state that changes, "
-            "or a clock, or write to what it is given?), or an operator in it is not what it says. "
+            "or a clock, or write to what it is given?), or an operator in it is not what it says, "
+            "or, where it is inverted, its inverse does not undo it. "
             "Leave that block out of `blocks`."
         )
 

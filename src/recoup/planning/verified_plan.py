@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
-from recoup.planning.advice import constant_memory_of
+from recoup.planning.advice import what_can_be_inverted
 from recoup.planning.choosing import choose
 from recoup.planning.following import PlannedModel
 from recoup.planning.plan import Plan
@@ -78,22 +78,24 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     """
     step, budget = kind.step, budget_bytes - standing
     root = step.model if step.call is step.model else None
-    planned = PlannedModel(step.model, root, kind.blocks, kind.calls)
+    planned = PlannedModel(step.model, root, kind.blocks, kind.calls, kind.guard)
     is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
         point = kind.points[index]
+        tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
         with planned.followed(point.schedule):
-            peak_bytes = peak_of(step, device)
+            peak_bytes = peak_of(step, device, tolerance)
             for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
                 if peak_bytes > budget:  # See Rule 3 of ranks.py
-                    peak_bytes = min(peak_bytes, peak_of(step, device))
+                    peak_bytes = min(peak_bytes, peak_of(step, device, tolerance))
         # Other forwards call more blocks than the rehearsal did.
         return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
 
     choice = choose([point.peak_bytes for point in kind.points], budget, rehearse)
     if choice.point_index is None:
-        raise _too_small(step.model, budget_bytes, standing, standing + choice.least_bytes)
+        advice = [] if kind.guard else what_can_be_inverted(step.model, kind.calls)
+        raise _too_small(budget_bytes, standing, standing + choice.least_bytes, advice)
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
@@ -106,9 +108,11 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     )  # fmt: skip
 
 
-def _too_small(model: nn.Module, budget_bytes: int, standing: int, least: int) -> BudgetError:
+def _too_small(
+    budget_bytes: int, standing: int, least: int, advice: Sequence[str]
+) -> BudgetError:
     alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
-    inverting = "".join(f" {line}" for line in constant_memory_of(model))
+    inverting = "".join(f" {line}" for line in advice)
     return BudgetError(
         f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
         f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "
