@@ -87,7 +87,7 @@ class Prepared:
         )
         sweep = self.actions[: self.sweep_end]
         # A run that only inverts begins from the last state and may have no first one.
-        self.restarts = not self.inverted or Keep(0) in sweep
+        self.restarts = not self.inverted or Keep(0) in sweep or Offload(0) in sweep
         # States that inverses got wrong are computed again from kept ones, over taped stages too.
         self.last_again = self.last_keep
         if self.inverted and self.restarts:

@@ -218,7 +218,8 @@ class Chain(HasMemoryMode, InvertibleModule):
         if self._budget.is_bound and not is_linear:
             self._start(x, context)
             blocks = [module for _, module in self._named(flat=True)]
-            return self._budget.run(self, self._forward_plainly, (x, context), blocks)
+            call, args = self._forward_plainly, (x, context)
+            return self._budget.run(self, call, args, blocks, self._drift)
         stages = self._stages(x, context, settings)
         links: dict[str, Any] = {}
         ways: list[Way] = []

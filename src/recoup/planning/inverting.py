@@ -32,11 +32,12 @@ from recoup.memory.timeline import Span, timeline
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import followed
+from recoup.planning.measuring import MeasuredCall
 from recoup.planning.planned_stages import PlannedStage, chains_of, planned_stages
 from recoup.planning.ranks import is_sharded
 from recoup.planning.stages import PricedBlocks
 from recoup.planning.work import WorkCounter
-from recoup.schedules import Way, constant, frontier
+from recoup.schedules import Cost, Way, constant, frontier
 
 __all__ = ["with_inverses"]
 
@@ -59,12 +60,22 @@ def with_inverses(
     inverted = _invertible(kind, chains) - refused
     if not inverted or is_sharded(kind.step.model):
         return None
-    costs = list(kind.costs)
+    costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
     for index, (work, num_bytes) in _MeasuredInverses(kind, device, guard, inverted).costs().items():
         costs[index] = replace(
             costs[index], is_invertible=True, invert_seconds=work, invert_bytes=num_bytes
         )
     return kind._replace(costs=costs, points=list(frontier(costs)), guard=guard)
+
+
+def _with_state(call: MeasuredCall, cost: Cost) -> Cost:
+    """Return a cost with the bytes of the input, also of a call without residuals (a squeeze).
+
+    No plan that only recomputes keeps that input, but the block before may be inverted from it.
+    """
+    if call.until_again is not None or not call.is_linked:
+        return cost
+    return replace(cost, state_bytes=call.state_bytes, tape_bytes=call.state_bytes)
 
 
 def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[int]:
@@ -74,7 +85,6 @@ def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[in
         for start, stop in chains
         for index in range(start + 1, stop)
         if kind.calls[index].is_invertible
-        and kind.calls[index].until_again is not None
         and (index + 1 < stop or stop == len(kind.calls))
         and not any(call.is_estimated for call in kind.calls[start:stop])
     }

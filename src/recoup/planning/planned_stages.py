@@ -15,7 +15,7 @@ from recoup.planning.compiling import BlockCode
 from recoup.planning.keeping import KeepingCall
 from recoup.planning.measuring import MeasuredCall
 from recoup.planning.pricing import chosen_products
-from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Schedule, Tape
+from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
 
 __all__ = ["PlannedChain", "PlannedStage", "chains_of", "planned_stages"]
 
@@ -109,9 +109,12 @@ def _planned_chain(
 ) -> PlannedChain:
     actions = tuple(_within(schedule.actions, start, stop))
     runs_again = any(isinstance(action, Advance | Invert) for action in actions)
-    if any(isinstance(action, Invert) for action in actions) and Keep(0) not in actions:
-        actions = (Keep(0), *actions)  # what an inverse gets wrong is computed again from there
     part = Schedule(stop - start, actions, name=schedule.name)
+    sweep = actions[: part.sweep_end]
+    inverts = any(isinstance(action, Invert) for action in actions)
+    if inverts and Keep(0) not in sweep and Offload(0) not in sweep:
+        # What an inverse gets wrong is computed again from the first state.
+        part = replace(part, actions=(Keep(0), *actions))
     return PlannedChain(stop - start, Executor(part, guard=guard) if runs_again else None)
 
 

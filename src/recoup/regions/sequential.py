@@ -105,7 +105,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
                 return self._forward_in_graph(input)
             break_graph(_NOT_IN_GRAPH)
         if self._budget.is_bound:
-            return self._budget.run(self, self._forward_plainly, (input,), self)
+            return self._budget.run(self, self._forward_plainly, (input,), self, self._drift)
         links = self._links()
         executor = self._ready_executor(links, self._ways(self._memory))
         return run_through(executor, links, input)
