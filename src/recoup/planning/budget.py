@@ -114,6 +114,7 @@ class Budget:
         args: tuple[Any, ...],
         blocks: Iterable[nn.Module],
         guard: DriftGuard | None = None,
+        loss: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Return the result of `call` under a plan that keeps to the budget.
 
@@ -123,12 +124,13 @@ class Budget:
             args: its arguments.
             blocks: modules of the chain; a module may occur several times.
             guard: the drift guard of blocks that are inverted; None to invert none.
+            loss: the loss that follows in each step, as for `recoup.plan`.
 
         Raises:
             BudgetError: no plan keeps to the budget.
         """
         planned = uncompiled(_planned) if is_watched() else _planned
-        return planned(self, chain, call, args, blocks, guard)
+        return planned(self, chain, call, args, blocks, guard, loss)
 
     def plan_for(
         self,
@@ -136,7 +138,8 @@ class Budget:
         call: Callable[..., Any],
         args: tuple[Any, ...],
         blocks: Sequence[nn.Module],
-        guard: DriftGuard | None,
+        guard: DriftGuard | None = None,
+        loss: Callable[[Any], Any] | None = None,
     ) -> None:
         """Ensure that the chain follows a plan for arguments as large as `args`."""
         given = flatten(args)[0]
@@ -150,7 +153,8 @@ class Budget:
         if self._plan is not None:
             self._plan.remove()
             self._forget()
-        plan = frontier_of_call(chain, call, args, {}, blocks=blocks, guard=guard).plan(self._bytes)
+        found = frontier_of_call(chain, call, args, {}, blocks=blocks, guard=guard, loss=loss)
+        plan = found.plan(self._bytes)
         self._plan = plan.apply_while_held()
         self._size, self._blocks = size, blocks
         self._guard, self._refused = guard, refused
@@ -185,13 +189,14 @@ def _planned(
     args: tuple[Any, ...],
     blocks: Iterable[nn.Module],
     guard: DriftGuard | None,
+    loss: Callable[[Any], Any] | None,
 ) -> Any:
     if _here.is_within or _is_run_again() or is_traced():
         return call(*args)  # See Rule 3
     with _Within():
         with _planning:
             distinct = tuple({id(each): each for each in blocks}.values())
-            budget.plan_for(chain, call, args, distinct, guard)
+            budget.plan_for(chain, call, args, distinct, guard, loss)
         return call(*args)
 
 

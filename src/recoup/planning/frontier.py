@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -168,10 +167,8 @@ class Frontier:
                 plan = verified(kind, self._device, budget_bytes, self.standing_bytes)
             except BudgetError as error:
                 errors.append(error)
-            except DifferentStepError as error:
-                if kind.guard is not None:  # another kind follows, which inverts nothing
-                    warnings.warn(f"No block is inverted: {error}", stacklevel=4)
-                elif not found:
+            except DifferentStepError:
+                if not found:
                     raise
             else:
                 found.append((plan, kind))

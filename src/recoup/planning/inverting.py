@@ -9,9 +9,8 @@ Rule 2. One more step is run, in which every such block is inverted by the execu
         by. What an inverse and the backward after it have alive is read where the next block begins.
 Rule 3. A block whose inverse the drift guard refuses in that step, or has refused before, is not
         inverted.
-Rule 4. Plans that invert are kinds of blocks of their own, since they are compared with the plain
-        step to the tolerance of the guard and not to rounding. Where a plan that inverts nothing
-        is predicted to take as long, it is preferred.
+Rule 4. Plans that invert are compared with the plain step to the tolerance of the guard. If they
+        differ by more, a plan that inverts nothing is made instead, with a warning.
 Rule 5. Blocks of sharded models are not inverted: ranks could see different drift.
 """
 
@@ -42,9 +41,7 @@ from recoup.schedules import Cost, Way, constant, frontier
 __all__ = ["with_inverses"]
 
 
-def with_inverses(
-    kind: PricedBlocks, device: torch.device, guard: DriftGuard
-) -> PricedBlocks | None:
+def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -> PricedBlocks:
     """Return the same blocks with the costs of their inverses (See Rule 2).
 
     Args:
@@ -53,19 +50,21 @@ def with_inverses(
         guard: the drift guard of the plans.
 
     Returns:
-        The blocks; None if none of them can be inverted.
+        The blocks; as they were if none of them can be inverted.
     """
     chains = list(chains_of(kind.calls))
     refused = {chains[0][0] + place for place in guard.kept} if len(chains) == 1 else set[int]()
     inverted = _invertible(kind, chains) - refused
     if not inverted or is_sharded(kind.step.model):
-        return None
+        return kind
     costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
     for index, (work, num_bytes) in _MeasuredInverses(kind, device, guard, inverted).costs().items():
         costs[index] = replace(
             costs[index], is_invertible=True, invert_seconds=work, invert_bytes=num_bytes
         )
-    return kind._replace(costs=costs, points=list(frontier(costs)), guard=guard)
+    whole = kind.points[-1]  # which keeps no input of calls without residuals
+    points = [point for point in frontier(costs) if point.peak_bytes < whole.peak_bytes]
+    return kind._replace(costs=costs, points=[*points, whole], guard=guard)
 
 
 def _with_state(call: MeasuredCall, cost: Cost) -> Cost:

@@ -6,7 +6,7 @@ are rehearsed, the fastest first, and each rehearsal is compared with the plain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Literal, overload
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
-from recoup.planning.blocks import Block, name_blocks, with_links
+from recoup.planning.blocks import name_blocks, with_links
 from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
@@ -27,7 +27,7 @@ from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.sizes import check_budget_of, checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
-from recoup.planning.stages import PricedBlocks, kinds_of_blocks, price_blocks
+from recoup.planning.stages import kinds_of_blocks, price_blocks
 from recoup.planning.step import Step
 
 __all__ = ["frontier_of_call", "plan"]
@@ -194,36 +194,15 @@ def frontier_of_call(
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
-        inverting = []
         if guard is not None:
             links = with_links(model, named) if blocks is None else []
-            inverting = _inverting(step, priced, links, device, guard)
+            if links and all(kind.blocks != links for kind in priced):
+                priced.append(price_blocks(step, links, device))
+            priced = [with_inverses(kind, device, guard) for kind in priced]
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]
-    return Frontier([*priced, *inverting], device, standing)
-
-
-def _inverting(
-    step: Step,
-    priced: Sequence[PricedBlocks],
-    links: list[Block],
-    device: torch.device,
-    guard: DriftGuard,
-) -> list[PricedBlocks]:
-    """Return the kinds of blocks that may be inverted.
-
-    Args:
-        step: the step.
-        priced: the kinds of blocks that were measured.
-        links: blocks with the modules of invertible chains; none if there are no such chains.
-        device: the device whose bytes are counted.
-        guard: the drift guard.
-    """
-    if links and all(kind.blocks != links for kind in priced):
-        priced = [*priced, price_blocks(step, links, device)]
-    found = (with_inverses(kind, device, guard) for kind in priced)
-    return [kind for kind in found if kind is not None]
+    return Frontier(priced, device, standing)
 
 
 def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> None:

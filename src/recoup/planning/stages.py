@@ -231,10 +231,7 @@ def fastest_first(
         return kind.seconds + more
 
     found = [(kind, cost(kind)) for kind in kinds]
-    # Those that invert nothing come first (See Rule 4 of NOTE [ Inverted blocks ]).
-    return sorted(
-        found, key=lambda one: (one[1], one[0].guard is not None, one[0].points[0].peak_bytes)
-    )
+    return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -46,21 +46,27 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
     expect_again(kind, device)
     with suppress(DifferentStepError):
         return planned(kind)
-    without_products = [replace(cost, variants=()) for cost in kind.costs]
-    simpler = {
-        "no results of products": kind._replace(
-            costs=without_products, points=list(frontier(without_products))
-        ),
-        "all residuals": kind._replace(points=kind.points[-1:]),
-    }
-    for what, other in simpler.items():
+    for what, other in _simpler(kind):
         with suppress(DifferentStepError, BudgetError):
             plan = planned(other)
             warnings.warn(
-                f"The plan keeps {what}. With the one first chosen: {difference}", stacklevel=5
+                f"The plan {what}. With the one first chosen: {difference}", stacklevel=5
             )
             return plan
     raise difference
+
+
+def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
+    """Yield the same blocks with fewer ways, and what plans for them do."""
+    costs = kind.costs
+    if kind.guard is not None:
+        costs = [replace(cost, is_invertible=False) for cost in costs]
+        kind = kind._replace(costs=costs, points=list(frontier(costs)), guard=None)
+        yield "inverts nothing", kind
+    costs = [replace(cost, variants=()) for cost in costs]
+    fewer = kind._replace(costs=costs, points=list(frontier(costs)))
+    yield "keeps no results of products", fewer
+    yield "keeps all residuals", kind._replace(points=kind.points[-1:])
 
 
 def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
