@@ -217,7 +217,14 @@ class Call:
         given = given_tree.unflatten(self._with_outside(state[:1] * num))
         args, kwargs = (given, {}) if self._tree.is_flat else given
         module: Any = self.modules[0]
-        returned = module.inverse(tree.unflatten(tensors), *args[1:], **kwargs)
+        try:
+            returned = module.inverse(tree.unflatten(tensors), *args[1:], **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"It is the inverse of {self.name}. If it is no inverse of forward, set "
+                "`inverts_in_backward = False` on the class of the block, which is then recomputed."
+            )
+            raise
         if mark_of(module, "returns_log_det"):
             returned, _ = check_pair(returned, len(tensors[0]), "inverse", self.name)
         before = flatten(returned)[0]

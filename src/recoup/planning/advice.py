@@ -65,7 +65,13 @@ def what_can_be_inverted(model: nn.Module, calls: Sequence[MeasuredCall]) -> lis
         model: the model.
         calls: the measured calls of its blocks.
     """
-    names = [name for name, _ in find_links(model)]
+    constant = {
+        id(part)
+        for module in model.modules()
+        if getattr(module, "memory", None) == "constant"
+        for part in module.modules()
+    }
+    names = [name for name, link in find_links(model) if id(link) not in constant]
     names = names or [call.name for call in calls if call.is_invertible]
     if not names:
         return []

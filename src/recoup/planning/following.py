@@ -129,6 +129,9 @@ class PlanFollower:
         self._names = {id(module): name for name, module in blocks}
         self._stages = stages
         self._sizes = sizes
+        executors = {id(stage.chain): stage.chain.executor for stage in stages}.values()
+        guards = [executor.guard for executor in executors if executor is not None]
+        self._guards = [guard for guard in guards if guard is not None]
         self._indices: dict[int, list[int]] = {}  # of the stages of each block
         for index, stage in enumerate(stages):
             self._indices.setdefault(id(stage.module), []).append(index)
@@ -159,6 +162,7 @@ class PlanFollower:
     def _run_model(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._sizes is not None:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
+            self._warn_of_drift()
         now, passes = _Pass(), self._of_thread.passes
         with Undoing() as undo:
             undo.later(now.end_chain)
@@ -234,6 +238,17 @@ class PlanFollower:
         else:
             now.chain = chain
         return call.take_output(state)
+
+    def _warn_of_drift(self) -> None:
+        if self._has_warned or not any(guard.kept for guard in self._guards):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"Inverses of blocks of this {type(self._model).__name__} drift since the plan was "
+            "made. The inputs of these blocks are computed again, so gradients are right, but a "
+            "step may take more memory than was planned, and longer. Make a new plan.",
+            stacklevel=4,
+        )
 
     def _call_of(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -369,19 +370,62 @@ def test_threads_and_the_compiler_find_one_plan():
     assert len(recoup.applied_plans(chain)) == 1
 
 
-def test_segments_cannot_have_bytes_and_the_error_says_what_can():
-    """R10: a plan lives from one step to the next, and segments are given anew in each."""
-    cell = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-    x, store = torch.randn(256, 16), recoup.GradStore(cell.parameters())
-    with pytest.raises(ValueError, match=r"recoup.Sequential\(\*segments, memory='400 KiB'\)"):
-        recoup.segments_backward([cell] * 6, x, torch.sum, store, memory="400 KiB")
-    whole = recoup.Sequential(*[cell] * 6, memory="400 KiB")
-    want = torch.autograd.grad(nn.Sequential(*[cell] * 6)(x).square().mean(), store.params)
-    for _ in range(2):
-        store = recoup.GradStore(cell.parameters())
-        recoup.segments_backward([whole], x, lambda y: y.square().mean(), store, memory="linear")
-        assert all(torch.equal(store[p], g) for p, g in zip(store.params, want, strict=True))
-    assert len(recoup.applied_plans(whole)) == 1
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_segments_keep_to_bytes(has_aux):
+    """R10: the plan lives in the store from one step to the next; the loss is part of the step."""
+    torch.manual_seed(0)
+    cells = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))] * 6
+    x, params = torch.randn(256, 16), list(cells[0].parameters())
+
+    def loss_fn(y):
+        loss = y.square().mean()
+        return (loss, y.detach()) if has_aux else loss
+
+    def step(store, memory):
+        torch.manual_seed(1)
+        options = {"memory": memory, "has_aux": has_aux}
+        return recoup.segments_backward(cells, x, loss_fn, store, **options)
+
+    def gradients_and_peak(memory):
+        store = recoup.GradStore(params)
+        step(store, memory)
+        found = [store[p].clone() for p in params]
+        store.clear()
+        peak_bytes, _ = allocated_bytes(lambda: step(store, memory))
+        assert all(torch.equal(store[p], g) for p, g in zip(params, found, strict=True))
+        return found, peak_bytes
+
+    want, most = gradients_and_peak("linear")
+    store = recoup.GradStore(params)
+    with pytest.raises(BudgetError) as raised:
+        step(store, "1 KiB")
+    assert not store
+    least = raised.value.least_bytes
+    assert least < most / 2
+    for budget in (least, (least + most) // 2, most):
+        found, peak_bytes = gradients_and_peak(f"{budget} B")
+        assert peak_bytes <= budget
+        assert all(torch.equal(g, w) for g, w in zip(found, want, strict=True))
+
+
+def test_segments_with_bytes_are_planned_once_for_each_store():
+    cells = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]
+    x = torch.randn(8, 16)
+    store = recoup.GradStore(nn.ModuleList(cells).parameters())
+    plans = set()
+    for _ in range(3):
+        recoup.segments_backward(cells, x, torch.sum, store, memory="1 MiB")
+        (plan,) = recoup.applied_plans(nn.ModuleList(cells))
+        plans.add(plan)
+    assert len(plans) == 1
+    recoup.segments_backward(cells[:2], x, torch.sum, store, memory="1 MiB")
+    plans.clear()
+    del store, plan
+    gc.collect()
+    assert recoup.applied_plans(nn.ModuleList(cells)) == []
+    store = recoup.GradStore(cells[0].parameters())
+    with pytest.raises(ValueError, match="segment 1 .* is no module"):
+        recoup.segments_backward([cells[0], torch.tanh], x, torch.sum, store, memory="1 MiB")
 
 
 def test_a_realnvp_in_single_precision_keeps_to_its_bytes():
