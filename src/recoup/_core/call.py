@@ -8,8 +8,8 @@ Rule 2. The first run gets the caller's own objects, and the caller gets the obj
         returned. A later run gets other tensors in their places, and copies from before the first
         run of objects that it changed (See NOTE [ The arguments of a second run ]).
 Rule 3. A later run returns the tensors that this stage passes to the next one.
-Rule 4. A call of a module can be inverted if the module has an inverse of its first argument, and the
-        stage before made all tensors in that argument. The inverse gets the other arguments as
+Rule 4. A call of a module can be inverted if the module has an inverse of its first argument, and
+        the stage before made all tensors in that argument. The inverse gets the other arguments as
         forward does. What the call returned beside its state (an early latent) is kept for it; a
         log-determinant is not.
 Rule 5. A tensor that is among the arguments twice is one tensor in a later run too, since code may

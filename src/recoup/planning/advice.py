@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
 from torch import nn
 
@@ -75,7 +74,8 @@ def what_can_be_inverted(model: nn.Module, calls: Sequence[MeasuredCall]) -> lis
     names = names or [call.name for call in calls if call.is_invertible]
     if not names:
         return []
-    return [
+    sentence = (
         f"This plan inverts nothing, and {len(names)} blocks have an inverse (`{names[0]}` first): "
         "a plan with exact=False may take less, and rounds."
-    ]
+    )
+    return [sentence]

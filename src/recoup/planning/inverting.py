@@ -5,13 +5,15 @@ NOTE [ Inverted blocks ]
 Rule 1. A block is inverted if the caller allows rounding, and if its call can be (See Rule 4 of
         NOTE [ The inputs and outputs of a call ]). The first block of a chain is not: its input is
         kept, so that what an inverse gets wrong can be computed again.
-Rule 2. One more step is run, in which every such block is inverted by the executor that plans run
-        by. What an inverse and the backward after it have alive is read where the next block begins.
+Rule 2. One more step is run, in which every such block is inverted, by the executor that plans
+        run by. What an inverse and the backward after it have alive is read where the next block
+        begins.
 Rule 3. A block whose inverse the drift guard refuses in that step, or has refused before, is not
         inverted.
 Rule 4. Plans that invert are compared with the plain step to the tolerance of the guard. If they
         differ by more, a plan that inverts nothing is made instead, with a warning.
-Rule 5. Blocks of sharded models are not inverted: ranks could see different drift.
+Rule 5. Blocks of sharded models are not inverted: ranks could see different drift. Compiled blocks
+        are not, either: their networks cannot share an evaluation with an inverse.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.call import Call
+from recoup._core.compile import is_compiled
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.stage import State
 from recoup.memory.timeline import Span, timeline
@@ -58,7 +61,9 @@ def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -
     if not inverted or is_sharded(kind.step.model):
         return kind
     costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
-    for index, (work, num_bytes) in _MeasuredInverses(kind, device, guard, inverted).costs().items():
+    for index, (work, num_bytes) in (
+        _MeasuredInverses(kind, device, guard, inverted).costs().items()
+    ):
         costs[index] = replace(
             costs[index], is_invertible=True, invert_seconds=work, invert_bytes=num_bytes
         )
@@ -85,6 +90,7 @@ def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[in
         for index in range(start + 1, stop)
         if kind.calls[index].is_invertible
         and (index + 1 < stop or stop == len(kind.calls))
+        and not any(map(is_compiled, kind.calls[index].module.modules()))
         and not any(call.is_estimated for call in kind.calls[start:stop])
     }
 

@@ -49,9 +49,7 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
     for what, other in _simpler(kind):
         with suppress(DifferentStepError, BudgetError):
             plan = planned(other)
-            warnings.warn(
-                f"The plan {what}. With the one first chosen: {difference}", stacklevel=5
-            )
+            warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=5)
             return plan
     raise difference
 
@@ -114,9 +112,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     )  # fmt: skip
 
 
-def _too_small(
-    budget_bytes: int, standing: int, least: int, advice: Sequence[str]
-) -> BudgetError:
+def _too_small(budget_bytes: int, standing: int, least: int, advice: Sequence[str]) -> BudgetError:
     alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
     inverting = "".join(f" {line}" for line in advice)
     return BudgetError(

@@ -64,8 +64,8 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     """Find, for every number of bytes, the schedule with the least time.
 
     The search covers the schedules of `optimal`. Some points are left out, as few and as slow as
-    possible, so that a point with more bytes never runs more forwards and inverses; `optimal` still finds them.
-    Of more than 100 points, only every second, third, ... is returned.
+    possible, so that a point with more bytes never runs more forwards and inverses; `optimal` still
+    finds them. Of more than 100 points, only every second, third, ... is returned.
 
     If all sizes are small multiples of one size (at most 256 of them hold everything; more in
     short chains), every point is exact. Otherwise sizes are rounded, to a 160th of the peak of
