@@ -205,17 +205,18 @@ class Call:
             raise ScheduleError(f"{self.name} did not run as a call to be inverted.")
         refs, tree = self._returned
         if self.picks is None:
-            tensors: Sequence[Tensor] = state[: len(refs)]
+            tensors = state[: len(refs)]
         else:
             own = dict(zip(self.picks, state, strict=True))
-            tensors = [
+            tensors = tuple(
                 own[place] if kept is None else kept.get().detach()
                 for place, kept in enumerate(self._passed_by)
-            ]
+            )
         num = len(self._linked or ())
         given_tree = self._tree.mapped(self._as_it_was) if self._snapshots else self._tree
-        given = given_tree.unflatten(self._with_outside(state[:1] * num))
-        args, kwargs = (given, {}) if self._tree.is_flat else given
+        given: Any = given_tree.unflatten(self._with_outside(state[:1] * num))
+        args: tuple[Any, ...] = given if self._tree.is_flat else given[0]
+        kwargs: dict[str, Any] = {} if self._tree.is_flat else given[1]
         module: Any = self.modules[0]
         try:
             returned = module.inverse(tree.unflatten(tensors), *args[1:], **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, cast, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -211,19 +211,26 @@ class _PlannedSegments:
 
     def run(self, input: Any, loss: Callable[[Any], Any]) -> Any:
         """Return the output of the last segment."""
-        segments = self._segments
         return self._budget.run(
-            self._chain,
-            lambda value: _run(segments, value, "linear", None),
-            (input,),
-            self._chain,
-            self._guard,
-            loss,
+            self._chain, self._run_plainly, (input,), self._chain, self._guard, loss
         )
 
+    def _run_plainly(self, value: Any) -> Any:
+        return _run(self._segments, value, "linear", None)
 
-# The plan of the last segments that were given with each store.
-_planned: WeakKeyDictionary[GradStore, _PlannedSegments] = WeakKeyDictionary()
+
+    def release(self) -> None:
+        """Remove the plan; the next run makes another one."""
+        self._budget.bound(self.key[0])
+
+    def shares_modules_with(self, segments: Mapping[str, Any]) -> bool:
+        """Whether some of the segments are among `segments`."""
+        return not set(map(id, self._chain)).isdisjoint(map(id, segments.values()))
+
+
+# Stores hold the last segments that were given with them; equal ones are the same for all stores.
+_of_store: WeakKeyDictionary[GradStore, _PlannedSegments] = WeakKeyDictionary()
+_of_key: WeakValueDictionary[tuple[object, ...], _PlannedSegments] = WeakValueDictionary()
 
 
 def _planned_for(store: GradStore, segments: dict[str, Any], memory: str) -> _PlannedSegments:
@@ -233,9 +240,14 @@ def _planned_for(store: GradStore, segments: dict[str, Any], memory: str) -> _Pl
                 f"`memory` is {memory!r}, but {name} is no module, and a plan is for modules. Make "
                 "it the forward of a torch.nn.Module, or choose another `memory`."
             )
-    found = _planned.get(store)
-    if found is None or found.key != _key_of(segments, memory):
-        found = _planned[store] = _PlannedSegments(segments, memory)
+    found = _of_key.get(_key_of(segments, memory))
+    if found is None:
+        found = _PlannedSegments(segments, memory)
+        _of_key[found.key] = found
+    for other in list(_of_key.values()):
+        if other is not found and other.shares_modules_with(segments):
+            other.release()  # a module follows one plan at a time
+    _of_store[store] = found
     return found
 
 

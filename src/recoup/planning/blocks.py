@@ -147,7 +147,7 @@ def with_links(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
     others = [
         (name, module)
         for name, module in blocks
-        if within.isdisjoint(map(id, cast("Iterator[nn.Module]", module.modules())))
+        if within.isdisjoint(map(id, module.modules()))
     ]
     chosen = {id(module) for _, module in (*links, *others)} if links else set[int]()
     named = cast("Iterator[Block]", model.named_modules())
