@@ -188,7 +188,7 @@ def residual(channels):
     )
 
 
-def revnet(memory="linear", num_blocks=4):
+def revnet(memory="linear", num_blocks=3):
     torch.manual_seed(0)
     stage = lambda c: [  # noqa: E731
         AdditiveCoupling(residual(c // 2), residual(c // 2), condition="second")
@@ -209,7 +209,7 @@ def revnet(memory="linear", num_blocks=4):
 
 def test_a_revnet_inverts_within_its_bytes():
     """Modules without an inverse lie between; in float32."""
-    x = torch.rand(64, 1, 8, 8)
+    x = torch.rand(32, 1, 8, 8)
     _, least = check_budgets(revnet, x, 3, rtol=1e-4)
     constant = revnet("constant")
     everything(constant, x)
@@ -555,10 +555,13 @@ def test_a_plan_says_that_inverses_drift():
                 warnings.simplefilter("ignore")
                 everything(chain, x)  # found late in the first step (Rule 3 of NOTE [ Sketches ])
             assert plan.drift.kept
-            with pytest.warns(UserWarning, match="drift since the plan was made"):
-                assert_close(everything(chain, x), expected, 1e-10)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert_close(everything(chain, x), expected, 1e-10)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    assert_close(everything(chain, x), expected, 1e-10)
+            of_plan = [
+                each for each in said if "drift since the plan was made" in str(each.message)
+            ]
+            assert len(of_plan) == 1
         finally:
             Stiffening.error = 0.0

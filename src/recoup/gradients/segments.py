@@ -218,7 +218,6 @@ class _PlannedSegments:
     def _run_plainly(self, value: Any) -> Any:
         return _run(self._segments, value, "linear", None)
 
-
     def release(self) -> None:
         """Remove the plan; the next run makes another one."""
         self._budget.bound(self.key[0])

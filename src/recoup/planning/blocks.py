@@ -145,9 +145,7 @@ def with_links(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
     links = find_links(model)
     within = {id(part) for _, link in links for part in link.modules()}
     others = [
-        (name, module)
-        for name, module in blocks
-        if within.isdisjoint(map(id, module.modules()))
+        (name, module) for name, module in blocks if within.isdisjoint(map(id, module.modules()))
     ]
     chosen = {id(module) for _, module in (*links, *others)} if links else set[int]()
     named = cast("Iterator[Block]", model.named_modules())
