@@ -25,7 +25,20 @@ from recoup.invertible import (
     Split,
     Squeeze,
 )
-from recoup.schedules import Advance, Invert, Tape, simulate
+from recoup.planning.measuring import MeasuredCall
+from recoup.planning.planned_stages import planned_stages
+from recoup.planning.verification import Verification, outcome_of
+from recoup.schedules import (
+    Advance,
+    Drop,
+    Invert,
+    Keep,
+    Load,
+    Reverse,
+    Schedule,
+    Tape,
+    simulate,
+)
 
 NUM_ROWS, DIM = 512, 8
 
@@ -143,6 +156,7 @@ def check_budgets(build, x, num, rtol=1e-10):
         assert_close(everything(model, x), expected, rtol)
         assert peak_of(model, x) <= budget
         found.append(plan_of(model))
+        assert plan_of(model).rehearsed_peak_bytes <= 1.05 * plan_of(model).predicted_peak_bytes
     for before, after in pairwise(map(runs_of, found)):
         assert before >= after
     assert any(isinstance(action, Invert) for plan in found for action in plan.actions)
@@ -565,3 +579,47 @@ def test_a_plan_says_that_inverses_drift():
             assert len(of_plan) == 1
         finally:
             Stiffening.error = 0.0
+
+
+BELOW_TAPES = (
+    *(Keep(0), Tape(0), Tape(1), Advance(2, 4), Keep(4)),
+    *(Load(4), Drop(4), Invert(3), Reverse(3), Invert(2), Reverse(2), Reverse(1), Reverse(0)),
+)
+
+
+@pytest.mark.drifts
+def test_a_state_is_computed_again_over_stages_that_were_taped():
+    modules = [*modules_of(2)[:2], Off(), Off()]
+    chain, x = Chain(*modules).double(), batch()
+    expected = everything(chain, x)
+    chain.memory = Schedule(4, BELOW_TAPES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_close(everything(chain, x), expected, 1e-10)
+    assert chain.drift.refused
+
+
+def test_a_planned_chain_that_inverts_keeps_its_first_state():
+    sweep = (Tape(0), Tape(1), Advance(2, 3), Keep(3), Tape(3))
+    backward = (Reverse(3), Load(3), Drop(3), Invert(2), Reverse(2), Reverse(1), Reverse(0))
+    whole = Schedule(4, (*sweep, *backward))
+    calls = [MeasuredCall(str(at), Off(), at > 0, 1) for at in range(3)]
+    executor = planned_stages(whole, calls, DriftGuard())[0].chain.executor
+    assert executor.prepared.restarts
+    assert executor.prepared.actions[0] == Keep(0)
+    assert executor.prepared.inverted == {2}
+
+
+def test_rehearsals_that_invert_have_a_tolerance_for_gradients_alone():
+    model = nn.BatchNorm1d(3).double()
+    model(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
+    verification = Verification()
+    verification.expect(outcome_of(model, []), is_plain=True)
+    for parameter in model.parameters():
+        parameter.grad *= 1 + 1e-4
+    off = outcome_of(model, [])
+    assert "gradient" in verification.difference(off)
+    assert verification.difference(off, 1e-3) is None
+    assert "gradient" in verification.difference(off, 1e-6)
+    model.running_mean *= 1 + 1e-4
+    assert "buffer" in verification.difference(outcome_of(model, []), 1e-3)
