@@ -333,6 +333,9 @@ def test_a_plan_inverts_where_it_need_not_be_exact():
     assert "invert" in {block.way for block in plan.blocks}
     assert all(block.seconds > 0 for block in plan.blocks if block.way == "invert")
     assert "exact=False" not in str(plan)
+    assert "inverted blocks round: gradients are equal to 0.001" in str(plan)
+    with pytest.raises(ValueError, match="`exact` is 'no'"):
+        recoup.plan(model, x, exact="no")
     with plan.applied():
         assert_close(everything(model, x), expected, 1e-10)
         assert peak_of(model, x) <= budget

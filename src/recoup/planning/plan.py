@@ -93,6 +93,12 @@ class Plan:
         self._advice = list(self.held_by_others)
         if planned.guard is None:
             self._advice[:0] = what_can_be_inverted(planned.model, planned.calls)
+        elif point.num_inverses:
+            self._advice.insert(
+                0,
+                f"inverted blocks round: gradients are equal to {planned.guard.tolerance:g} of their "
+                "norm, of which the drift guard takes care (`plan.drift`)",
+            )
         self.planned = planned
         self._point = point
         self._rehearsed_bytes = rehearsed_bytes

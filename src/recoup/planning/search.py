@@ -148,6 +148,8 @@ def plan(
     neural networks with limited memory" (2019).
     """
     budget_bytes = None if budget is None else checked_budget(budget)
+    if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`exact` is {exact!r}, but must be True or False.")
     found = frontier_of_call(
         model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
         budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
