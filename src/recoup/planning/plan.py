@@ -94,10 +94,11 @@ class Plan:
         if planned.guard is None:
             self._advice[:0] = what_can_be_inverted(planned.model, planned.calls)
         elif point.num_inverses:
+            tolerance = f"{planned.guard.tolerance:g} of their norm"
             self._advice.insert(
                 0,
-                f"inverted blocks round: gradients are equal to {planned.guard.tolerance:g} of their "
-                "norm, of which the drift guard takes care (`plan.drift`)",
+                f"inverted blocks round: gradients are equal to {tolerance}, of which the drift "
+                "guard takes care (`plan.drift`)",
             )
         self.planned = planned
         self._point = point
