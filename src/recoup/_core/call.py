@@ -8,7 +8,11 @@ Rule 2. The first run gets the caller's own objects, and the caller gets the obj
         returned. A later run gets other tensors in their places, and copies from before the first
         run of objects that it changed (See NOTE [ The arguments of a second run ]).
 Rule 3. A later run returns the tensors that this stage passes to the next one.
-Rule 4. A tensor that is among the arguments twice is one tensor in a later run too, since code may
+Rule 4. A call of a module can be inverted if the module has an inverse of its first argument, and
+        the stage before made all tensors in that argument. The inverse gets the other arguments as
+        forward does. What the call returned beside its state (an early latent) is kept for it; a
+        log-determinant is not.
+Rule 5. A tensor that is among the arguments twice is one tensor in a later run too, since code may
         ask (an attention does, whether its query is its key).
 """
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +29,14 @@ from torch import Tensor, nn
 from recoup._core.called_code import called_code
 from recoup._core.closures import ClosureGuard
 from recoup._core.executor import Executor
+from recoup._core.guards import mark_of
 from recoup._core.lazy_values import HasTensor, keep
-from recoup._core.pytree import flatten, flatten_arguments, flatten_containers
+from recoup._core.log_det_pairs import check_pair, has_inverse
+from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments, flatten_containers
 from recoup._core.saved_tensors import pair_in_force
 from recoup._core.snapshots import Snapshot, is_left_alone
 from recoup._core.stage import State, with_views
-from recoup.errors import ReplayError
+from recoup.errors import ReplayError, ScheduleError
 from recoup.schedules import constant
 
 __all__ = ["Call", "recomputing_executor", "run_again", "run_to_value"]
@@ -53,7 +60,9 @@ class Call:
         "_kwargs",
         "_linked",
         "_outside",
+        "_passed_by",
         "_places",
+        "_returned",
         "_snapshots",
         "_tensors",
         "_tree",
@@ -88,6 +97,8 @@ class Call:
         self._snapshots: dict[int, Snapshot] = {}
         self.picks: Sequence[int] | None = None
         self.output: Any = None
+        self._returned: tuple[list[weakref.ref[Tensor]], Tree] | None = None  # if it is inverted
+        self._passed_by: list[HasTensor | None] = []  # of these tensors; None if in the state
         self.closure_guard: ClosureGuard | None = None
         is_flat = self._tree.is_flat
         given_modules = () if is_flat else self._tree.modules()
@@ -125,11 +136,52 @@ class Call:
                 self._tensors = with_views(self._tensors)
         return tuple(self._tensors[place] for place in places)
 
+    def is_invertible_from(self, places: Sequence[int]) -> bool:
+        """Whether an inverse gives all tensors at these `places` (See Rule 4), before any run."""
+        if not self._args or not isinstance(self.code, nn.Module):
+            return False
+        num = len(flatten(self._args[0])[0])
+        own = list(map(id, self._tensors[:num]))
+        return (
+            num > 0
+            and tuple(places) == tuple(range(num))
+            and len(set(map(id, self._tensors))) == len(self._tensors)
+            and not any(id(value) in own for value in self._tensors[num:])
+            and getattr(self.code, "inverts_in_backward", True)
+            and has_inverse(self.code)
+        )
+
+    def expect_inverse(self) -> None:
+        """Let the first run keep what an inverse needs beside the state (See Rule 4)."""
+        self._returned = ([], BARE)
+
+    def hand_on(self, picks: Sequence[int]) -> None:
+        """Note which outputs are the state of the next stage; before those are freed."""
+        self.picks = picks
+        if self._returned is None:
+            return
+        refs, _ = self._returned
+        pair = pair_in_force()
+        for place, ref in enumerate(refs):
+            value = None if place in picks else ref()
+            if value is None and place not in picks:
+                raise ReplayError(
+                    f"{self.name} returns a tensor that its inverse needs and that nobody holds. "
+                    "Return it as a part of the state, or set `inverts_in_backward = False` on the "
+                    "class of the block."
+                )
+            name = f"A result of {self.name}"
+            self._passed_by.append(None if value is None else keep(value, name, pair))
+
     def take_output(self, state: State) -> Any:
         """Return the result of the first run with the tensors of `state`, and drop it here."""
         # The result may hold a reference to this call.
         output, self.output = self.output, None
         tensors, tree = flatten(output)
+        if self._returned is not None:
+            value = output[0] if mark_of(self.modules[0], "returns_log_det") else output
+            mapped, of_value = flatten(value)  # a log-determinant comes after them
+            self._returned = (list(map(weakref.ref, state[: len(mapped)])), of_value)
         return output if all(map(operator.is_, tensors, state)) else tree.unflatten(state)
 
     # -- the stage interface, called by the executor ---------------------------------------
@@ -139,7 +191,7 @@ class Call:
         if not self.has_run:
             return self._first(state), None
         tensors = state if self._linked is None else self._with_outside(state)
-        if self._places is not None:  # See Rule 4
+        if self._places is not None:  # See Rule 5
             tensors = tuple([tensors[place] for place in self._places])
         tree = self._tree
         if self._snapshots:
@@ -148,8 +200,42 @@ class Call:
         return outputs if self.picks is None else tuple(outputs[i] for i in self.picks), None
 
     def inverse(self, state: State) -> State:
-        """Raise NotImplementedError: a call has no inverse."""
-        raise NotImplementedError
+        """Return the tensors of the first argument, from the state after the call."""
+        if self._returned is None:
+            raise ScheduleError(f"{self.name} did not run as a call to be inverted.")
+        refs, tree = self._returned
+        if self.picks is None:
+            tensors = state[: len(refs)]
+        else:
+            own = dict(zip(self.picks, state, strict=True))
+            tensors = tuple(
+                own[place] if kept is None else kept.get().detach()
+                for place, kept in enumerate(self._passed_by)
+            )
+        num = len(self._linked or ())
+        given_tree = self._tree.mapped(self._as_it_was) if self._snapshots else self._tree
+        given: Any = given_tree.unflatten(self._with_outside(state[:1] * num))
+        args: tuple[Any, ...] = given if self._tree.is_flat else given[0]
+        kwargs: dict[str, Any] = {} if self._tree.is_flat else given[1]
+        module: Any = self.modules[0]
+        try:
+            returned = module.inverse(tree.unflatten(tensors), *args[1:], **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"It is the inverse of {self.name}. If it is no inverse of forward, set "
+                "`inverts_in_backward = False` on the class of the block, which is then recomputed."
+            )
+            raise
+        if mark_of(module, "returns_log_det"):
+            returned, _ = check_pair(returned, len(tensors[0]), "inverse", self.name)
+        before = flatten(returned)[0]
+        if len(before) != num:
+            raise ReplayError(
+                f"`inverse` of {self.name} returned {len(before)} tensors, but `forward` was given "
+                f"{num}. An inverse must undo forward, from what forward returns to its first "
+                "argument."
+            )
+        return before
 
     def _called(self, given: Any) -> Any:
         return self._fn(*given) if self._tree.is_flat else self._fn(*given[0], **given[1])

@@ -198,7 +198,7 @@ class Run:
         step = schedule.steps[index]
         for action in step.before:
             if isinstance(action, Drop):
-                if action.index != 0 and not schedule.inverted:  # these begin a restart
+                if action.index != 0 and schedule.restarts:  # the others begin a restart
                     forward.kept.pop(action.index, None)
             elif isinstance(action, Offload):
                 self._send_input(index, state, action.to)

@@ -37,6 +37,8 @@ class Step(NamedTuple):
 class Prepared:
     """A schedule prepared for the executor, which may run it many times.
 
+    It `restarts` if the states that backward has dropped can be made again from the first one.
+
     Args:
         schedule: the schedule.
         stops: whether a second run ends with the last residual where its output is not needed.
@@ -46,8 +48,10 @@ class Prepared:
         "actions",
         "inverted",
         "keeps_output",
+        "last_again",
         "last_keep",
         "num_stages",
+        "restarts",
         "steps",
         "sweep_end",
         "tape_at",
@@ -81,6 +85,18 @@ class Prepared:
             ),
             default=-1,
         )
+        sweep = self.actions[: self.sweep_end]
+        # A run that only inverts begins from the last state and may have no first one.
+        self.restarts = not self.inverted or Keep(0) in sweep or Offload(0) in sweep
+        # States that inverses got wrong are computed again from kept ones, over taped stages too.
+        self.last_again = self.last_keep
+        if self.inverted and self.restarts:
+            last = max(
+                place
+                for place, action in enumerate(sweep)
+                if isinstance(action, Advance) and action.start <= max(self.inverted)
+            )
+            self.last_again = max(last, self.last_keep)
         self.steps = tuple(self._steps())
         self.keeps_output = Keep(self.num_stages) in self.actions[: self.sweep_end]
 
@@ -93,7 +109,7 @@ class Prepared:
                         yield Step(tuple(before), is_taped=False, is_run_again=True)
                         before.clear()
                 case Tape():
-                    yield Step(tuple(before), True, is_run_again=position < self.last_keep)
+                    yield Step(tuple(before), True, is_run_again=position < self.last_again)
                     before.clear()
                 case _:
                     before.append(action)  # a Keep, Offload or Drop: `simulate` refuses others

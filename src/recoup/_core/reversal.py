@@ -121,11 +121,11 @@ class Reversal:
 
     def _fill_alone(self, index: int) -> None:
         """Fill the slots of stage `index` from the nearest state that is kept (See Rule 5)."""
-        if self._forward.schedule.inverted:
+        if not self._forward.schedule.restarts:
             raise ReplayError(
                 f"Forward ended with {self._forward.stages[-1].name}, but the schedule has "
-                f"{self._forward.schedule.num_stages} stages and inverts from those after it. Make "
-                "a new plan with arguments for which forward calls the same blocks."
+                f"{self._forward.schedule.num_stages} stages and inverts from those after it, and "
+                "it keeps no first state. Make a schedule for the stages that are called."
             )
         start = max(at for at in self._forward.kept if at <= index)
         self._load(start)
@@ -148,9 +148,7 @@ class Reversal:
     def _restart(self) -> None:
         """Restore the states that the sweep kept and backward has dropped (See Rule 2)."""
         self._forget()
-        if (
-            not self._forward.schedule.inverted
-        ):  # a run that inverts drops nothing that the sweep kept
+        if self._forward.schedule.restarts:  # others drop nothing that the sweep kept
             self._load(0)
             for action in self._forward.schedule.actions[: self._forward.schedule.last_keep + 1]:
                 self._execute(action, -1)
@@ -273,9 +271,10 @@ class Reversal:
         index = action.index
         self._kept.pop(index, None)
         self._offloaded.pop(index, None)
-        # The source of a restart stays: the first state, or all that the sweep of a run that
-        # inverts has kept, since backward keeps nothing on top of it.
-        if index != 0 and not self._forward.schedule.inverted:
+        # The source of a restart stays: the first state, and the last, which is mostly the
+        # caller's; or all that the sweep has kept, if the first state is not kept.
+        schedule = self._forward.schedule
+        if schedule.restarts and index not in (0, schedule.num_stages):
             self._forward.kept.pop(index, None)
 
     def _load(self, index: int) -> None:

@@ -42,7 +42,7 @@ class Flow(HasChain):
     `Schedule`, which is made for one chain; ``flow.drift`` does the same for the `DriftGuard`.
     Bytes (``"2 GiB"``) bound a step of each chain alone, and the flow keeps its latents besides,
     so a flow of two chains may take twice as many; for a bound on a step of the whole flow apply
-    `recoup.plan` in "linear".
+    `recoup.plan` in "linear", with ``exact=False`` so that it may invert, as chains with bytes do.
 
     Args:
         chain: The invertible chain, data to latents.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, cast, overload
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._core.callable_chain import Otherwise, executor_for, run_through, value_of, ways_of
 from recoup._core.drift_guard import DriftGuard
@@ -16,6 +17,7 @@ from recoup.gradients.algebra import check_weight
 from recoup.gradients.collecting import Mode, check_mode
 from recoup.gradients.store import GradStore
 from recoup.gradients.targets import tensors_in
+from recoup.planning.budget import Budget, is_bytes
 from recoup.schedules.memory import Memory
 
 __all__ = ["segments_backward"]
@@ -86,9 +88,10 @@ def segments_backward(
         has_aux: whether `loss_fn` returns ``(loss, aux)``, as in ``torch.func.grad``. Backward runs
             from the loss, and `aux` is returned without a graph.
         memory: as for `recoup.Sequential`: "inputs", "linear", "sqrt", "log", "constant", a number
-            of slots, or a `recoup.schedules.Schedule`. Bytes need a chain that keeps its plan
-            across steps: give one segment, ``recoup.Sequential(*segments,
-            memory="2 GiB")``, with "linear". Within
+            of slots, bytes with a unit, or a `recoup.schedules.Schedule`. Bytes are for a step of
+            these segments and the loss, without what the store holds before it; the segments must
+            be modules. The plan is made in the first call, which runs a few steps more, and belongs
+            to the store: use one store for all steps. Within
             ``torch.autograd.graph.save_on_cpu()``, the kept tensors are offloaded.
         otherwise: as for `recoup.Sequential`.
         params: as in `GradStore.backward`.
@@ -102,6 +105,7 @@ def segments_backward(
     Raises:
         ValueError: there is no segment, an argument is not valid, or `loss_fn` did not return a
             scalar.
+        BudgetError: no plan keeps to the bytes.
         ChangedError: in backward, when something that a segment used has changed since.
         ReplayError: when a segment does something that cannot be repeated.
         GradientError: as in `GradStore.backward`.
@@ -132,7 +136,11 @@ def segments_backward(
     check_mode(mode)
     params = None if params is None else tensors_in("params", params)
     with grad_mode(True):
-        returned = loss_fn(_run(named, input, memory, otherwise))
+        if is_bytes(memory):
+            planned = _planned_for(store, named, memory)
+            returned = loss_fn(planned.run(input, _first_of(loss_fn) if has_aux else loss_fn))
+        else:
+            returned = loss_fn(_run(named, input, memory, otherwise))
         loss, aux = _loss_in(returned, has_aux=has_aux)
         with store._unchanged_by_errors() as collected:
             collected.backward(loss, params=params, weight=weight, scaler=scaler, mode=mode)
@@ -190,7 +198,67 @@ def _named(segments: object) -> dict[str, Any]:
     return named
 
 
-def _run(segments: dict[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
+class _PlannedSegments:
+    """Segments that keep to a number of bytes, and their plan."""
+
+    def __init__(self, segments: Mapping[str, Any], memory: str) -> None:
+        self.key = _key_of(segments, memory)
+        self._segments = segments
+        self._chain = nn.ModuleList(segments.values())
+        self._budget = Budget()
+        self._budget.bound(memory)
+        self._guard = DriftGuard()
+
+    def run(self, input: Any, loss: Callable[[Any], Any]) -> Any:
+        """Return the output of the last segment."""
+        return self._budget.run(
+            self._chain, self._run_plainly, (input,), self._chain, self._guard, loss
+        )
+
+    def _run_plainly(self, value: Any) -> Any:
+        return _run(self._segments, value, "linear", None)
+
+    def release(self) -> None:
+        """Remove the plan; the next run makes another one."""
+        self._budget.bound(self.key[0])
+
+    def shares_modules_with(self, segments: Mapping[str, Any]) -> bool:
+        """Whether some of the segments are among `segments`."""
+        return not set(map(id, self._chain)).isdisjoint(map(id, segments.values()))
+
+
+# Stores hold the last segments that were given with them; equal ones are the same for all stores.
+_of_store: WeakKeyDictionary[GradStore, _PlannedSegments] = WeakKeyDictionary()
+_of_key: WeakValueDictionary[tuple[object, ...], _PlannedSegments] = WeakValueDictionary()
+
+
+def _planned_for(store: GradStore, segments: dict[str, Any], memory: str) -> _PlannedSegments:
+    for name, segment in segments.items():
+        if not isinstance(segment, nn.Module):
+            raise ValueError(
+                f"`memory` is {memory!r}, but {name} is no module, and a plan is for modules. Make "
+                "it the forward of a torch.nn.Module, or choose another `memory`."
+            )
+    found = _of_key.get(_key_of(segments, memory))
+    if found is None:
+        found = _PlannedSegments(segments, memory)
+        _of_key[found.key] = found
+    for other in list(_of_key.values()):
+        if other is not found and other.shares_modules_with(segments):
+            other.release()  # a module follows one plan at a time
+    _of_store[store] = found
+    return found
+
+
+def _key_of(segments: Mapping[str, Any], memory: str) -> tuple[object, ...]:
+    return (memory, *map(id, segments.values()))  # the modules are held
+
+
+def _first_of(loss_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda output: _loss_in(loss_fn(output), has_aux=True)[0]
+
+
+def _run(segments: Mapping[str, Any], value: Any, memory: Memory, otherwise: Otherwise) -> Any:
     ways = ways_of(segments, otherwise) if memory == "constant" else None
     if memory != "linear":
         return run_through(executor_for(memory, segments, ways, DriftGuard()), segments, value)

@@ -62,8 +62,9 @@ class Chain(HasMemoryMode, InvertibleModule):
             or a `recoup.schedules.Schedule`; may be changed at any time by assignment. Bytes
             (``"2 GiB"``) are for a step of this chain alone: in the first forward `recoup.plan`
             chooses what each module keeps so that backward recomputes as little as the bytes
-            allow, and does so again for a larger input. No module is inverted then.
-        drift: Under "constant", what to do when an inverse does not reproduce its input:
+            allow, and does so again for a larger input. Modules are kept, recomputed and inverted
+            then, and the gradients are equal to rounding, as under "constant".
+        drift: Under "constant" and bytes, what to do when an inverse does not reproduce its input:
             "recompute" (then the first state is kept too), "raise", "warn", "ignore", or a
             `DriftGuard`.
 
@@ -218,7 +219,8 @@ class Chain(HasMemoryMode, InvertibleModule):
         if self._budget.is_bound and not is_linear:
             self._start(x, context)
             blocks = [module for _, module in self._named(flat=True)]
-            return self._budget.run(self, self._forward_plainly, (x, context), blocks)
+            call, args = self._forward_plainly, (x, context)
+            return self._budget.run(self, call, args, blocks, self._drift)
         stages = self._stages(x, context, settings)
         links: dict[str, Any] = {}
         ways: list[Way] = []

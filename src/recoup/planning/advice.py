@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
 from torch import nn
 
 from recoup.memory import format_bytes
+from recoup.planning.blocks import find_links
 from recoup.planning.measuring import MeasuredCall
 
-__all__ = ["constant_memory_of", "held_by_others"]
+__all__ = ["held_by_others", "what_can_be_inverted"]
 
 
 def held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
@@ -57,31 +57,25 @@ def _checkpoints(model: nn.Module) -> Iterator[str]:
         )
 
 
-def constant_memory_of(model: nn.Module) -> list[str]:
-    """Return a sentence that names the modules for which `memory="constant"` can be set.
+def what_can_be_inverted(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
+    """Return a sentence that names the modules which a plan could invert if it may round.
 
-    Those are modules with an inverse and an attribute `memory`: chains of invertible modules, and
-    flows. Of nested modules the outermost counts.
+    Args:
+        model: the model.
+        calls: the measured calls of its blocks.
     """
-    found: list[tuple[str, str]] = []
-    within: set[int] = set()
-    for name, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
-        if id(module) in within or not _is_invertible(module):
-            continue
-        within.update(map(id, module.modules()))
-        if cast("Any", module).memory != "constant":
-            found.append((name, type(module).__name__))
-    if not found:
+    constant = {
+        id(part)
+        for module in model.modules()
+        if getattr(module, "memory", None) == "constant"
+        for part in module.modules()
+    }
+    names = [name for name, link in find_links(model) if id(link) not in constant]
+    names = names or [call.name for call in calls if call.is_invertible]
+    if not names:
         return []
-    names = ", ".join(f"`{name or 'model'}` ({kind})" for name, kind in found)
-    first = f"model.{found[0][0]}" if found[0][0] else "model"
     sentence = (
-        f"A plan inverts nothing, and {names} can be inverted: without a plan, "
-        f'`{first}.memory = "constant"` keeps outputs alone, which may take less.'
+        f"This plan inverts nothing, and {len(names)} blocks have an inverse (`{names[0]}` first): "
+        "a plan with exact=False may take less, and rounds."
     )
     return [sentence]
-
-
-def _is_invertible(module: nn.Module) -> bool:
-    kind: type[nn.Module] = type(module)
-    return isinstance(getattr(kind, "memory", None), property) and hasattr(kind, "inverse")

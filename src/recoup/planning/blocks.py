@@ -9,14 +9,19 @@ from typing import cast
 
 from torch import nn
 
+from recoup._core.guards import mark_of
+from recoup._core.log_det_pairs import has_inverse
+
 __all__ = [
     "Block",
     "find_blocks",
     "find_leaves",
+    "find_links",
     "has_list_of_blocks",
     "name_blocks",
     "repeated_calls",
     "repeats",
+    "with_links",
 ]
 
 Block = tuple[str, nn.Module]
@@ -116,6 +121,48 @@ def find_blocks(model: nn.Module) -> list[Block]:
 def has_list_of_blocks(module: nn.Module) -> bool:
     """Whether `module` contains a list of several modules of one class that have submodules."""
     return next(_of_lists(module, ""), None) is not None
+
+
+def find_links(model: nn.Module) -> list[Block]:
+    """Return the modules of the chains of invertible modules, outermost chains first.
+
+    A chain is a module whose children all have an inverse (or are densities without one). For a
+    chain within a chain, its modules are returned in its place.
+    """
+    return _links_of_chains(model, "")
+
+
+def with_links(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
+    """Return `blocks` with the modules of invertible chains in place of those that they contain.
+
+    Args:
+        model: the model.
+        blocks: the names and modules of blocks.
+
+    Returns:
+        The blocks, in the order of the model; none if there is no such chain.
+    """
+    links = find_links(model)
+    within = {id(part) for _, link in links for part in link.modules()}
+    others = [
+        (name, module) for name, module in blocks if within.isdisjoint(map(id, module.modules()))
+    ]
+    chosen = {id(module) for _, module in (*links, *others)} if links else set[int]()
+    named = cast("Iterator[Block]", model.named_modules())
+    return [(name, module) for name, module in named if id(module) in chosen]
+
+
+def _links_of_chains(module: nn.Module, path: str) -> list[Block]:
+    children = _children(module, path)
+    inner = [(child, _links_of_chains(child[1], child[0])) for child in children]
+    is_chain = bool(children) and all(_is_link(child) for _, child in children)
+    if is_chain and (_is_link(module) or len(children) > 1):
+        return [link for child, links in inner for link in links or [child]]
+    return [link for _, links in inner for link in links]
+
+
+def _is_link(module: nn.Module) -> bool:
+    return has_inverse(module) or bool(mark_of(module, "returns_log_det"))
 
 
 def repeats(modules: Sequence[nn.Module]) -> bool:

@@ -5,7 +5,8 @@ NOTE [ Chains that plan themselves ]
 Rule 1. A chain imports its `Budget` from here: `Sequential`, and the chains of invertible layers.
 Rule 2. The plan is made in the first forward with gradients. It is made again if a later forward
         may need more memory: larger arguments, more tensors that require gradients, training after
-        evaluation, or other modules.
+        evaluation, or other modules; and where the drift guard has refused what an inverse
+        returned, so that the block is inverted no more.
 Rule 3. The outermost budget applies: a chain within another chain that has a budget, or within
         a region that is recomputed in backward, makes no plan of its own.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from recoup._core.compile import is_traced, is_watched, uncompiled
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup._core.restoring import Restoring
 from recoup._core.rng import is_run_again
@@ -110,6 +112,8 @@ class Budget:
         call: Callable[..., Any],
         args: tuple[Any, ...],
         blocks: Iterable[nn.Module],
+        guard: DriftGuard | None = None,
+        loss: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Return the result of `call` under a plan that keeps to the budget.
 
@@ -118,12 +122,14 @@ class Budget:
             call: a function that calls the blocks, without recomputing any of them itself.
             args: its arguments.
             blocks: modules of the chain; a module may occur several times.
+            guard: the drift guard of blocks that are inverted; None to invert none.
+            loss: the loss that follows in each step, as for `recoup.plan`.
 
         Raises:
             BudgetError: no plan keeps to the budget.
         """
         planned = uncompiled(_planned) if is_watched() else _planned
-        return planned(self, chain, call, args, blocks)
+        return planned(self, chain, call, args, blocks, guard, loss)
 
     def plan_for(
         self,
@@ -131,6 +137,8 @@ class Budget:
         call: Callable[..., Any],
         args: tuple[Any, ...],
         blocks: Sequence[nn.Module],
+        guard: DriftGuard | None = None,
+        loss: Callable[[Any], Any] | None = None,
     ) -> None:
         """Ensure that the chain follows a plan for arguments as large as `args`."""
         given = flatten(args)[0]
@@ -138,14 +146,17 @@ class Budget:
         if self._bytes is None or not num_differentiated or not torch.is_grad_enabled():
             return  # there is no backward
         size = _Size(sum(t.nbytes for t in given), num_differentiated, chain.training)
-        if self._is_planned(size, blocks):
+        refused = None if guard is None else guard.kept
+        if self._is_planned(size, blocks) and (guard, refused) == (self._guard, self._refused):
             return
         if self._plan is not None:
             self._plan.remove()
             self._forget()
-        plan = frontier_of_call(chain, call, args, {}, blocks=blocks).plan(self._bytes)
+        found = frontier_of_call(chain, call, args, {}, blocks=blocks, guard=guard, loss=loss)
+        plan = found.plan(self._bytes)
         self._plan = plan.apply_while_held()
         self._size, self._blocks = size, blocks
+        self._guard, self._refused = guard, refused
 
     def _is_planned(self, size: _Size, blocks: Sequence[nn.Module]) -> bool:
         return (
@@ -160,6 +171,8 @@ class Budget:
         self._plan: Plan | None = None
         self._size = _Size(0, 0, False)
         self._blocks: Sequence[nn.Module] = ()
+        self._guard: DriftGuard | None = None
+        self._refused: frozenset[int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
         return Budget(self._bytes)
@@ -174,10 +187,13 @@ def _planned(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     blocks: Iterable[nn.Module],
+    guard: DriftGuard | None,
+    loss: Callable[[Any], Any] | None,
 ) -> Any:
     if _here.is_within or is_run_again() or is_traced():
         return call(*args)  # See Rule 3
     with _Within():
         with _planning:
-            budget.plan_for(chain, call, args, tuple({id(each): each for each in blocks}.values()))
+            distinct = tuple({id(each): each for each in blocks}.values())
+            budget.plan_for(chain, call, args, distinct, guard, loss)
         return call(*args)

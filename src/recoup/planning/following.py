@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import is_in_backward
@@ -137,6 +138,9 @@ class PlanFollower:
         self._names = {id(module): name for name, module in blocks}
         self._stages = stages
         self._sizes = sizes
+        executors = {id(stage.chain): stage.chain.executor for stage in stages}.values()
+        guards = [executor.guard for executor in executors if executor is not None]
+        self._guards = [guard for guard in guards if guard is not None]
         self._indices: dict[int, list[int]] = {}  # of the stages of each block
         for index, stage in enumerate(stages):
             self._indices.setdefault(id(stage.module), []).append(index)
@@ -169,6 +173,7 @@ class PlanFollower:
     def _run_model(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._sizes is not None:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
+            self._warn_of_drift()
         now, passes = _Pass(), self._of_thread.passes
         with Undoing() as undo:
             undo.later(now.end_chain)
@@ -214,7 +219,9 @@ class PlanFollower:
             forward = functools.partial(stage.run_kept, forward)
         else:
             forward = stage.code.of_call(stage.module, forward)
-        call = Call(f"block `{stage.name}`", forward, args, kwargs, stage.module)
+        call = self._call_of(stage, now.latest, forward, args, kwargs)
+        if stage.step in executor.prepared.inverted:
+            call.expect_inverse()
         linked, picks = (), ()
         if now.chain is not None and now.chain.planned is stage.chain:
             linked, picks = now.chain.outputs.indices_in(call.state, stage.module)
@@ -227,7 +234,7 @@ class PlanFollower:
         chain, now.chain = now.chain, None
         state = call.state
         if chain.latest is not None:
-            chain.latest.picks = picks
+            chain.latest.hand_on(picks)
             state = tuple(call.state[index] for index in linked)
         for _ in range(chain.num_entered, stage.step):
             state, _ = chain.run.enter(_SKIPPED, state)
@@ -242,6 +249,29 @@ class PlanFollower:
         else:
             now.chain = chain
         return call.take_output(state)
+
+    def _warn_of_drift(self) -> None:
+        if self._has_warned or not any(guard.kept for guard in self._guards):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"Inverses of blocks of this {type(self._model).__name__} drift since the plan was "
+            "made. The inputs of these blocks are computed again, so gradients are right, but a "
+            "step may take more memory than was planned, and longer. Make a new plan.",
+            stacklevel=4,
+        )
+
+    def _call_of(
+        self,
+        stage: PlannedStage,
+        index: int,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        """Return the call of a stage, which is the one at `index`."""
+        del index
+        return Call(f"block `{stage.name}`", forward, args, kwargs, stage.module)
 
     def _warn(self, module: nn.Module) -> None:
         if not self._has_warned:
@@ -268,6 +298,7 @@ class PlannedModel(NamedTuple):
         blocks: the names and modules of the blocks.
         calls: the calls of blocks that were seen, in order.
         tiled: the parts of the model that run in tiles; None if none do.
+        guard: the drift guard of inverted blocks; None if no schedule inverts any.
     """
 
     model: nn.Module
@@ -275,6 +306,7 @@ class PlannedModel(NamedTuple):
     blocks: Sequence[Block]
     calls: Sequence[MeasuredCall]
     tiled: PartsFollower | None = None
+    guard: DriftGuard | None = None
 
     def follower(self, schedule: Schedule, sizes: ArgumentSizes | None = None) -> PlanFollower:
         """Return a follower of a schedule.
@@ -283,7 +315,7 @@ class PlannedModel(NamedTuple):
             schedule: a schedule of the calls, and of one more stage: the code after them.
             sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
         """
-        stages = planned_stages(schedule, self.calls)
+        stages = planned_stages(schedule, self.calls, self.guard)
         return PlanFollower(self.root, stages, self.blocks, sizes, self.tiled)
 
     @property
@@ -296,5 +328,10 @@ class PlannedModel(NamedTuple):
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def followed(self, schedule: Schedule) -> AbstractContextManager[None]:
-        """Return a context in which the model follows a schedule; steps tile its parts."""
-        return followed(self._whole_modules, self.follower(schedule))
+        """Return a context in which the model follows a schedule, in steps that leave no trace.
+
+        Steps tile the parts of the model themselves.
+        """
+        guard = None if self.guard is None else self.guard.anew()
+        follower = self._replace(guard=guard).follower(schedule)
+        return followed(self._whole_modules, follower)

@@ -50,7 +50,7 @@ class FrontierPoint(NamedTuple):
         peak_bytes: the predicted peak of a step.
         relative_time: the predicted time, where 1 is a step that keeps every residual and compiles
             no block.
-        num_forwards: the runs of blocks in a step.
+        num_forwards: the runs of blocks in a step, inverses included.
         is_compiled: whether blocks are compiled.
         is_tiled: whether parts run in tiles: the output layer with its loss, or MLPs.
     """

@@ -71,6 +71,7 @@ class MeasuredCall:
         holders: names of attributes within the block that are tensors with a graph.
         products: the costly operators in its forward.
         saved: for each of them, whether its output is a residual.
+        is_invertible: whether its input can be made from its output, by `inverse` of the block.
         is_estimated: whether the call was not measured, but is estimated from another one.
         again_seconds: the time of its second run.
         backward_seconds: the time from there to the next second run, or to the end.
@@ -96,6 +97,7 @@ class MeasuredCall:
     holders: tuple[str, ...] = ()
     products: list[Product] = field(default_factory=list[Product])
     saved: list[bool] = field(default_factory=list[bool])
+    is_invertible: bool = False
     is_estimated: bool = False
     again_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -200,6 +202,7 @@ class _Meter:
         linked = tuple(given[place] for place in at)
         found = MeasuredCall(name, module, bool(at), _bytes_of(linked or given, self._known))
         self._known.update(storages_of(linked or given))
+        found.is_invertible = call.is_invertible_from(at)
         calls.append(found)
         found.before = self._line.mark()
         drawn_before = self._drawn()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from torch import nn
 
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.restoring import Undoing, restoring
-from recoup.planning.advice import constant_memory_of, held_by_others
+from recoup.planning.advice import held_by_others, what_can_be_inverted
 from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import WrappedForwards, wrapped_forwards_in
 from recoup.planning.report import BlockPlan, Summary, described, rows_of
@@ -89,6 +90,16 @@ class Plan:
         self.costs = tuple(costs)
         self.frontier = tuple(points)
         self.held_by_others = tuple(held_by_others(planned.model, planned.calls))
+        self._advice = list(self.held_by_others)
+        if planned.guard is None:
+            self._advice[:0] = what_can_be_inverted(planned.model, planned.calls)
+        elif point.num_inverses:
+            tolerance = f"{planned.guard.tolerance:g} of their norm"
+            self._advice.insert(
+                0,
+                f"inverted blocks round: gradients are equal to {tolerance}, of which the drift "
+                "guard takes care (`plan.drift`)",
+            )
         self.planned = planned
         self._point = point
         self._rehearsed_bytes = rehearsed_bytes
@@ -109,6 +120,14 @@ class Plan:
     def num_seen(self) -> int:
         """The number of blocks that were called during planning; others will be recomputed."""
         return len({id(call.module) for call in self.planned.calls})
+
+    @property
+    def drift(self) -> DriftGuard | None:
+        """The drift guard of the blocks that it inverts; None if it inverts none.
+
+        Where blocks that are no chain together are inverted, it is that of the first of them.
+        """
+        return self.planned.guard if self._point.num_inverses else None
 
     @property
     def schedule(self) -> Schedule:
@@ -167,7 +186,7 @@ class Plan:
                 least_bytes=self.least_bytes,
                 most_bytes=self.most_bytes,
                 tiled=None if self.planned.tiled is None else self.planned.tiled.described,
-                advice=[*constant_memory_of(self.model), *self.held_by_others],
+                advice=self._advice,
             )
         )
 

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from recoup._core.call import run_again
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup.planning.compiling import BlockCode
 from recoup.planning.keeping import KeepingCall
 from recoup.planning.measuring import MeasuredCall
 from recoup.planning.pricing import chosen_products
-from recoup.schedules import Action, Advance, Invert, Schedule, Tape
+from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
 
-__all__ = ["PlannedChain", "PlannedStage", "planned_stages"]
+__all__ = ["PlannedChain", "PlannedStage", "chains_of", "planned_stages"]
 
 
 class PlannedChain(NamedTuple):
@@ -61,17 +62,22 @@ class PlannedStage(NamedTuple):
         return run_again(KeepingCall(name, forward, args, kwargs, self.module, self.chosen))
 
 
-def planned_stages(schedule: Schedule, calls: Sequence[MeasuredCall]) -> list[PlannedStage]:
+def planned_stages(
+    schedule: Schedule, calls: Sequence[MeasuredCall], guard: DriftGuard | None = None
+) -> list[PlannedStage]:
     """Return a stage for each call.
 
     Args:
         schedule: a schedule of the calls, in order, and of one more stage: the code after them.
         calls: the calls of blocks.
+        guard: the drift guard of the first chain that inverts, with the settings of all others.
     """
     variants = {a.index: a.variant for a in schedule.actions if isinstance(a, Tape)}
     stages: list[PlannedStage] = []
-    for start, stop in _chains(calls):
-        chain = _planned_chain(schedule, start, stop)
+    for start, stop in chains_of(calls):
+        chain = _planned_chain(schedule, start, stop, guard)
+        if guard is not None and chain.executor is not None and chain.executor.guard is guard:
+            guard = guard.anew()
         executor = chain.executor
         for index in range(start, stop):
             step, call = index - start, calls[index]
@@ -92,26 +98,40 @@ def _way_of(
     return chosen, BlockCode()
 
 
-def _chains(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
+def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
     """Yield the start and the stop of each chain."""
     starts = [index for index, call in enumerate(calls) if index == 0 or not call.is_linked]
     yield from zip(starts, [*starts[1:], len(calls)], strict=True)
 
 
-def _planned_chain(schedule: Schedule, start: int, stop: int) -> PlannedChain:
+def _planned_chain(
+    schedule: Schedule, start: int, stop: int, guard: DriftGuard | None
+) -> PlannedChain:
     actions = tuple(_within(schedule.actions, start, stop))
     runs_again = any(isinstance(action, Advance | Invert) for action in actions)
     part = Schedule(stop - start, actions, name=schedule.name)
-    return PlannedChain(stop - start, Executor(part) if runs_again else None)
+    sweep = actions[: part.sweep_end]
+    inverts = any(isinstance(action, Invert) for action in actions)
+    if inverts and Keep(0) not in sweep and Offload(0) not in sweep:
+        # What an inverse gets wrong is computed again from the first state.
+        part = replace(part, actions=(Keep(0), *actions))
+    return PlannedChain(stop - start, Executor(part, guard=guard) if runs_again else None)
 
 
 def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action]:
-    """Yield the actions on the stages of one chain, with the stages numbered from 0."""
+    """Yield the actions on the stages of one chain, with the stages numbered from 0.
+
+    The last state of a chain counts where a stage is inverted from it: then only code follows that
+    is no block.
+    """
+    last = Invert(stop - 1) in actions
     for action in actions:
         if isinstance(action, Advance):
             first, last = max(action.start, start), min(action.stop, stop)
             if first < last:
                 yield Advance(first - start, last - start)
+        elif last and action.index == stop and isinstance(action, Keep | Load | Drop):
+            yield replace(action, index=stop - start)
         elif start <= action.index < stop:
             # The variant of the tape is known to the stage (`PlannedStage.chosen`).
             of_stage = Tape(action.index) if isinstance(action, Tape) else action

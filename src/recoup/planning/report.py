@@ -96,7 +96,7 @@ def rows_of(
             way = "invert" if index in inverted else way
             way += f", {call.code_again.name}" if call.code_again else ""
             keeps = cost.state_bytes if index in kept else 0
-            work = again * cost.seconds
+            work = again * cost.seconds + (cost.invert_seconds if index in inverted else 0.0)
         saves = cost.tape_bytes - keeps
         kind = type(call.module).__name__
         rows.append(

@@ -14,12 +14,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
-from recoup.planning.blocks import name_blocks
+from recoup.planning.blocks import name_blocks, with_links
 from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.frontier import Frontier
+from recoup.planning.inverting import with_inverses
 from recoup.planning.losses import losses_from
 from recoup.planning.offload_place import place_of
 from recoup.planning.plan import Plan, own_forwards
@@ -45,6 +47,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    exact: bool = ...,
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
     **example_kwargs: Any,
@@ -62,6 +65,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     holds_output: bool = ...,
     compile: bool | str = ...,
+    exact: bool = ...,
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
     **example_kwargs: Any,
@@ -78,6 +82,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    exact: bool = True,
     offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
     **example_kwargs: Any,
@@ -118,6 +123,12 @@ def plan(
             other random numbers, and rounds otherwise; its gradients are those of the blocks
             compiled and run plainly. Logger ``recoup.planning.compiling`` tells what is compiled.
             ``"aot_eager"`` partitions the graphs, but does not compile them.
+        exact: whether gradients must be those of the plain step, bit for bit on the same kernels.
+            If not, blocks that have an `inverse` may be inverted: only their output is kept, and
+            backward computes their inputs from it, which rounds. A `DriftGuard` compares what
+            inverses return with what forward was given, and gradients of the rehearsal may differ
+            from those of the plain step by its tolerance, a thousandth of their norm. A plan
+            inverts blocks only where that is faster within the budget.
         offload_to: where the inputs of blocks may wait for backward: "host", or a folder on a disk,
             whose speed is measured. None for host memory on CUDA, and for no place on the CPU.
         tiles: whether the output layer may run in tiles with its loss, a cross entropy, so that the
@@ -153,11 +164,12 @@ def plan(
     neural networks with limited memory" (2019).
     """
     budget_bytes = None if budget is None else checked_budget(budget)
+    if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`exact` is {exact!r}, but must be True or False.")
     found = frontier_of_call(
         model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
         budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
-        offload_to=offload_to,
-        tiles=tiles,
+        guard=None if exact else DriftGuard(), offload_to=offload_to, tiles=tiles,
     )  # fmt: skip
     return found if budget_bytes is None else found.plan(budget_bytes)
 
@@ -174,10 +186,16 @@ def frontier_of_call(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    guard: DriftGuard | None = None,
     offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
 ) -> Frontier:
-    """Return the plans for steps that call the model, or a function around it, as `plan` does."""
+    """Return the plans for steps that call the model, or a function around it, as `plan` does.
+
+    Args beyond those of `plan`:
+        call: the function.
+        guard: the drift guard of plans that invert blocks; None for none that do.
+    """
     check_budget_of(budget_of)
     _check_arguments(model, loss, budget_of, optimizer)
     backend, tiles = backend_of(compile), checked_tiles(tiles)
@@ -197,6 +215,11 @@ def frontier_of_call(
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
         priced = [price_blocks(step, kind, device) for kind in kinds]
+        if guard is not None:
+            links = with_links(model, named) if blocks is None else []
+            if links and all(kind.blocks != links for kind in priced):
+                priced.append(price_blocks(step, links, device))
+            priced = [with_inverses(kind, device, guard) for kind in priced]
         if tiles:
             only_head = backend is not None  # blocks are compiled as a whole
             priced = [

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import Block, has_list_of_blocks, repeats
 from recoup.planning.compiling import BlockCode, CodeByModule
@@ -70,6 +71,7 @@ class PricedBlocks(NamedTuple):
             0 if work was counted, of which all kinds of blocks have the same.
         code: the code by which the blocks of the plain step run.
         code_again: the code by which blocks run that are run again.
+        guard: the drift guard of blocks that are inverted; None if none may be.
         more: what parts in tiles add to the time of a step, as a share of it.
     """
 
@@ -83,6 +85,7 @@ class PricedBlocks(NamedTuple):
     seconds: float = 0.0
     code: BlockCode = BlockCode()
     code_again: BlockCode = BlockCode()
+    guard: DriftGuard | None = None
     more: float = 0.0
 
     @property
@@ -105,8 +108,9 @@ class PricedBlocks(NamedTuple):
         return (1 + self.more) * self.kept_seconds + point.seconds - self.points[-1].seconds
 
     def num_forwards(self, point: Point) -> int:
-        """Return the runs of blocks in a step that follows a plan."""
-        return sum(simulate(point.schedule, costs=self.costs).forwards_per_stage[:-1])
+        """Return the runs of blocks in a step that follows a plan, inverses included."""
+        simulation = simulate(point.schedule, costs=self.costs)
+        return sum(simulation.forwards_per_stage[:-1]) + simulation.num_inverses
 
     def repriced(
         self, calls: list[MeasuredCall], costs: list[Cost], seconds: float

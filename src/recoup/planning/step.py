@@ -124,8 +124,13 @@ def plain_outcome(step: Step) -> Outcome:
         return outcome_of(step.model, step.run())
 
 
-def peak_of(step: Step, device: torch.device) -> int:
+def peak_of(step: Step, device: torch.device, tolerance: float = 0.0) -> int:
     """Return the peak of a step of a model that follows a plan, on the rank on which it is largest.
+
+    Args:
+        step: the step.
+        device: the device whose bytes are counted.
+        tolerance: the relative difference of gradients that inverses may make.
 
     Raises:
         DifferentStepError: on some rank the outcome differs from that of the plain step.
@@ -133,7 +138,7 @@ def peak_of(step: Step, device: torch.device) -> int:
     with step.rehearsed(), timeline(device) as line:
         gradients = step.run()
         ran = line.mark()  # before the comparison, which takes memory, too
-        difference = step.verification.difference(outcome_of(step.model, gradients))
+        difference = step.verification.difference(outcome_of(step.model, gradients), tolerance)
         del gradients
         step.forget()
     found = [ran.peak_bytes, float(difference is not None)]

@@ -14,7 +14,9 @@ Rule 3. Sketches are compared, since a second set of gradients may not fit. The 
 Rule 4. Sketches may differ by the rounding of kernels. If they differ by more, the plain step is
         run once more. The distance between its two runs (from kernels that sum in no fixed order)
         is then allowed as well, as far as it can be rounding.
-Rule 5. Parts in tiles sum in another order than the plain step, in products whose sums are long.
+Rule 5. Where a plan inverts blocks, the tolerance of its drift guard is allowed, relative to the
+        norm of each gradient.
+Rule 6. Parts in tiles sum in another order than the plain step, in products whose sums are long.
         That is allowed more rounding. Rows that are not independent differ by a thousand times it.
 """
 
@@ -113,7 +115,7 @@ class Verification:
         return self._is_plain
 
     def allow_other_sums(self, eps: float) -> None:
-        """Allow the rounding of sums that are taken in another order (See Rule 5).
+        """Allow the rounding of sums that are taken in another order (See Rule 6).
 
         Args:
             eps: the machine epsilon of what is summed, which may be larger than that of the sums.
@@ -139,11 +141,20 @@ class Verification:
             spread = _distance(sketch, self._expected.sketches[name])
             self._spread[name] = max(self._spread.get(name, 0.0), spread)
 
-    def difference(self, outcome: Outcome) -> str | None:
-        """Return a message if `outcome` differs from the expected one (See Rule 4), else None."""
-        return None if self._expected is None else self._first_difference(outcome, self._expected)
+    def difference(self, outcome: Outcome, tolerance: float = 0.0) -> str | None:
+        """Return a message if `outcome` differs from the expected one, else None.
 
-    def _first_difference(self, outcome: Outcome, expected: Outcome) -> str | None:
+        Args:
+            outcome: the outcome of a planned step.
+            tolerance: the relative difference that inverses may make (See Rules 4 and 5).
+        """
+        if self._expected is None:
+            return None
+        return self._first_difference(outcome, self._expected, tolerance)
+
+    def _first_difference(
+        self, outcome: Outcome, expected: Outcome, tolerance: float
+    ) -> str | None:
         largest = max((s.norm for s in expected.sketches.values() if s.norm < math.inf), default=0)
         for name, sketch in outcome.sketches.items():
             other = expected.sketches[name]
@@ -152,7 +163,8 @@ class Verification:
             most = _MOST_OF_SUMS if self._least_eps >= _EPS_OF_16_BITS else _MOST
             spread = self._rounding * eps * scale + _OWN_SPREAD * self._spread.get(name, 0.0)
             distance = _distance(sketch, other)
-            if distance > min(spread, most * scale):
+            allowed = tolerance * scale if name.startswith("the gradient") else 0.0
+            if distance > max(min(spread, most * scale), allowed):
                 return self._message(name, f" by about {distance:.2g} (of {other.norm:.2g})")
         if not same_states(outcome.states, expected.states):
             return self._message("the random stream")
@@ -163,7 +175,8 @@ class Verification:
         return (
             f"A planned step of the model differs from the {which} one in {name}{by}. A block "
             "computes something else when it runs again (does it read Python state that changes, "
-            "or a clock, or write to what it is given?), or an operator in it is not what it says. "
+            "or a clock, or write to what it is given?), or an operator in it is not what it says, "
+            "or, where it is inverted, its inverse does not undo it. "
             "Leave that block out of `blocks`."
         )
 

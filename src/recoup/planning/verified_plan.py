@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
-from recoup.planning.advice import constant_memory_of
+from recoup.planning.advice import what_can_be_inverted
 from recoup.planning.choosing import choose
 from recoup.planning.following import PlannedModel
 from recoup.planning.plan import Plan
@@ -44,19 +45,24 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
     expect_again(kind, device)
     with suppress(DifferentStepError):
         return planned(kind)
-    without_products = [replace(cost, variants=()) for cost in kind.costs]
-    simpler = {
-        "no results of products": kind.with_costs(without_products),
-        "all residuals": kind._replace(points=kind.points[-1:]),
-    }
-    for what, other in simpler.items():
+    for what, other in _simpler(kind):
         with suppress(DifferentStepError, BudgetError):
             plan = planned(other)
-            warnings.warn(
-                f"The plan keeps {what}. With the one first chosen: {difference}", stacklevel=5
-            )
+            warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=5)
             return plan
     raise difference
+
+
+def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
+    """Yield the same blocks with fewer ways, and what plans for them do."""
+    costs = kind.costs
+    if kind.guard is not None:
+        costs = [replace(cost, is_invertible=False) for cost in costs]
+        kind = kind._replace(guard=None).with_costs(costs)
+        yield "inverts nothing", kind
+    costs = [replace(cost, variants=()) for cost in costs]
+    yield "keeps no results of products", kind.with_costs(costs)
+    yield "keeps all residuals", kind._replace(points=kind.points[-1:])
 
 
 def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
@@ -74,22 +80,27 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     """
     step, budget = kind.step, budget_bytes - standing
     root = step.model if step.call is step.model else None
-    planned = PlannedModel(step.model, root, kind.blocks, kind.calls, step.tiled)
+    planned = PlannedModel(
+        step.model, root, kind.blocks, kind.calls, guard=kind.guard, tiled=step.tiled
+    )
     is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
         point = kind.points[index]
+        tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
         with planned.followed(point.schedule):
-            peak_bytes = peak_of(step, device)
+            peak_bytes = peak_of(step, device, tolerance)
             for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
                 if peak_bytes > budget:  # See Rule 3 of ranks.py
-                    peak_bytes = min(peak_bytes, peak_of(step, device))
+                    peak_bytes = min(peak_bytes, peak_of(step, device, tolerance))
         # Other forwards call more blocks than the rehearsal did.
         return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
 
     choice = choose([point.peak_bytes for point in kind.points], budget, rehearse)
     if choice.point_index is None:
-        raise _too_small(kind, budget_bytes, standing, standing + choice.least_bytes)
+        advice = [] if kind.guard else what_can_be_inverted(step.model, kind.calls)
+        least = standing + choice.least_bytes
+        raise _too_small(kind, budget_bytes, standing, least, advice)
     point = kind.points[choice.point_index]
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
@@ -102,8 +113,10 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     )  # fmt: skip
 
 
-def _too_small(kind: PricedBlocks, budget_bytes: int, standing: int, least: int) -> BudgetError:
-    model, after = kind.step.model, kind.costs[-1].tape_run_bytes
+def _too_small(
+    kind: PricedBlocks, budget_bytes: int, standing: int, least: int, advice: Sequence[str]
+) -> BudgetError:
+    after = kind.costs[-1].tape_run_bytes
     tiling = ""
     if kind.step.tiled is None and 2 * after > least - standing:
         tiling = (
@@ -111,7 +124,7 @@ def _too_small(kind: PricedBlocks, budget_bytes: int, standing: int, least: int)
             "of that if it is a linear output layer and its cross entropy."
         )
     alive = f", {format_bytes(standing)} of which are alive before a step" if standing else ""
-    inverting = "".join(f" {line}" for line in constant_memory_of(model))
+    inverting = "".join(f" {line}" for line in advice)
     return BudgetError(
         f"`budget` is {format_bytes(budget_bytes)} ({budget_bytes} bytes), but the least that a "
         f"step of this model was seen to take is {format_bytes(least)} ({least} bytes{alive}). "

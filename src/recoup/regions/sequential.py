@@ -44,8 +44,9 @@ class Sequential(HasMemoryMode, nn.Sequential):
     ==============  ==========================================  ================================
 
     A state is a value passed from one module to the next, a tape the residuals of one module.
-    Gradients, buffers and the random stream are those of ``nn.Sequential``, bit for bit; under
-    "constant" to rounding.
+    Gradients, buffers and the random stream are those of ``nn.Sequential``, bit for bit; to
+    rounding under "constant", and under bytes if modules have a method ``inverse``: these may be
+    inverted then.
 
     In a graph of torch.compile "inputs" and "sqrt" call torch's own checkpoint, around each segment
     but the last; the graph breaks at a chain with another `memory`.
@@ -61,7 +62,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
             method ``inverse``): "recompute" it from its kept input, or "keep" its residuals. An
             invertible module may return ``(y, log_det)``; ``log_det`` is left out here, and
             `recoup.invertible.Chain` sums it.
-        drift: under "constant", what to do where inverses do not reproduce the inputs:
+        drift: under "constant" and bytes, what to do where inverses do not reproduce the inputs:
             "recompute", "raise", "warn", "ignore", or a `recoup.invertible.DriftGuard`.
 
     Raises:
@@ -105,7 +106,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
                 return self._forward_in_graph(input)
             break_graph(_NOT_IN_GRAPH)
         if self._budget.is_bound:
-            return self._budget.run(self, self._forward_plainly, (input,), self)
+            return self._budget.run(self, self._forward_plainly, (input,), self, self._drift)
         links = self._links()
         executor = self._ready_executor(links, self._ways(self._memory))
         return run_through(executor, links, input)

@@ -63,6 +63,8 @@ class Cost:
         is_fixed: whether the stage can only be taped, when it is first passed.
         is_invertible: whether the stage can be inverted.
         invert_seconds: time of one inverse, which makes the tape on its way.
+        invert_bytes: the most that an inverse, and the backward after it, have alive at one time
+            beyond the stage's output; None to count `tape_run_bytes`, and then the whole tape.
         offload_seconds: time to move the input to host memory and back; None if that is impossible.
         variants: other tapes, for a stage that is taped in the sweep.
         again: the tape that a run in backward makes, if it is another one than the whole (a stage
@@ -98,6 +100,7 @@ class Cost:
     lent_bytes: int = 0
     before_bytes: int = 0
     again: Thin | None = None
+    invert_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _require_time("seconds", self.seconds)
@@ -106,6 +109,7 @@ class Cost:
         sizes = ("state_bytes", "run_bytes", "tape_run_bytes", "reverse_bytes", "lent_bytes")
         for name in (*sizes, "beside_bytes", "before_bytes"):
             require_size(name, getattr(self, name))
+        require_size("invert_bytes", self.invert_bytes or 0)
         if self.tape_bytes < self.state_bytes:
             raise ValueError(
                 f"`tape_bytes` is {self.tape_bytes}, but it must be at least `state_bytes` "

@@ -65,8 +65,7 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
         case str() if memory[:1].isdigit():
             raise ValueError(
                 f"`memory` is {memory!r}, but a number of bytes needs a chain that keeps its plan "
-                f"from step to step. Make chain = recoup.Sequential(*segments, memory={memory!r}), "
-                'and pass [chain] as the segments, with memory="linear".'
+                f"from step to step, such as recoup.Sequential(*modules, memory={memory!r})."
             )
         case _:
             raise ValueError(

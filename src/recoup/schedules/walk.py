@@ -257,10 +257,16 @@ class Walk:
         self._work(working)
 
     def _invert(self, index: int) -> None:
+        cost = self.costs[index]
         self.num_inverses += 1
-        self.seconds += self.costs[index].invert_seconds
-        self.peak = max(self.peak, self.held + self.costs[index].tape_run_bytes)
-        self._tape(index, self.tapes_of_stage[index][0], index)
+        self.seconds += cost.invert_seconds
+        if cost.invert_bytes is None:
+            self.peak = max(self.peak, self.held + cost.tape_run_bytes)
+            self._tape(index, self.tapes_of_stage[index][0], index)
+            return
+        lent = cost.lent_bytes if index - 1 in self.tapes else 0
+        self.peak = max(self.peak, self.held + cost.invert_bytes + lent)
+        self._tape(index, Thin(cost.state_bytes, 0.0), index)  # its bytes were counted just now
 
     def _reverse(self, index: int) -> None:
         cost = self.costs[index]

@@ -47,6 +47,7 @@ def costs(draw, *, with_choices=True, with_moments=True):
         variants=tuple(draw(st.lists(thins(state), max_size=1))),
         before_bytes=draw(SIZES),
         again=draw(st.none() | thins(state)),
+        invert_bytes=draw(st.none() | SIZES),
     )
 
 
@@ -69,11 +70,12 @@ def check_all_budgets(chain):
         assert simulation.peak_bytes == point.peak_bytes
         assert simulation.seconds == point.seconds
         assert simulation.num_forwards == point.num_forwards
+        assert simulation.num_inverses == point.num_inverses
         assert simulate(optimal(chain, point.peak_bytes), costs=chain).seconds == point.seconds
     for before, after in pairwise(points):
         assert before.peak_bytes < after.peak_bytes
         assert before.seconds > after.seconds
-        assert before.num_forwards >= after.num_forwards
+        assert before.num_runs >= after.num_runs
 
 
 @settings(max_examples=60, deadline=None)

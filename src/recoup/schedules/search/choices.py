@@ -172,9 +172,12 @@ class Chain:
         if cost.is_fixed:
             return
         if cost.is_invertible and self._links(start + 1):
+            inverting = max(output + cost.tape_run_bytes, _reversing(cost, cost.tape(0)))
+            if cost.invert_bytes is not None:
+                inverting = max(output + cost.invert_bytes, state) + cost.lent_bytes
             needs = max(
                 max(state + max(cost.run_bytes, cost.before_bytes), output) + passed,
-                max(output + cost.tape_run_bytes, _reversing(cost, cost.tape(0))) + behind,
+                inverting + behind,
                 state + reversed_,
                 output + behind,
             )

@@ -40,6 +40,7 @@ class Point:
         seconds: its time, as `simulate` counts it.
         num_forwards: number of forward runs of stages.
         schedule: the schedule.
+        num_inverses: number of inverse runs of stages.
 
     Example:
         >>> from recoup.schedules import Cost, frontier
@@ -51,14 +52,20 @@ class Point:
     seconds: float
     num_forwards: int
     schedule: Schedule
+    num_inverses: int = 0
+
+    @property
+    def num_runs(self) -> int:
+        """The number of runs of stages, forward and inverse."""
+        return self.num_forwards + self.num_inverses
 
 
 def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
     """Find, for every number of bytes, the schedule with the least time.
 
     The search covers the schedules of `optimal`. Some points are left out, as few and as slow as
-    possible, so that a point with more bytes never runs more forwards; `optimal` still finds them.
-    Of more than 100 points, only every second, third, ... is returned.
+    possible, so that a point with more bytes never runs more forwards and inverses; `optimal` still
+    finds them. Of more than 100 points, only every second, third, ... is returned.
 
     If all sizes are small multiples of one size (at most 256 of them hold everything; more in
     short chains), every point is exact. Otherwise sizes are rounded, to a 160th of the peak of
@@ -80,7 +87,7 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
 
     Returns:
         Points from the least feasible bytes to the most, with falling seconds and never more
-        forwards.
+        forwards and inverses.
 
     Raises:
         ValueError: `costs` is empty.
@@ -106,24 +113,27 @@ def frontier(costs: Sequence[Cost]) -> tuple[Point, ...]:
         simulation = simulate(schedule, costs=costs)
         if not points or simulation.seconds <= points[-1].seconds:
             points.append(
-                Point(simulation.peak_bytes, simulation.seconds, simulation.num_forwards, schedule)
-            )
-    return tuple(_never_more_forwards(points))
+                Point(
+                    simulation.peak_bytes, simulation.seconds, simulation.num_forwards, schedule,
+                    simulation.num_inverses,
+                )
+            )  # fmt: skip
+    return tuple(_never_more_runs(points))
 
 
-def _never_more_forwards(points: Sequence[Point]) -> list[Point]:
-    """Return a subset of points of which none runs more forwards than the one before.
+def _never_more_runs(points: Sequence[Point]) -> list[Point]:
+    """Return a subset of points of which none runs more forwards and inverses than the one before.
 
     It has the first point, a fastest one, and between them those with the least time over all
     budgets.
     """
     least, before = [0.0], [0]
     for stop in range(1, len(points)):
-        peak_bytes, num_forwards = points[stop].peak_bytes, points[stop].num_forwards
+        peak_bytes, num_runs = points[stop].peak_bytes, points[stop].num_runs
         options = [
             (least[start] + point.seconds * (peak_bytes - point.peak_bytes), start)
             for start, point in enumerate(points[:stop])
-            if point.num_forwards >= num_forwards and point.seconds > points[stop].seconds
+            if point.num_runs >= num_runs and point.seconds > points[stop].seconds
         ]
         best, start = min(options, default=(inf, 0))
         least.append(best)
@@ -246,7 +256,7 @@ def _units(chain: Chain, least: int) -> Iterator[tuple[int, int, int]]:
 
 def _sizes(cost: Cost) -> Iterator[int]:
     yield from (cost.state_bytes, cost.run_bytes, cost.left_bytes, cost.beside_bytes)
-    yield cost.before_bytes
+    yield from (cost.before_bytes, cost.invert_bytes or 0)
     tapes = [cost.tape(variant) for variant in range(len(cost.variants) + 1)]
     for thin in (*tapes, cost.tape_again):
         yield from (thin.tape_bytes, thin.tape_run_bytes, thin.reverse_bytes)
