@@ -37,9 +37,9 @@ from recoup.planning.forwards import followed
 from recoup.planning.measuring import MeasuredCall
 from recoup.planning.planned_stages import PlannedStage, chains_of, planned_stages
 from recoup.planning.ranks import is_sharded
-from recoup.planning.stages import PricedBlocks
+from recoup.planning.stages import PricedBlocks, points_of
 from recoup.planning.work import WorkCounter
-from recoup.schedules import Cost, Way, constant, frontier
+from recoup.schedules import Cost, Way, constant
 
 __all__ = ["with_inverses"]
 
@@ -68,7 +68,9 @@ def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -
             costs[index], is_invertible=True, invert_seconds=work, invert_bytes=num_bytes
         )
     whole = kind.points[-1]  # which keeps no input of calls without residuals
-    points = [point for point in frontier(costs) if point.peak_bytes < whole.peak_bytes]
+    points = [
+        point for point in points_of(costs, kind.step.place) if point.peak_bytes < whole.peak_bytes
+    ]
     return kind._replace(costs=costs, points=[*points, whole], guard=guard)
 
 

@@ -51,6 +51,7 @@ __all__ = [
     "expect_plain",
     "fastest_first",
     "kinds_of_blocks",
+    "points_of",
     "price_blocks",
     "with_new_step",
 ]
@@ -122,7 +123,7 @@ class PricedBlocks(NamedTuple):
 
     def with_costs(self, costs: list[Cost]) -> PricedBlocks:
         """Return the same calls with other costs, and the plans for them."""
-        return self._replace(costs=costs, points=_points(costs, self.step.place))
+        return self._replace(costs=costs, points=points_of(costs, self.step.place))
 
     def plain_outcome(self) -> Outcome:
         """Return the outcome of a step that keeps all residuals."""
@@ -130,8 +131,13 @@ class PricedBlocks(NamedTuple):
             return plain_outcome(replace(self.step, tiled=None))
 
 
-def _points(costs: list[Cost], place: OffloadPlace) -> list[Point]:
-    """Return the plans that are best for some budget; those that offload have bytes in flight."""
+def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
+    """Return the plans that are best for some budget; those that offload have bytes in flight.
+
+    Args:
+        costs: the costs of the calls, and of the code after them.
+        place: where inputs may wait.
+    """
     staying = [replace(cost, offload_seconds=None) for cost in costs]
     points = list(frontier(staying))
     if place.work_per_byte is None:
@@ -143,7 +149,10 @@ def _points(costs: list[Cost], place: OffloadPlace) -> list[Point]:
         points.append(replace(point, peak_bytes=found.peak_bytes, schedule=schedule))
     best: list[Point] = []
     for point in sorted(points, key=lambda each: (each.peak_bytes, each.seconds)):
-        if not best or (point.seconds < best[-1].seconds):
+        before = best[-1] if best else None
+        if before is None or (
+            point.seconds < before.seconds and point.num_forwards <= before.num_forwards
+        ):
             best.append(point)
     return best
 
