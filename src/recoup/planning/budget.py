@@ -22,9 +22,8 @@ from torch import nn
 from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.pytree import flatten
 from recoup._core.restoring import Restoring
-from recoup._core.rng import num_repeated
-from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.memory.size import parse_bytes
+from recoup.planning.forwards import is_run_again
 from recoup.planning.plan import Plan
 from recoup.planning.search import frontier_of_call
 
@@ -176,14 +175,9 @@ def _planned(
     args: tuple[Any, ...],
     blocks: Iterable[nn.Module],
 ) -> Any:
-    if _here.is_within or _is_run_again() or is_traced():
+    if _here.is_within or is_run_again() or is_traced():
         return call(*args)  # See Rule 3
     with _Within():
         with _planning:
             budget.plan_for(chain, call, args, tuple({id(each): each for each in blocks}.values()))
         return call(*args)
-
-
-def _is_run_again() -> bool:
-    """Whether the current code is part of a recomputed region or of backward."""
-    return num_repeated() > 0 or frame_in_force() is not None or is_in_backward()

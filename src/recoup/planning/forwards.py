@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_traced, uncompiled
 from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import num_repeated
-from recoup._core.saved_tensors import frame_in_force, version_of
+from recoup._core.saved_tensors import frame_in_force, is_in_backward, version_of
 
 __all__ = [
     "CallOutputs",
@@ -39,6 +39,7 @@ __all__ = [
     "WrappedForwards",
     "enclosing_checkpoints",
     "followed",
+    "is_run_again",
     "suspended",
     "wrapped_forwards_in",
 ]
@@ -270,6 +271,11 @@ def followed(modules: Iterable[nn.Module], follower: Follower) -> Generator[None
 def enclosing_checkpoints() -> tuple[int, object | None]:
     """Return the number of regions around this code, and the frame of a torch checkpoint."""
     return num_repeated(), frame_in_force()
+
+
+def is_run_again() -> bool:
+    """Whether the current code is part of a recomputed region or of backward."""
+    return num_repeated() > 0 or frame_in_force() is not None or is_in_backward()
 
 
 class CallOutputs:
