@@ -27,15 +27,23 @@ class PlanningCallback:
         budget_of: Literal["step", "total"],
         show: Callable[[Plan], object] | None,
         compile: bool | str,  # noqa: A002
+        replan: bool,
     ) -> None:
         checked_budget(budget)
         check_budget_of(budget_of)
         backend_of(compile)
         self.budget = budget
-        self.blocks = blocks
+        is_several = blocks is not None and not isinstance(blocks, str)
+        self.blocks = list(blocks) if is_several else blocks  # an iterator would serve one plan
         self.budget_of: Literal["step", "total"] = budget_of
         self.show = show
+        if replan and compile:
+            raise ValueError(
+                "`replan` is True with `compile`, but compiled blocks are measured and timed for "
+                "one shape. Leave one of them out, or pad batches to one shape."
+            )
         self.compile = compile
+        self.replan = replan
         self.plan: Plan | None = None
 
     def _apply(self, plan: Plan) -> None:

@@ -28,6 +28,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         budget_of: as for `recoup.plan`; "total" counts the state of the optimizer.
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
+        replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
@@ -50,8 +51,9 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
         compile: bool | str = False,  # noqa: A002
+        replan: bool = False,
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show, compile)
+        super().__init__(budget, blocks, budget_of, show, compile, replan)
         self.loss = loss
         self._first_forward_hook: Any = None
 
@@ -81,6 +83,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
                 budget_of=self.budget_of,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
                 compile=self.compile,
+                replan=self.replan,
                 holds_output=False,  # the trainer holds only the loss by then
                 **named,
             )
