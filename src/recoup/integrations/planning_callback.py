@@ -33,8 +33,9 @@ class PlanningCallback:
         check_budget_of(budget_of)
         backend_of(compile)
         self.budget = budget
-        is_several = blocks is not None and not isinstance(blocks, str)
-        self.blocks = list(blocks) if is_several else blocks  # an iterator would serve one plan
+        if blocks is not None and not isinstance(blocks, str):
+            blocks = list(blocks)  # an iterator would serve one plan
+        self.blocks = blocks
         self.budget_of: Literal["step", "total"] = budget_of
         self.show = show
         if replan and compile:

@@ -145,9 +145,7 @@ class Replanner:
         self._group = group
         if self._members[0].plan.planned.root is not None:
             hook = _Hook(self)
-            self._hook = self._model.register_forward_pre_hook(
-                hook, prepend=True, with_kwargs=True
-            )
+            self._hook = self._model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def end(self) -> None:
         """Serve no more calls."""

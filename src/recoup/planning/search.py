@@ -231,7 +231,7 @@ def frontier_of_call(
     return Frontier(priced, device, standing)
 
 
-def _check_replan(model: nn.Module, budget: int | str | None, compile: bool | str) -> None:  # noqa: A002
+def _check_replan(model: Any, budget: int | str | None, compile: bool | str) -> None:  # noqa: A002
     if budget is None:
         raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
     if compile:
