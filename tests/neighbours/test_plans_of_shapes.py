@@ -235,6 +235,7 @@ def train_lengths(build, batch, lengths, first):
     return whole, worst, plan
 
 
+@pytest.mark.slow
 def test_a_few_lengths():
     build, batch = encoder, of_encoder
     lengths = [96, 64, 92]
