@@ -274,3 +274,86 @@ def test_transformers_refuses_what_it_cannot_plan(tmp_path):
         train(tmp_path, of_transformers()("1 GiB"), **{name: True})
     with pytest.raises(BudgetError):
         train(tmp_path, of_transformers()(1000))
+
+
+class _Sizes:
+    """Batches of several sizes, the largest of which comes late."""
+
+    def __iter__(self) -> Any:
+        start = 0
+        for size in (40, 30, 64, 58, 64):
+            yield list(range(start, start + size))
+            start += size
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.slow
+def test_lightning_plans_again(tmp_path, monkeypatch):
+    """Batches of several sizes, the first of which is not the largest, keep to the budget."""
+    torch.manual_seed(7)
+    loader = DataLoader(TensorDataset(torch.randn(256, 32)), batch_sampler=_Sizes())
+    monkeypatch.setattr(f"{__name__}.data", lambda: loader)
+    least, most = step_bytes(Module())
+    budget = least + (most - least) // 4
+    plans: list[recoup.Plan] = []
+    peaks, families = Peaks(), []
+
+    class Families(lightning.pytorch.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            families.append(len(plans[0].family))
+
+    callback = OfLightning(budget, show=plans.append, replan=True)
+    found = fit(tmp_path, Module(), callback, peaks, Families())
+    same(found, fit(tmp_path, Module()))
+    assert max(peaks.peaks) <= budget
+    assert max(families) > 1
+    assert families[5:] == families[4:5] * 5  # the second epoch plans nothing
+    no_trace(found)
+    with pytest.raises(ValueError, match="`replan` is True with `compile`"):
+        OfLightning("1 GiB", replan=True, compile=True)
+
+
+@pytest.mark.slow
+def test_transformers_plans_again(tmp_path):
+    least, most = gpt2_bytes()
+    budget = least + (most - least) // 2
+    lengths = iter([12, 12, 24, 24, 20, 24, 24, 16] * 20)
+
+    class Trimmed(Tokens):
+        def __getitems__(self, indices: list[int]) -> Any:
+            length = next(lengths)
+            return [{"input_ids": t, "labels": t} for t in self.tokens[indices, :length]]
+
+    plans: list[recoup.Plan] = []
+    callback = of_transformers()(budget, show=plans.append, replan=True)
+    sizes: list[int] = []
+    transformers = transformers_or_skip()
+
+    class Families(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            sizes.append(len(plans[0].family))
+
+    def run(*callbacks: Any) -> Any:
+        nonlocal lengths
+        lengths = iter([12, 12, 24, 24, 20, 24, 24, 16] * 20)
+        model = MODELS["gpt2"]().model
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], num_train_epochs=2,
+            per_device_train_batch_size=4, disable_tqdm=True, save_strategy="no", seed=1,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model=model, args=args, train_dataset=Trimmed(), callbacks=list(callbacks)
+        )
+        trainer.train()
+        return model
+
+    peaks = peaks_of_transformers()
+    found, wanted = run(callback, Families(), peaks), run()
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+    assert max(peaks.peaks[8:]) <= budget  # in the first epoch it is planned
+    assert max(sizes) > 1
+    assert sizes[8:] == sizes[7:8] * 8
+    assert not found._forward_pre_hooks

@@ -12,7 +12,7 @@ from torch import nn
 
 from recoup.integrations.planning_callback import PlanningCallback
 from recoup.planning.plan import Plan
-from recoup.planning.search import frontier_of_call
+from recoup.planning.search import frontier_of_call, replanned
 
 __all__ = ["MemoryBudget"]
 
@@ -30,6 +30,7 @@ class MemoryBudget(PlanningCallback, Callback):
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
+        replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
     Raises:
         BudgetError: at the beginning of training, no plan keeps to the budget.
@@ -51,14 +52,15 @@ class MemoryBudget(PlanningCallback, Callback):
         show: Callable[[Plan], object] | None = None,
         compile: bool | str = False,  # noqa: A002
         tiles: bool | int = False,
+        replan: bool = False,
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show, compile, tiles)
+        super().__init__(budget, blocks, budget_of, show, compile, tiles, replan)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Plan, if no plan is made yet."""
-        if self.plan is not None:
+        """Plan, if no plan is made yet, or none that serves the shapes of the batch."""
+        if self.plan is not None and self.plan.replanner is None:
             return
         if not pl_module.automatic_optimization:
             raise ValueError(
@@ -66,19 +68,29 @@ class MemoryBudget(PlanningCallback, Callback):
                 "step runs backward and the optimizer, which planning must not do. Call "
                 "recoup.plan on its network instead."
             )
-        with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
+        args = (batch, batch_idx)
+
+        def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             frontier = frontier_of_call(
                 pl_module,
                 pl_module.training_step,
-                (batch, batch_idx),
-                {},
+                args,
+                kwargs,
                 blocks=self.blocks,
                 budget_of=self.budget_of,
                 compile=self.compile,
                 tiles=self.tiles,
                 optimizer=_first(trainer.optimizers) if self.budget_of == "total" else None,
             )
-            plan = frontier.plan(self.budget)
+            return frontier.plan(self.budget)
+
+        with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
+            if self.plan is not None and self.plan.replanner is not None:
+                self.plan.replanner.serve(args, {})
+                return
+            plan = make(args, {})
+            if self.replan:
+                plan = replanned(plan, args, {}, make)
         self._apply(plan)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -29,16 +29,25 @@ class PlanningCallback:
         show: Callable[[Plan], object] | None,
         compile: bool | str,  # noqa: A002
         tiles: bool | int,
+        replan: bool,
     ) -> None:
         checked_budget(budget)
         check_budget_of(budget_of)
         backend_of(compile)
         self.budget = budget
+        if blocks is not None and not isinstance(blocks, str):
+            blocks = list(blocks)  # an iterator would serve one plan
         self.blocks = blocks
         self.budget_of: Literal["step", "total"] = budget_of
         self.show = show
+        if replan and compile:
+            raise ValueError(
+                "`replan` is True with `compile`, but compiled blocks are measured and timed for "
+                "one shape. Leave one of them out, or pad batches to one shape."
+            )
         self.compile = compile
         self.tiles = checked_tiles(tiles)
+        self.replan = replan
         self.plan: Plan | None = None
 
     def _apply(self, plan: Plan) -> None:

@@ -29,6 +29,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
+        replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
@@ -52,8 +53,9 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         show: Callable[[Plan], object] | None = None,
         compile: bool | str = False,  # noqa: A002
         tiles: bool | int = False,
+        replan: bool = False,
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show, compile, tiles)
+        super().__init__(budget, blocks, budget_of, show, compile, tiles, replan)
         self.loss = loss
         self._first_forward_hook: Any = None
 
@@ -84,6 +86,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
                 optimizer=getattr(optimizer, "optimizer", optimizer),
                 compile=self.compile,
                 tiles=self.tiles,
+                replan=self.replan,
                 holds_output=False,  # the trainer holds only the loss by then
                 **named,
             )

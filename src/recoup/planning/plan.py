@@ -10,8 +10,9 @@ from torch import nn
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.restoring import Undoing, restoring
 from recoup.planning.advice import held_by_others, what_can_be_inverted
-from recoup.planning.following import PlannedModel
+from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import WrappedForwards, wrapped_forwards_in
+from recoup.planning.replanning import Replanner
 from recoup.planning.report import BlockPlan, Summary, described, rows_of
 from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Action, Cost, Point, Schedule
@@ -101,6 +102,7 @@ class Plan:
                 "guard takes care (`plan.drift`)",
             )
         self.planned = planned
+        self.replanner: Replanner | None = None
         self._point = point
         self._rehearsed_bytes = rehearsed_bytes
         self._least_bytes = least_bytes
@@ -186,9 +188,33 @@ class Plan:
                 least_bytes=self.least_bytes,
                 most_bytes=self.most_bytes,
                 tiled=None if self.planned.tiled is None else self.planned.tiled.described,
-                advice=self._advice,
+                advice=[
+                    *self._advice,
+                    *([] if self.replanner is None else [self.replanner.summary]),
+                ],
             )
         )
+
+    @property
+    def family(self) -> tuple[Plan, ...]:
+        """The plans for the shapes that occurred, with ``replan=True``; otherwise this plan."""
+        plans = [self] if self.replanner is None else self.replanner.plans
+        return tuple(plan for plan in plans if isinstance(plan, Plan))
+
+    def most_lost(self, share: float) -> float:
+        """Return how much slower it is at most than other plans, if all took less bytes.
+
+        Args:
+            share: the bytes that every plan would take, relative to those that it takes.
+
+        Returns:
+            The time lost, relative to that of a step.
+        """
+        budget = (self.budget_bytes - self.standing_bytes) / max(share, 1e-9)
+        fitting = [point.seconds for point in self.frontier if point.peak_bytes <= budget]
+        least = min([self._point.seconds, *fitting])
+        seconds = self._kept_seconds + least - self.frontier[-1].seconds
+        return (self._point.seconds - least) / seconds if seconds > 0 else 0.0
 
     # -- following -------------------------------------------------------------------------
 
@@ -224,17 +250,32 @@ class Plan:
             for each in replaced:
                 each.remove()
             try:
-                follower = self.planned.follower(self.schedule, self._sizes)
-                self._forwards = WrappedForwards(follower, self, is_held=is_held)
-                self._forwards.begin(self.planned.followed_modules)
+                self._begin(is_held=is_held)
             except BaseException:
+                self.remove()
                 for each in replaced:
                     each.apply()
                 raise
         return self
 
+    def follower(self) -> PlanFollower:
+        """Return a follower of the plan, which warns once of larger arguments."""
+        return self.planned.follower(self.schedule, self._sizes)
+
+    def _begin(self, *, is_held: bool) -> None:
+        family = self.replanner
+        if family is None:
+            self._forwards = WrappedForwards(self.follower(), self, is_held=is_held)
+            self._forwards.begin(self.planned.followed_modules)
+        else:
+            self._forwards = WrappedForwards(family, self, is_held=is_held)
+            self._forwards.begin(family.followed_modules)
+            family.begin(self._forwards)
+
     def remove(self) -> None:
         """Restore the forwards of the model; existing graphs still follow the plan."""
+        if self.replanner is not None:
+            self.replanner.end()
         forwards, self._forwards = self._forwards, None
         if forwards is not None:
             forwards.end()

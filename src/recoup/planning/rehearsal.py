@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,19 @@ from recoup._core.saved_tensors import version_of
 from recoup.errors import ReplayError
 from recoup.planning.state_snapshot import StateSnapshot, settings_restored
 
-__all__ = ["backward_within_model", "rehearsal", "uncollected"]
+__all__ = ["backward_within_model", "is_in_rehearsal", "rehearsal", "uncollected"]
+
+
+class _Here(threading.local):
+    num_rehearsals = 0  # that are in progress
+
+
+_here = _Here()
+
+
+def is_in_rehearsal() -> bool:
+    """Whether the current code is part of a rehearsal, of any model."""
+    return _here.num_rehearsals > 0
 
 
 @restoring
@@ -60,6 +73,8 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
     ):
         undo.later(torch.clear_autocast_cache)
         undo.later(found.restore)
+        undo.later(setattr, _here, "num_rehearsals", _here.num_rehearsals)
+        _here.num_rehearsals += 1
         yield
     changed = set(map(id, found.changed_parameters()))
     for name, parameter, version in versions:

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from recoup._core.compile import is_compiled
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.planning.blocks import name_blocks, with_links
@@ -27,13 +28,14 @@ from recoup.planning.offload_place import place_of
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
+from recoup.planning.replanning import Replanner
 from recoup.planning.sizes import check_budget_of, checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import kinds_of_blocks, price_blocks
 from recoup.planning.step import Step
 from recoup.planning.tiling import checked_tiles, with_tiles
 
-__all__ = ["frontier_of_call", "plan"]
+__all__ = ["frontier_of_call", "plan", "replanned"]
 
 
 @overload
@@ -50,6 +52,7 @@ def plan(
     exact: bool = ...,
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
+    replan: bool = ...,
     **example_kwargs: Any,
 ) -> Plan: ...
 
@@ -68,6 +71,7 @@ def plan(
     exact: bool = ...,
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
+    replan: bool = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
 
@@ -85,6 +89,7 @@ def plan(
     exact: bool = True,
     offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
+    replan: bool = False,
     **example_kwargs: Any,
 ) -> Plan | Frontier:
     """Choose what each block of a model does with its residuals, so that a step keeps to a budget.
@@ -136,6 +141,11 @@ def plan(
             along the sequence. The loss and the gradients are then those of the model to rounding,
             not to the bit; where the output layer is in tiles, they cannot be differentiated again,
             and logits that the model returns are computed when they are read.
+        replan: whether a training step with other shapes of arguments makes a plan of its own when
+            it is called, if no plan that was made so far keeps it within the budget, or if one of
+            its own could be more than 4 % faster. So larger batches keep to the budget, too, or
+            raise a BudgetError before anything has run. `loss` must then serve other shapes.
+            Logger ``recoup.planning.replanning`` tells which shapes are planned.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -166,12 +176,51 @@ def plan(
     budget_bytes = None if budget is None else checked_budget(budget)
     if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`exact` is {exact!r}, but must be True or False.")
-    found = frontier_of_call(
-        model, model, example_args, example_kwargs, loss=loss, blocks=blocks,
-        budget_of=budget_of, optimizer=optimizer, holds_output=holds_output, compile=compile,
-        guard=None if exact else DriftGuard(), offload_to=offload_to, tiles=tiles,
-    )  # fmt: skip
-    return found if budget_bytes is None else found.plan(budget_bytes)
+    if replan:
+        _check_replan(model, budget, compile)
+        if blocks is not None and not isinstance(blocks, str):
+            blocks = list(blocks)
+
+    def frontier(
+        args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Any] | None = loss
+    ) -> Frontier:
+        return frontier_of_call(
+            model, model, args, kwargs, loss=loss, blocks=blocks, budget_of=budget_of,
+            optimizer=optimizer, holds_output=holds_output, compile=compile,
+            guard=None if exact else DriftGuard(), offload_to=offload_to, tiles=tiles,
+        )  # fmt: skip
+
+    found = frontier(example_args, example_kwargs)
+    if budget_bytes is None:
+        return found
+    made = found.plan(budget_bytes)
+    if not replan:
+        return made
+    served = None if loss is None else _of_other_shapes(loss)
+    return replanned(
+        made,
+        example_args,
+        example_kwargs,
+        lambda args, kwargs: frontier(args, kwargs, served).plan(budget_bytes),
+    )
+
+
+def replanned(
+    first: Plan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    make: Callable[[tuple[Any, ...], dict[str, Any]], Plan],
+) -> Plan:
+    """Return a plan that makes plans for other shapes, too (NOTE [ Plans for several shapes ]).
+
+    Args:
+        first: the plan for the example arguments; it is changed.
+        args: these arguments.
+        kwargs: the keyword arguments.
+        make: a function from other arguments to a plan for them.
+    """
+    first.replanner = Replanner(first.model, first, args, kwargs, make)
+    return first
 
 
 def frontier_of_call(
@@ -231,6 +280,39 @@ def frontier_of_call(
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]
     return Frontier(priced, device, standing)
+
+
+def _check_replan(model: Any, budget: int | str | None, compile: bool | str) -> None:  # noqa: A002
+    if budget is None:
+        raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
+    if compile:
+        raise ValueError(
+            "`replan` is True with `compile`, but compiled blocks are measured and timed for one "
+            "shape. Leave one of them out, or pad batches to the shape of the example."
+        )
+    if isinstance(model, nn.Module) and is_compiled(model):
+        raise ValueError(
+            f"`replan` is True, but `model` is a compiled {type(model).__name__}, which does not "
+            "show its arguments before its forward. Plan before compiling it, or leave `replan` "
+            "out."
+        )
+
+
+def _of_other_shapes(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a loss whose errors say that it has to serve other shapes."""
+
+    def served(output: Any) -> Any:
+        try:
+            return loss(output)
+        except Exception as error:
+            raise ValueError(
+                f"`loss` failed for a batch of another shape than the example ({error}). With "
+                "replan=True it must serve every shape: let the model return its loss, read sizes "
+                "and targets from the output, or let `loss` read the targets of the current batch "
+                "from an object that the training loop updates before it calls the model."
+            ) from error
+
+    return served
 
 
 def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> None:

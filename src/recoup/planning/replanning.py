@@ -1,0 +1,254 @@
+"""A family of plans: a planned model plans again where other shapes need it.
+
+NOTE [ Plans for several shapes ]
+
+Rule 1. A plan serves the shapes that are no larger in any dimension than those it was made with: a
+        step with them takes no more bytes. What it loses there is bounded by its own frontier. If
+        bytes grow at most with the square of the entries (attention), the plan of a smaller shape
+        is at most as fast as the frontier at a budget that is larger by that square. The bound
+        decides whether a smaller shape gets a plan of its own. A plan that keeps everything serves
+        all smaller shapes.
+Rule 2. A shape that is smaller by a few entries gets no plan of its own, so that sizes of which
+        each is a little smaller than the one before do not each get one.
+Rule 3. Plans are made before the forward begins, in a hook that runs before all others of the
+        model (FSDP2 gathers parameters in one). The arguments are those that the caller gave, and
+        the steps are run as for the first plan, hooks included.
+Rule 4. No plan is made without gradients, in a mode other than that of the first plan, within a
+        second run or a backward, or in a rehearsal of a model around this one.
+Rule 5. A plan joins the family when it is complete. If planning fails or is interrupted, the
+        family serves what it served before. Plans whose shapes the new one serves are dropped.
+Rule 6. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
+        the same plan, or all make one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from recoup._core.compile import is_traced, uncompiled
+from recoup._core.rng import is_run_again
+from recoup.planning.following import PlanFollower, PlannedModel
+from recoup.planning.forwards import WrappedForwards
+from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.rehearsal import is_in_rehearsal
+from recoup.planning.shapes import ArgumentShapes, shapes_of
+
+__all__ = ["PlanOfShapes", "Replanner"]
+
+_MOST_LOST = 0.04  # of the time of a step, before a shape gets a plan of its own
+_NEAR = 0.97  # See Rule 2
+_MOST_PLANS = 64
+_logger = logging.getLogger(__name__)
+_planning = threading.RLock()  # one thread plans, and others wait for its plan
+
+
+class PlanOfShapes(Protocol):
+    """What a family needs of a plan."""
+
+    planned: PlannedModel
+
+    def follower(self) -> PlanFollower:
+        """Return a follower of the plan."""
+        ...
+
+    def most_lost(self, share: float) -> float:
+        """Return the most time lost, relative to the best plan if all took `share` of the bytes."""
+        ...
+
+
+class _Member(NamedTuple):
+    """A plan of the family, with the shapes that it was made with."""
+
+    shapes: ArgumentShapes
+    plan: PlanOfShapes
+    follower: PlanFollower
+    modules: frozenset[int]
+
+    def lost(self, shapes: ArgumentShapes) -> float:
+        """Return a bound on the time lost for `shapes`; infinite if they are not served."""
+        if not self.shapes.cover(shapes):
+            return math.inf
+        share = self.shapes.share_of(shapes)
+        return 0.0 if share >= _NEAR else self.plan.most_lost(share * share)
+
+
+class _OfThread(threading.local):
+    member: _Member | None = None
+
+
+class Replanner:
+    """The follower of a family of plans, which makes a plan for a call that none serves.
+
+    Args:
+        model: the model.
+        first: the first plan.
+        args: the arguments that it was made with.
+        kwargs: the keyword arguments.
+        make: a function from other arguments to a plan for them.
+
+    Raises:
+        ValueError: there is no tensor among the arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        first: PlanOfShapes,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        make: Callable[[tuple[Any, ...], dict[str, Any]], PlanOfShapes],
+    ) -> None:
+        self._model = model
+        self._make = make
+        self._is_training = model.training
+        self._of_thread = _OfThread()
+        self._group: WrappedForwards | None = None
+        self._hook: RemovableHandle | None = None
+        self._has_warned = False
+        shapes = shapes_of(args, kwargs)
+        if not shapes.shapes:
+            raise ValueError(
+                "`replan` is True, but there is no tensor among the arguments whose shape tells "
+                "when to plan again. Give the model tensors, in lists or dicts if need be."
+            )
+        self._members = [_member(shapes, first)]
+
+    @property
+    def plans(self) -> list[PlanOfShapes]:
+        """The plans of the family."""
+        return [member.plan for member in self._members]
+
+    @property
+    def summary(self) -> str:
+        """A line on the shapes that have a plan."""
+        shown = "; ".join(str(member.shapes) for member in self._members[:4])
+        more = "; ..." if len(self._members) > 4 else ""
+        return f"plans again for other shapes; {len(self._members)} planned ({shown}{more})"
+
+    @property
+    def followed_modules(self) -> list[nn.Module]:
+        """The modules whose forwards go through the family."""
+        modules = (each for plan in self.plans for each in plan.planned.followed_modules)
+        return list({id(each): each for each in modules}.values())
+
+    def begin(self, group: WrappedForwards) -> None:
+        """Serve the calls of the model, whose forwards `group` has wrapped, until `end`."""
+        self._group = group
+        if self._members[0].plan.planned.root is not None:
+            hook = _Hook(self)
+            self._hook = self._model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def end(self) -> None:
+        """Serve no more calls."""
+        hook, self._hook = self._hook, None
+        self._group = None
+        if hook is not None:
+            hook.remove()
+
+    def called(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the model, or a block of one of the plans, under the plan that was chosen last."""
+        member = self._of_thread.member or self._members[0]
+        if id(module) not in member.modules:
+            return forward(*args, **kwargs)
+        return member.follower.called(module, forward, args, kwargs)
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Choose the plan for the next call, with these arguments, or make one.
+
+        Raises:
+            BudgetError: no plan for these arguments keeps to the budget.
+        """
+        group = self._group
+        is_plain = not torch.is_grad_enabled() or is_traced() or is_run_again()
+        if group is None or group.follower is None or is_plain:
+            return
+        shapes = shapes_of(args, kwargs)
+        with _planning:
+            lost = largest_among_ranks(self._model, [m.lost(shapes) for m in self._members])
+            best = min(range(len(lost)), key=lambda place: lost[place])
+            member = self._members[best]
+            may_plan = self._model.training is self._is_training and not is_in_rehearsal()
+            if lost[best] > _MOST_LOST and may_plan:
+                member = self._planned(shapes, group, args, kwargs)
+            self._of_thread.member = member
+
+    def _planned(
+        self,
+        shapes: ArgumentShapes,
+        group: WrappedForwards,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Member:
+        """Return a member that was made for `shapes` (See Rule 5)."""
+        begin = time.perf_counter()
+        member = _member(shapes, self._make(args, kwargs))
+        lost = largest_among_ranks(self._model, [member.lost(m.shapes) for m in self._members])
+        kept = [m for m, each in zip(self._members, lost, strict=True) if each > _MOST_LOST]
+        followed = set(map(id, self.followed_modules))
+        modules = member.plan.planned.followed_modules
+        group.begin([each for each in modules if id(each) not in followed])
+        self._members = [*kept[-_MOST_PLANS + 1 :], member]
+        seconds = time.perf_counter() - begin
+        name = type(self._model).__name__
+        _logger.info(
+            "planned %s for %s in %.3g s; %d plans", name, shapes, seconds, len(self._members)
+        )
+        if len(kept) >= _MOST_PLANS:
+            self._warn()
+        return member
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A {type(self._model).__name__} with replan=True was given more than "
+                f"{_MOST_PLANS} shapes that need plans of their own; the oldest plans are "
+                "forgotten. Pad batches to fewer shapes.",
+                stacklevel=2,
+            )
+
+
+def _member(shapes: ArgumentShapes, plan: PlanOfShapes) -> _Member:
+    modules: Sequence[nn.Module] = plan.planned.followed_modules
+    return _Member(shapes, plan, plan.follower(), frozenset(map(id, modules)))
+
+
+class _Hook:
+    """The hook of a model that has the plan chosen (See Rule 3); a copy does nothing."""
+
+    def __init__(self, replanner: Replanner | None = None) -> None:
+        self._replanner = replanner
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        if self._replanner is not None:
+            if torch.compiler.is_compiling():
+                uncompiled(_serve)(self._replanner, args, kwargs)
+            else:
+                self._replanner.serve(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def _serve(replanner: Replanner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    replanner.serve(args, kwargs)

@@ -1,0 +1,75 @@
+"""The shapes of arguments, compared to decide which plan serves a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recoup._core.pytree import flatten
+
+__all__ = ["ArgumentShapes", "shapes_of"]
+
+
+class ArgumentShapes(NamedTuple):
+    """The shapes of the tensors among the arguments of a call.
+
+    Args:
+        family: what is the same for all calls that one plan may serve: the names of the arguments,
+            their flags and strings, the types of their tensors, and the autocast in force.
+        shapes: the shape of each tensor.
+    """
+
+    family: tuple[object, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def cover(self, other: ArgumentShapes) -> bool:
+        """Whether no tensor of `other`, a call of the same family, is larger in any dimension."""
+        return self.family == other.family and all(
+            mine >= theirs
+            for own, others in zip(self.shapes, other.shapes, strict=True)
+            for mine, theirs in zip(own, others, strict=True)
+        )
+
+    def share_of(self, other: ArgumentShapes) -> float:
+        """Return the least number of entries of a tensor of `other`, relative to the own one."""
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return min((_numel(theirs) / max(_numel(own), 1) for own, theirs in pairs), default=1.0)
+
+    def __str__(self) -> str:
+        shown = [" x ".join(map(str, shape)) or "scalar" for shape in self.shapes]
+        return ", ".join(dict.fromkeys(shown))
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ArgumentShapes:
+    """Return the shapes of the arguments of a call.
+
+    Numbers are left out, since they count steps and batches.
+    """
+    named: list[tuple[str, Any]] = [*((str(place), value) for place, value in enumerate(args))]
+    named += sorted(kwargs.items())
+    family: list[object] = [*map(_autocast, ("cpu", "cuda"))]
+    shapes: list[tuple[int, ...]] = []
+    for name, value in named:
+        tensors, tree = flatten(value)
+        flags = [leaf for leaf in tree.others() if isinstance(leaf, (bool, str, type(None)))]
+        family.append((name, tuple(map(_kind, tensors)), tuple(flags)))
+        shapes += [tuple(tensor.shape) for tensor in tensors]
+    return ArgumentShapes(tuple(family), tuple(shapes))
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tensor.ndim, tensor.requires_grad
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,257 @@
+"""Models that are planned again for other shapes: no budget exceeded, and hardly slower."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import BudgetError
+from recoup.planning import search
+from recoup.planning.work import WorkCounter
+from tests.neighbours.planned import Net, assert_same, loss_of, result_of
+from tests.planned_zoo import transformers_or_skip
+
+
+def net():
+    torch.manual_seed(0)
+    return Net(16, 3)
+
+
+def budget_for(model, *args, share=0.5, loss=loss_of, **kwargs):
+    """A budget between the least that the arguments need (0) and what a plain step takes (1)."""
+    points = recoup.plan(model, *args, loss=loss, **kwargs).points
+    least, most = points[0].peak_bytes * 1.03, points[-1].peak_bytes
+    return int(least + (most - least) * share)
+
+
+def planned_net(size=128, share=0.2, **options):
+    model, x = net(), torch.randn(size, 16)
+    budget = budget_for(model, x, share=share)
+    plan = recoup.plan(model, x, budget=budget, loss=loss_of, replan=True, **options)
+    return model, plan.apply(), budget
+
+
+def peak_of(step):
+    return recoup.measure(step, device="cpu", repeats=0).peak_bytes
+
+
+def work_of(step):
+    """The work of a step, counted in forward and in backward."""
+    counter = WorkCounter()
+    with counter.counting():
+        step()
+    return counter.work
+
+
+def grown(model, x):
+    """The gradients of a step, its buffers and the random stream."""
+    return result_of(model, lambda: loss_of(model(x)).backward())
+
+
+def test_a_larger_batch_is_planned_once_and_is_right():
+    model, plan, budget = planned_net()
+    plain = net()
+    x = torch.randn(150, 16)
+    wanted = grown(plain, x)
+    assert_same(grown(model, x), wanted)  # the step that plans
+    assert len(plan.family) == 2 or plan.family[0] is not plan
+    assert "150 x 16" in str(plan)
+    family = plan.family
+    assert_same(grown(model, x), wanted)
+    assert plan.family == family  # nothing was planned
+    assert peak_of(lambda: loss_of(model(x)).backward()) <= budget
+
+
+def test_without_it_a_larger_batch_warns():
+    model, x = net(), torch.randn(128, 16)
+    plan = recoup.plan(model, x, budget=budget_for(model, x), loss=loss_of).apply()
+    with pytest.warns(UserWarning, match="times as much as the plan was made for"):
+        model(torch.randn(150, 16))
+    assert plan.family == (plan,)
+
+
+def test_a_batch_that_does_not_fit_is_an_error_and_leaves_no_trace():
+    model, plan, budget = planned_net()
+    state = copy.deepcopy(model.state_dict())
+    stream = torch.get_rng_state()
+    with pytest.raises(BudgetError) as caught:
+        model(torch.randn(4096, 16))
+    assert caught.value.least_bytes > budget
+    torch.randn(4096, 16)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.set_rng_state(stream)
+    x = torch.randn(128, 16)
+    assert_same(grown(model, x), grown(net(), x))
+    assert plan.is_applied
+    assert plan.family == (plan,)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_planning_that_is_cut_off_leaves_the_family_as_it_was(monkeypatch, error):
+    model, plan, _ = planned_net()
+    with monkeypatch.context() as patched:
+
+        def fails(*_, **__):
+            raise error
+
+        patched.setattr(search, "price_blocks", fails)
+        with pytest.raises(error):
+            model(torch.randn(160, 16))
+    assert plan.family == (plan,)
+    for size in (128, 140):
+        x = torch.randn(size, 16)
+        assert_same(grown(model, x), grown(net(), x))
+
+
+def test_no_plan_is_made_where_nothing_trains():
+    model, plan, _ = planned_net()
+    with torch.no_grad():
+        model(torch.randn(200, 16))
+    model.eval()
+    with pytest.warns(UserWarning, match="times as much"):
+        model(torch.randn(200, 16))  # with gradients, but in another mode
+    assert plan.family == (plan,)
+
+
+def test_a_plan_that_keeps_all_serves_all_smaller_shapes():
+    model, plan, _ = planned_net(share=1.2)
+    for size in (3, 40, 127):
+        model(torch.randn(size, 16))
+    assert plan.family == (plan,)
+
+
+def test_copies_and_removal():
+    model, plan, _ = planned_net()
+    x = torch.randn(140, 16)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(grown(other, x), grown(net(), x))
+    assert plan.family == (plan,)
+    plan.remove()
+    assert not model._forward_pre_hooks
+    with plan.applied():
+        model(x)
+        assert plan.is_applied
+    assert not model._forward_pre_hooks
+    assert recoup.applied_plans(model) == []
+
+
+def test_a_loss_of_one_shape_says_the_way_out():
+    model, x = net(), torch.randn(128, 16)
+
+    def loss(output):
+        return (output - x).square().mean()
+
+    budget = budget_for(model, x, share=0.2, loss=loss)
+    recoup.plan(model, x, budget=budget, loss=loss, replan=True).apply()
+    with pytest.raises(ValueError, match=r"another shape than the example.*replan=True"):
+        model(torch.randn(150, 16))
+
+
+def test_bad_arguments():
+    model, x = net(), torch.randn(8, 16)
+    with pytest.raises(ValueError, match="`replan` is True without a `budget`"):
+        recoup.plan(model, x, replan=True)
+    with pytest.raises(ValueError, match="compiled blocks are measured and timed for one shape"):
+        recoup.plan(model, x, budget="1 GiB", replan=True, compile=True)
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net(16, 4)
+
+        def forward(self, size):
+            return self.net(torch.ones(size, 16))
+
+    with pytest.raises(ValueError, match="no tensor among the arguments"):
+        recoup.plan(Hidden(), 8, budget="1 GiB", replan=True)
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+def of_encoder(size):
+    torch.manual_seed(size)
+    return {"src": torch.randn(2, size, 32)}
+
+
+def gpt2():
+    transformers = transformers_or_skip()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=32, n_head=4, vocab_size=64, n_positions=256, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def of_gpt2(size):
+    ids = torch.randint(64, (2, size), generator=torch.Generator().manual_seed(size))
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_found(output):
+    return output.loss if hasattr(output, "loss") else output.abs().sum()
+
+
+def train_lengths(build, batch, lengths, first):
+    """Peaks over the budget, and the work relative to a plan for each length: all and worst."""
+    model, plain = build(), build()
+    budget = budget_for(model, share=0.2, loss=None, **batch(max(lengths)))
+    plan = recoup.plan(model, **batch(first), budget=budget, replan=True).apply()
+    peaks, works = {}, {}
+    alone = {}
+    for size in lengths:
+        given = batch(size)
+
+        def step(given=given):
+            loss_found(model(**given)).backward()
+
+        with torch.enable_grad():
+            plan.replanner.serve((), given)  # what the call would do first, so as to be measured
+        peaks[size] = max(peaks.get(size, 0), peak_of(step))
+        works.setdefault(size, []).append(work_of(step))
+        model.zero_grad()
+        if size not in alone:
+            own = recoup.plan(plain, **given, budget=budget)
+            with own.applied():
+                alone[size] = work_of(lambda given=given: loss_found(plain(**given)).backward())
+            plain.zero_grad()
+    whole = sum(map(sum, works.values())) / sum(alone[size] for size in lengths)
+    worst = max(max(found) / alone[size] for size, found in works.items())
+    for size in sorted(lengths)[:: max(len(lengths) // 3, 1)]:
+        step_of = lambda net: result_of(net, lambda: loss_found(net(**batch(size))).backward())  # noqa: B023, E731
+        assert_same(step_of(model), step_of(plain))
+    assert max(peaks.values()) <= budget
+    return whole, worst, plan
+
+
+@pytest.mark.slow
+def test_a_few_lengths():
+    build, batch = encoder, of_encoder
+    lengths = [96, 64, 92]
+    whole, worst, plan = train_lengths(build, batch, lengths, first=64)
+    assert whole <= 1.05
+    assert worst <= 1.05
+    assert len(plan.family) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "batch"), [(encoder, of_encoder), (gpt2, of_gpt2)], ids=["encoder", "gpt2"]
+)
+def test_200_random_lengths(build, batch):
+    draw = random.Random(0)
+    lengths = [draw.randint(16, 256) for _ in range(200)]
+    whole, _, plan = train_lengths(build, batch, lengths, first=lengths[0])
+    assert whole <= 1.05
+    assert len(plan.family) <= 30
