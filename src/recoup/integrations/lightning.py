@@ -30,6 +30,10 @@ class MemoryBudget(PlanningCallback, Callback):
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
 
+    Attributes:
+        plan: the plan, once it is made; it stays here when training has ended. One line of the
+            logger "recoup.planning.plan" (INFO) says what it does.
+
     Raises:
         BudgetError: at the beginning of training, no plan keeps to the budget.
         ValueError: `budget` is not a number of bytes; or the module steps its optimizers itself.
@@ -56,7 +60,7 @@ class MemoryBudget(PlanningCallback, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Plan, if no plan is made yet."""
-        if self.plan is not None:
+        if self._has_planned:
             return
         if not pl_module.automatic_optimization:
             raise ValueError(

@@ -29,6 +29,10 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
 
+    Attributes:
+        plan: the plan, once it is made; it stays here when training has ended. One line of the
+            logger "recoup.planning.plan" (INFO) says what it does.
+
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
         ValueError: `budget` is not a number of bytes; or the trainer checkpoints the model itself
