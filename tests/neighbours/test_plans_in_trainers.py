@@ -134,6 +134,7 @@ def test_lightning(tmp_path, options):
     no_trace(found)
 
 
+@pytest.mark.slow
 def test_lightning_twice_has_a_plan_of_each_training_and_a_line_of_log(tmp_path, caplog):
     module, callback = Module(), OfLightning("1 GiB")
     plans = []

@@ -137,7 +137,7 @@ def described_in_html(plan: Summary) -> str:
     body = "\n".join(_html_row("td", row) for row in rows)
     notes = "".join(f"\n<p>{escape(note)}</p>" for note in _notes(plan))
     return (
-        f"<div>\n<p><b>{escape(_title(plan))}</b><br>{escape(_peaks(plan))}</p>\n"
+        f"<div>\n<p><b>{escape(_title(plan))}</b><br/>{escape(_peaks(plan))}</p>\n"
         f"<table>\n<thead>{_html_row('th', head)}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
         f"{notes}\n</div>"
     )
