@@ -222,7 +222,8 @@ class Plan:
         """
         if not self.is_applied:
             self._apply(is_held=True)
-            _logger.info("%s", repr(self))  # as it is now, and not when a handler asks
+            if _logger.isEnabledFor(logging.INFO):
+                _logger.info("%s", repr(self))  # as it is now, and not when a handler asks
         return self
 
     def apply_while_held(self) -> Plan:
