@@ -23,7 +23,7 @@ QUICK := "not slow and not foreign and not exhaustive"
 # pyright would look on the network for a newer version of itself.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test test-all test-oldest cuda check bench clean
+.PHONY: help setup demo test test-all test-oldest cuda check bench dist-test clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-all     all cases of them, plans for models of other libraries, what takes minutes"
 	@echo "make test-oldest  the tests with the oldest Python, torch and neighbours that are named"
 	@echo "make cuda    run the tests and benchmarks of a GPU, with the Python that is on the path"
+	@echo "make dist-test    build a wheel and an sdist in dist, and test them without the repository"
 	@echo "make check   run the linters, the type checker and the import contracts"
 	@echo "make bench   measure against other libraries"
 	@echo "make setup   only make .venv, which all of these do first"
@@ -90,6 +91,9 @@ check: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+
+dist-test: setup
+	@PIP_ARGS='$(PIP_ARGS)' $(BIN)/python .ci/dist_test.py dist
 
 bench: .venv/.bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)

@@ -59,9 +59,23 @@ class _Parser(argparse.ArgumentParser):
         raise MistakeError(f"{message}. See `--help`.")
 
 
+class _Formatter(argparse.HelpFormatter):
+    """A formatter whose lines are as long as those of ``fit --help``."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 26, "width": 98, **settings})
+
+
 def _parser(prog: str, file: Path, function: str) -> _Parser:
     description, options = signature_of(file, function)
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    positional = "".join(f" {each.name.upper()}" for each in options if each.name == _POSITIONAL)
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog}{positional} [options]",
+        description=description,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
     for option in options:
         settings: dict[str, Any] = {
             "type": _reader(option),
@@ -69,14 +83,14 @@ def _parser(prog: str, file: Path, function: str) -> _Parser:
             "help": _explained(option).replace("%", "%%"),
         }
         if option.name == _POSITIONAL:
-            parser.add_argument(option.name, nargs="?", **settings)
+            metavar = option.name.upper()
+            parser.add_argument(option.name, nargs="?", metavar=metavar, **settings)
         elif option.choices == (bool,) and option.default is False:
             del settings["type"]
             parser.add_argument(_shown(option), action="store_const", const=True, **settings)
         else:
             many = {"nargs": "+"} if option.is_many else {}
-            metavar = option.name.upper()
-            parser.add_argument(_shown(option), metavar=metavar, **many, **settings)
+            parser.add_argument(_shown(option), metavar=_metavar(option), **many, **settings)
     return parser
 
 
@@ -91,13 +105,24 @@ def _shown(option: Option) -> str:
     return option.name if option.name == _POSITIONAL else f"--{option.name.replace('_', '-')}"
 
 
+def _metavar(option: Option) -> str:
+    """Return the placeholder of a value: short, so that explanations stand beside the options."""
+    for kind, shown in ((int, "N"), (float, "X"), (Path, "PATH")):
+        if kind in option.choices:
+            return shown
+    return {"checkpoint": "CKPT", "data": "PATH", "out": "PATH"}.get(option.name, "VALUE")
+
+
 def _explained(option: Option) -> str:
-    if option.is_needed or option.default in (None, "", False):
-        return option.help
+    text = option.help.rstrip(".").replace("if None", "if left out")
+    if option.is_needed:
+        return f"{text} (needed)."
+    if option.default in (None, "", False):
+        return f"{text}."
     default = str(option.default)
     if option.is_many:
         default = default.strip("()").replace(",", "").replace("'", "")
-    return f"{option.help.rstrip('.')} ({default})."
+    return f"{text} ({default})."
 
 
 def _with_hyphens(arg: str) -> str:

@@ -13,13 +13,16 @@ from typing import Any
 from recoup_cli import fit_help
 from recoup_cli.arguments import help_of, options_in
 from recoup_cli.fit_arguments import SHORT_NAMES, Fit, check_arguments
-from recoup_cli.mistakes import MistakeError, StoppedError, missing_module, near
+from recoup_cli.mistakes import MistakeError, missing_module, near, report
 from recoup_cli.signatures import package_folder
+from recoup_cli.version import version_line
 
 __all__ = ["FLOW", "LANGUAGE_MODEL", "main"]
 
 _USAGE = """\
-recoup: training that remembers less
+usage: recoup COMMAND [options]
+
+Training that remembers less. Commands:
 
   recoup flow fit        train a flow on pictures, points, or the built-in digits
   recoup flow evaluate   say how well it codes pictures that it has not seen
@@ -30,6 +33,7 @@ recoup: training that remembers less
   recoup lm generate     let it write
   recoup curve           measure memory and time against depth, for any builder
   recoup explain         say what a plan does with a model, for a number of bytes
+  recoup --version       say which recoup, Python and torch these are
 
 Each says more with --help."""
 
@@ -96,12 +100,8 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     try:
         return _run(args)
-    except StoppedError as stopped:
-        print(f"recoup: {stopped}", file=sys.stderr)
-        return stopped.exit_code
     except MistakeError as mistake:
-        print(f"recoup: error: {mistake}", file=sys.stderr)
-        return mistake.exit_code
+        return report(mistake)
     except KeyboardInterrupt:
         print("recoup: stopped", file=sys.stderr)
         return 130
@@ -111,6 +111,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
+    if args[:1] == ["--version"]:
+        print(version_line())
+        return 0
     name, rest = _named(args)
     command = _COMMANDS.get(name)
     is_help = "-h" in rest or "--help" in rest

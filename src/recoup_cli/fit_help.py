@@ -9,8 +9,8 @@ usage: recoup flow fit [options]
 
 Train a flow on pictures, or on points in the plane. Options, each as --name VALUE:
 
-  --data PATH        a folder of pictures, an .npz file, moons, rings or checkerboard; the built-in
-                     digits if left out
+  --data PATH        a folder of pictures, an .npz of pictures or points, a .csv of points, moons,
+                     rings or checkerboard; the built-in digits if left out
   --memory MODE      what backward remembers: linear, sqrt, log, constant, or a number of slots
   --epochs N         number of epochs (30)
   --batch-size N     pictures in a batch (64)

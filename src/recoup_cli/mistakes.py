@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["MistakeError", "StoppedError", "check_checkpoint", "missing_module", "near"]
+__all__ = [
+    "MistakeError",
+    "StoppedError",
+    "check_checkpoint",
+    "missing_module",
+    "near",
+    "report",
+]
 
 
 class MistakeError(Exception):
@@ -24,6 +32,13 @@ class MistakeError(Exception):
 
 class StoppedError(MistakeError):
     """The error of a run that a signal ended. Its text says how to resume the run."""
+
+
+def report(mistake: MistakeError) -> int:
+    """Print an error as every command does, in one line on stderr; return the exit code."""
+    prefix = "recoup:" if isinstance(mistake, StoppedError) else "recoup: error:"
+    print(f"{prefix} {mistake}", file=sys.stderr)
+    return mistake.exit_code
 
 
 def missing_module(error: ImportError) -> str:

@@ -187,8 +187,8 @@ def saved(model: Any, rank: int) -> list[Any]:
     store = recoup.GradStore(model.parameters())
     store.backward(model(batch(0, rank)).square().mean())
     loaded = recoup.GradStore(model.parameters())
-    loaded.load_state_dict(model, store.state_dict(model))
-    words = said(loaded.load_state_dict, model, {**store.state_dict(model), "gradients": whole()})
+    loaded.load_state_dict(store.state_dict(model), model)
+    words = said(loaded.load_state_dict, {**store.state_dict(model), "gradients": whole()}, model)
     return [difference(loaded.named(model), whole(1)), words]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import lightning
@@ -127,10 +128,26 @@ def test_lightning(tmp_path, options):
     callback = OfLightning(budget, show=plans.append)
     found = fit(tmp_path, Module(), callback, peaks, **options)
     same(found, wanted)
-    assert len(plans) == 1
+    assert plans == [callback.plan]
+    assert not callback.plan.is_applied
     assert max(peaks.peaks) <= budget
-    assert callback.plan is None
     no_trace(found)
+
+
+@pytest.mark.slow
+def test_lightning_twice_has_a_plan_of_each_training_and_a_line_of_log(tmp_path, caplog):
+    module, callback = Module(), OfLightning("1 GiB")
+    plans = []
+    for _ in range(2):
+        with caplog.at_level(logging.INFO, logger="recoup"):
+            fit(tmp_path, module, callback, max_epochs=1)
+        plans.append(callback.plan)
+        assert not callback.plan.is_applied
+    assert plans[0] is not plans[1]
+    lines = [each.getMessage() for each in caplog.records if each.name.startswith("recoup")]
+    assert [line.partition(",")[0] for line in lines] == ["Plan(Module"] * 2
+    assert all(line.endswith("; applied)") for line in lines)
+    no_trace(module)
 
 
 @pytest.mark.slow
@@ -257,8 +274,8 @@ def test_transformers(tmp_path, options):
     assert len(losses) == 4
     for name, value in wanted.state_dict().items():
         assert torch.equal(found.state_dict()[name], value), name
-    assert len(plans) == 1
-    assert callback.plan is None
+    assert plans == [callback.plan]
+    assert not callback.plan.is_applied
     for each in (*found.modules(),):
         assert type(vars(each).get("forward")).__module__.partition(".")[0] != "recoup"
         assert not each._forward_pre_hooks

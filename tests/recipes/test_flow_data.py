@@ -230,3 +230,106 @@ def test_labels_that_are_none(arrays, message):
     assert Images("some.npz").shape == (1, 4, 4)
     with pytest.raises(ValueError, match=message):
         Images("some.npz", conditional=True)
+
+
+# -- points of one's own ---------------------------------------------------------------------------
+
+
+def cloud(num=40, num_columns=2):
+    return np.random.default_rng(1).normal(3.0, 200.0, (num, num_columns))
+
+
+@pytest.mark.parametrize(
+    "header", ["", "# a comment\n\n", "x,y\n", "# a comment\nlongitude , latitude\n"]
+)
+def test_points_of_a_csv(header):
+    points = cloud()
+    rows = "".join(f"{x!r}, {y!r}\n" for x, y in points.tolist())
+    Path("own.csv").write_text(header + rows, encoding="utf-8-sig")
+    found = Images("own.csv")
+    assert (found.shape, found.levels, found.num_classes) == ((2,), None, None)
+    everything = torch.cat(list(found.parts.values()))
+    assert everything.dtype == torch.float32
+    assert sorted(everything.tolist()) == sorted(torch.tensor(points).float().tolist())
+    assert found.state_dict() == {"path": str(Path("own.csv").resolve())}
+
+
+def test_a_third_column_has_the_labels():
+    points, labels = cloud(), np.arange(40) % 3
+    points[:, 0] = labels * 100 + np.arange(40) / 100
+    np.savetxt("own.csv", np.column_stack([points, labels]), delimiter=",")
+    found = Images("own.csv", conditional=True)
+    assert found.num_classes == 3
+    for part, rows in found.parts.items():
+        assert torch.equal((rows[:, 0] / 100).round().long(), found.labels[part])
+    assert Images("own.csv").parts["train"].shape == (32, 2)
+
+
+def test_points_of_an_archive():
+    points, labels = cloud(), np.arange(40) % 3
+    np.savez("one.npz", points)
+    np.savez("own.npz", points=points.astype(np.float32), labels=labels)
+    np.savez("parts.npz", train_points=points, test_points=points[:7], test_labels=labels[:7])
+    for name in ("one.npz", "own.npz"):
+        assert Images(name).shape == (2,)
+        everything = torch.cat(list(Images(name).parts.values()))
+        assert sorted(everything.tolist()) == sorted(torch.tensor(points).float().tolist())
+    assert Images("own.npz", conditional=True).num_classes == 3
+    parts = Images("parts.npz")
+    assert parts.levels is None
+    assert parts.has_test_part
+    assert torch.equal(parts.parts["test"], torch.tensor(points[:7]).float())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "own.csv cannot be read as numbers with commas"),
+        ("x,y\n", "cannot be read as numbers with commas"),
+        ("1,2\n3,four\n", "cannot be read .*'four'.*row"),
+        ("1;2\n3;4\n", "cannot be read as numbers with commas"),
+        ("1,2\n3\n", "cannot be read .*columns"),
+        ("1,2,3,4\n2,3,4,5\n", "has 4 columns, but must have two"),
+        ("1\n2\n", "has 1 columns"),
+        ("1,2\n3,nan\n", r"holds \[3.0, nan\] as point 2"),
+        ("1,2\n3,inf\n", r"holds \[3.0, inf\] as point 2"),
+        ("1,7\n2,7\n", "Column 2 of own.csv is 7 but for a spread of 0"),
+        ("1700000001,1\n1700000009,2\n", "Column 1 of own.csv is 1.7e.09 but for a spread of 4"),
+        ("1,2,0\n2,3,0.5\n", "third column of own.csv holds 0.5, but labels are whole"),
+    ],
+)
+def test_a_csv_that_is_none(text, message):
+    Path("own.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Images("own.csv")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"points": np.ones((9, 3))}, r"`points` of own.npz has shape \(9, 3\)"),
+        ({"points": np.ones((9, 2), dtype=bool)}, "type bool"),
+        (
+            {"points": cloud(), "x_test": noise(7, 4, 4)},
+            r"`x_test` of own.npz has shape \(7, 4, 4\)",
+        ),
+    ],
+)
+def test_an_archive_of_points_that_is_none(arrays, message):
+    np.savez("own.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        Images("own.npz")
+
+
+@pytest.mark.parametrize("option", ["size", "levels"])
+def test_points_have_neither_pixels_nor_grey_levels(option):
+    np.savetxt("own.csv", cloud(), delimiter=",")
+    for name in ("own.csv", "moons"):
+        with pytest.raises(ValueError, match=f"`{option}` is 8, but {name} are points"):
+            Images(name, **{option: 8})
+
+
+def test_too_few_points_are_called_points():
+    Path("own.csv").write_text("1,2\n2,4\n")
+    with pytest.raises(ValueError, match=r"own\.csv has 2 points, and none are left"):
+        Images("own.csv", validation_fraction=0.6, test_fraction=0.9)

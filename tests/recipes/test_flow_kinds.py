@@ -71,6 +71,24 @@ def test_each_flow_learns_points(flow, capsys):
         assert image.width > 900
 
 
+def test_points_of_ones_own_whatever_their_scale(capsys):
+    """Longitudes and latitudes, say: the density found is near that of the normal they are."""
+    spread = np.array([[30.0], [0.1]])
+    points = np.random.default_rng(0).normal(0.0, 1.0, (2, 1800)) * spread + [[100.0], [50.0]]
+    np.savetxt("own.csv", points.T, delimiter=",", header="longitude,latitude", comments="")
+    checkpoint = fit("realnvp", "--data", "own.csv", "--epochs", "8")
+    assert "data: own.csv, points in the plane; 1440 for train" in capsys.readouterr().out
+    others = np.random.default_rng(1).normal(0.0, 1.0, (2, 600)) * spread + [[100.0], [50.0]]
+    np.savez("others.npz", points=others.T)
+    assert main(["flow", "evaluate", "--checkpoint", checkpoint, "--data", "others.npz"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("600 points, all of others.npz\n")
+    nats = float(re.search(r"nats/point +(\S+)", text)[1])
+    assert nats == pytest.approx(1 + np.log(2 * np.pi * 30.0 * 0.1), abs=0.3)
+    assert main(["flow", "sample", "--checkpoint", checkpoint]) == 0
+    assert "density of own.csv" in capsys.readouterr().out
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("flow", ["realnvp", "nice"])
 def test_a_conditional_flow_is_given_labels(flow, capsys):

@@ -124,6 +124,12 @@ class Algebra(Container):
     def __add__(self, other: object) -> Self:
         return self.clone().__iadd__(other)
 
+    def __radd__(self, other: object) -> Self:
+        """Return a copy for the 0 that ``sum(stores)`` begins with."""
+        if not (isinstance(other, int) and other == 0):
+            return NotImplemented
+        return self.clone()
+
     def __sub__(self, other: object) -> Self:
         return self.clone().__isub__(other)
 

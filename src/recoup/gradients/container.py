@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
 from typing import Any, Self
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from recoup._core.restoring import restoring
 from recoup._core.storage_tracking import bytes_of
 from recoup.errors import GradientError
-from recoup.gradients.accumulation import Entries, as_dense, coalesced
+from recoup.gradients.accumulation import Entries, as_dense, check_fits, coalesced, shared
 from recoup.gradients.targets import described, parameters_of, tensors_in
 
 __all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
@@ -19,7 +19,7 @@ __all__ = ["UNSCALED", "Container", "device_of", "scaled_by"]
 UNSCALED = "unscaled"
 
 
-class Container(Mapping[Tensor, Tensor]):
+class Container(MutableMapping[Tensor, Tensor]):
     """A mapping from tensors, told apart by identity, to their gradients."""
 
     def __init__(
@@ -86,6 +86,21 @@ class Container(Mapping[Tensor, Tensor]):
         """Return the gradient of `target`, or `default` if there is none."""
         self._check_is_whole()
         return self._entries.gradients[target] if target in self else default
+
+    def __setitem__(self, param: Tensor, grad: Tensor) -> None:
+        """Replace the gradient of `param` by a copy of `grad`; the weight stays as it is.
+
+        Raises:
+            ValueError: `grad` cannot be a gradient of `param`.
+        """
+        self._check_is_whole()
+        tensors_in("param", [param])
+        tensors_in("grad", [grad])
+        check_fits(grad, param)
+        self._entries.put(param, shared(grad))
+
+    def __delitem__(self, param: Tensor) -> None:
+        self.pop(param)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._entries.gradients)

@@ -78,19 +78,21 @@ class Transfer(Container):
         return {"gradients": self.named(module), "weight": self.weight, "scale": self._scale}
 
     def load_state_dict(
-        self, module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
+        self, state_dict: Mapping[str, Any], module: nn.Module, *, strict: bool = True
     ) -> None:
         """Replace the content of the store by that of `state_dict`.
 
         Args:
-            module: the module that the names refer to.
             state_dict: a result of `state_dict`.
+            module: the module that the names refer to.
             strict: whether a name that `module` does not have is an error.
 
         Raises:
             GradientError: a name or a shape does not fit; nothing is changed then.
-            ValueError: a gradient is of another kind than its parameter; nothing is changed then.
+            ValueError: a gradient is of another kind than its parameter, or the arguments are
+                neither a state nor a module; nothing is changed then.
         """
+        _check_order(state_dict, module)
         lacking = [key for key in ("gradients", "weight", "scale") if key not in state_dict]
         if lacking:
             raise GradientError(
@@ -146,6 +148,18 @@ class Transfer(Container):
         with self._guarded():
             all_reduce(self, op, num_bytes, group)
         return self
+
+
+def _check_order(state_dict: object, module: object) -> None:
+    for name, given, kind, what in (
+        ("state_dict", state_dict, Mapping, "a result of `store.state_dict(module)`"),
+        ("module", module, nn.Module, "the module that its names refer to"),
+    ):
+        if not isinstance(given, kind):
+            raise ValueError(
+                f"`{name}` is a {type(given).__name__}, but must be {what}. Call "
+                "load_state_dict(state_dict, module)."
+            )
 
 
 def _pinned(tensor: Tensor) -> Tensor:

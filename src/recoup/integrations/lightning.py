@@ -32,6 +32,10 @@ class MemoryBudget(PlanningCallback, Callback):
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
+    Attributes:
+        plan: the plan, once it is made; it stays here when training has ended. One line of the
+            logger "recoup.planning.plan" (INFO) says what it does.
+
     Raises:
         BudgetError: at the beginning of training, no plan keeps to the budget.
         ValueError: `budget` is not a number of bytes; or the module steps its optimizers itself.
@@ -60,7 +64,8 @@ class MemoryBudget(PlanningCallback, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Plan, if no plan is made yet, or none that serves the shapes of the batch."""
-        if self.plan is not None and self.plan.replanner is None:
+        planned = self.plan if self._has_planned else None
+        if planned is not None and planned.replanner is None:
             return
         if not pl_module.automatic_optimization:
             raise ValueError(
@@ -85,8 +90,8 @@ class MemoryBudget(PlanningCallback, Callback):
             return frontier.plan(self.budget)
 
         with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
-            if self.plan is not None and self.plan.replanner is not None:
-                self.plan.replanner.serve(args, {})
+            if planned is not None and planned.replanner is not None:
+                planned.replanner.serve(args, {})
                 return
             plan = make(args, {})
             if self.replan:

@@ -19,6 +19,9 @@ class PlanningCallback:
     """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
     Each trainer's `MemoryBudget` explains the arguments.
+
+    Attributes:
+        plan: the plan; None until it is made. It stays here when training has ended.
     """
 
     def __init__(
@@ -49,13 +52,15 @@ class PlanningCallback:
         self.tiles = checked_tiles(tiles)
         self.replan = replan
         self.plan: Plan | None = None
+        self._has_planned = False  # in the training that is going on
 
     def _apply(self, plan: Plan) -> None:
+        self._has_planned = True
         self.plan = plan.apply()
         if self.show is not None:
             self.show(plan)
 
     def _remove(self) -> None:
+        self._has_planned = False
         if self.plan is not None:
             self.plan.remove()
-            self.plan = None

@@ -31,6 +31,10 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
+    Attributes:
+        plan: the plan, once it is made; it stays here when training has ended. One line of the
+            logger "recoup.planning.plan" (INFO) says what it does.
+
     Raises:
         BudgetError: at the first forward, no plan keeps to the budget.
         ValueError: `budget` is not a number of bytes; or the trainer checkpoints the model itself

@@ -119,7 +119,9 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
     eager = [each[0] for each in candidates]
     work = sum(call.work for call in calls)
     rate = sum(each.run_seconds for each in eager) / work if work else 0.0
-    costs = [_timed(cost, rate) for cost in price(own.measured, own.step.place.work_per_byte)]
+    # In seconds: `rate` is those of a unit of counted work.
+    moved = own.step.place.work_per_byte
+    costs = [cost.scaled(rate) for cost in price(own.measured, moved)]
     timed = own.repriced(calls, costs, sum(each.seconds for each in eager))
     codes: dict[int, _Codes] = {}
     for call, each in zip(calls, candidates, strict=True):
@@ -132,17 +134,6 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
     except DifferentStepError as error:
         warnings.warn(f"No block is compiled. {error}", stacklevel=5)
         return [timed]
-
-
-def _timed(cost: Cost, rate: float) -> Cost:
-    """Return a cost in seconds; `rate` is the seconds of a unit of counted work."""
-    offload = cost.offload_seconds
-    return replace(
-        cost,
-        seconds=rate * cost.seconds,
-        offload_seconds=None if offload is None else rate * offload,
-        variants=tuple(replace(thin, seconds=rate * thin.seconds) for thin in cost.variants),
-    )
 
 
 def _compiled(
@@ -159,7 +150,7 @@ def _compiled(
     step = replace(own.step)  # with a verification of its own
     measured = measure_blocks(step, own.blocks, device, again)
     _check(own.measured.outcome, measured.outcome)
-    reference = [_timed(cost, rate) for cost in price(measured, step.place.work_per_byte)]
+    reference = [cost.scaled(rate) for cost in price(measured, step.place.work_per_byte)]
     calls: list[MeasuredCall] = []
     costs: list[Cost] = []
     seconds = 0.0

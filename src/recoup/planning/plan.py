@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -13,11 +15,20 @@ from recoup.planning.advice import held_by_others, what_can_be_inverted
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import WrappedForwards, wrapped_forwards_in
 from recoup.planning.replanning import Replanner
-from recoup.planning.report import BlockPlan, Summary, described, rows_of
+from recoup.planning.report import (
+    BlockPlan,
+    Summary,
+    described,
+    described_in_html,
+    headline,
+    rows_of,
+)
 from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Action, Cost, Point, Schedule
 
 __all__ = ["Plan", "applied_plans", "own_forwards"]
+
+_logger = logging.getLogger(__name__)
 
 
 def applied_plans(model: nn.Module) -> list[Plan]:
@@ -57,7 +68,7 @@ class Plan:
 
     Args:
         planned: the model and its blocks.
-        costs: the costs of the calls of blocks, and of the code after them.
+        costs: the costs of the calls of blocks, and of the code after them, in any unit of time.
         points: the plans that are best for some budget, from the least bytes to the most.
         point: the one of them that the model follows.
         rehearsed_bytes: the peak of a step that followed it.
@@ -68,6 +79,16 @@ class Plan:
         kept_seconds: the time of the blocks where all keep their whole tapes, in the unit of the
             costs.
         sizes: the sizes of the arguments of the step that was planned.
+
+    Attributes:
+        model: the model.
+        budget_bytes: the budget.
+        standing_bytes: the part of it that is alive before a step.
+        step_seconds: the time of a step that followed the plan.
+        costs: the costs of the calls of blocks, and of the code after them, in seconds.
+        frontier: the plans that are best for some budget, from the least bytes to the most. The
+            `seconds` of each are those of all runs of blocks in forward and again, approximately;
+            what backward takes itself comes on top.
     """
 
     def __init__(
@@ -88,8 +109,12 @@ class Plan:
         self.model = planned.model
         self.budget_bytes = budget_bytes
         self.standing_bytes = standing_bytes
-        self.costs = tuple(costs)
-        self.frontier = tuple(points)
+        work = kept_seconds + point.seconds - points[-1].seconds
+        is_timed = not work or any(call.codes for call in planned.calls)
+        rate = 1.0 if is_timed else step_seconds / work
+        self.step_seconds = step_seconds
+        self.costs = tuple(cost.scaled(rate) for cost in costs)
+        self.frontier = tuple(replace(each, seconds=rate * each.seconds) for each in points)
         self.held_by_others = tuple(held_by_others(planned.model, planned.calls))
         self._advice = list(self.held_by_others)
         if planned.guard is None:
@@ -103,11 +128,12 @@ class Plan:
             )
         self.planned = planned
         self.replanner: Replanner | None = None
-        self._point = point
+        self._point = next(
+            found for found, each in zip(self.frontier, points, strict=True) if each is point
+        )
         self._rehearsed_bytes = rehearsed_bytes
         self._least_bytes = least_bytes
-        self._step_seconds = step_seconds
-        self._kept_seconds = kept_seconds
+        self._kept_seconds = rate * kept_seconds
         self._sizes = sizes
         self._forwards: WrappedForwards | None = None
 
@@ -168,31 +194,36 @@ class Plan:
     @property
     def blocks(self) -> tuple[BlockPlan, ...]:
         """The planned treatment of each block, in the order of forward."""
-        work = self._kept_seconds + self._point.seconds - self.frontier[-1].seconds
-        scale = self._step_seconds / work if work else 0.0
-        if any(call.codes for call in self.planned.calls):
-            scale = 1.0  # its costs are seconds
-        return rows_of(self.planned.calls, self.costs, self.schedule, scale)
+        return rows_of(self.planned.calls, self.costs, self.schedule)
 
     def __str__(self) -> str:
-        return described(
-            Summary(
-                model=type(self.model).__name__,
-                rows=self.blocks,
-                num_blocks=self.num_blocks,
-                num_seen=self.num_seen,
-                budget_bytes=self.budget_bytes,
-                standing_bytes=self.standing_bytes,
-                predicted_bytes=self.predicted_peak_bytes,
-                rehearsed_bytes=self.rehearsed_peak_bytes,
-                least_bytes=self.least_bytes,
-                most_bytes=self.most_bytes,
-                tiled=None if self.planned.tiled is None else self.planned.tiled.described,
-                advice=[
-                    *self._advice,
-                    *([] if self.replanner is None else [self.replanner.summary]),
-                ],
-            )
+        return described(self._summary())
+
+    def __repr__(self) -> str:
+        state = "applied" if self.is_applied else "not applied"
+        return f"Plan({type(self.model).__name__}, {headline(self._summary())}; {state})"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the table that ``print`` shows as text."""
+        return described_in_html(self._summary())
+
+    def _summary(self) -> Summary:
+        return Summary(
+            model=type(self.model).__name__,
+            rows=self.blocks,
+            num_blocks=self.num_blocks,
+            num_seen=self.num_seen,
+            budget_bytes=self.budget_bytes,
+            standing_bytes=self.standing_bytes,
+            predicted_bytes=self.predicted_peak_bytes,
+            rehearsed_bytes=self.rehearsed_peak_bytes,
+            least_bytes=self.least_bytes,
+            most_bytes=self.most_bytes,
+            tiled=None if self.planned.tiled is None else self.planned.tiled.described,
+            advice=[
+                *self._advice,
+                *([] if self.replanner is None else [self.replanner.summary]),
+            ],
         )
 
     @property
@@ -226,7 +257,8 @@ class Plan:
     def apply(self) -> Plan:
         """Let the model follow the plan in every forward with gradients, until `remove`.
 
-        A plan that the model follows already is removed.
+        A plan that the model follows already is removed. The logger "recoup.planning.plan" has one
+        line (INFO) of what the model follows from now on: the `repr` of the plan.
 
         Returns:
             The plan.
@@ -234,7 +266,11 @@ class Plan:
         Raises:
             ValueError: a block that another model shares follows the plan of that model.
         """
-        return self._apply(is_held=True)
+        if not self.is_applied:
+            self._apply(is_held=True)
+            if _logger.isEnabledFor(logging.INFO):
+                _logger.info("%s", repr(self))  # as it is now, and not when a handler asks
+        return self
 
     def apply_while_held(self) -> Plan:
         """Let the model follow the plan as `apply` does, as long as the plan object is alive.
@@ -243,6 +279,9 @@ class Plan:
             The plan.
         """
         return self._apply(is_held=False)
+
+    def _apply_again(self) -> None:
+        self._apply(is_held=True)
 
     def _apply(self, *, is_held: bool) -> Plan:
         if not self.is_applied:
@@ -254,7 +293,7 @@ class Plan:
             except BaseException:
                 self.remove()
                 for each in replaced:
-                    each.apply()
+                    each._apply_again()
                 raise
         return self
 
@@ -287,9 +326,9 @@ class Plan:
         with Undoing() as undo:
             for each in before:
                 if each is not self:
-                    undo.later(each.apply)
+                    undo.later(each._apply_again)
             undo.later(self.remove)
-            self.apply()
+            self._apply_again()
             yield self
 
     def figure(self, path: str | Path) -> Path:

@@ -1,8 +1,10 @@
-"""The report of a plan: a table of its blocks."""
+"""The report of a plan: a line, and a table of its blocks as text or for a notebook."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from html import escape
 from typing import NamedTuple
 
 from recoup.memory import format_bytes
@@ -10,7 +12,7 @@ from recoup.memory.tables import aligned
 from recoup.planning.measuring import MeasuredCall
 from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
 
-__all__ = ["BlockPlan", "Summary", "described", "rows_of"]
+__all__ = ["BlockPlan", "Summary", "described", "described_in_html", "headline", "rows_of"]
 
 
 class BlockPlan(NamedTuple):
@@ -71,10 +73,7 @@ class Summary(NamedTuple):
 
 
 def rows_of(
-    calls: Sequence[MeasuredCall],
-    costs: Sequence[Cost],
-    schedule: Schedule,
-    seconds_of_work: float,
+    calls: Sequence[MeasuredCall], costs: Sequence[Cost], schedule: Schedule
 ) -> tuple[BlockPlan, ...]:
     """Return a row for each call."""
     runs = simulate(schedule, costs=costs).forwards_per_stage
@@ -99,9 +98,7 @@ def rows_of(
             work = again * cost.seconds + (cost.invert_seconds if index in inverted else 0.0)
         saves = cost.tape_bytes - keeps
         kind = type(call.module).__name__
-        rows.append(
-            BlockPlan(call.name, kind, way, runs[index], keeps, saves, work * seconds_of_work)
-        )
+        rows.append(BlockPlan(call.name, kind, way, runs[index], keeps, saves, work))
     return tuple(rows)
 
 
@@ -116,37 +113,92 @@ def _sweep(schedule: Schedule) -> list[Keep | Tape | Advance]:
     return found
 
 
+def headline(plan: Summary) -> str:
+    """Return a plan in one line, without the class of the model."""
+    ways = Counter(row.way for row in plan.rows)
+    counts = "; ".join(f"{ways[way]} {way}" for way in sorted(ways, key=_place))
+    peak = format_bytes(plan.rehearsed_bytes)
+    return f"{_size(plan)}: {counts}; rehearsed peak {peak}"
+
+
+def _place(way: str) -> int:
+    """Return the place of a way in the order in which ways are always named."""
+    order = ("keep", "recompute", "regenerate", "invert", "offload", "tile")
+    return next((place for place, name in enumerate(order) if way.startswith(name)), len(order))
+
+
 def described(plan: Summary) -> str:
     """Return the text that a plan prints."""
-    budget = "total" if plan.standing_bytes else "step"
-    title = (
-        f"Plan for {plan.model}: {len(plan.rows)} blocks in "
-        f"{format_bytes(plan.budget_bytes)} ({budget})"
+    lines = [_title(plan), _peaks(plan), "", *aligned(_table(plan), left=_WORDS), *_notes(plan)]
+    return "\n".join(lines)
+
+
+def described_in_html(plan: Summary) -> str:
+    """Return what a notebook shows for a plan."""
+    head, *rows = _table(plan)
+    body = "\n".join(_html_row("td", row) for row in rows)
+    notes = "".join(f"\n<p>{escape(note)}</p>" for note in _notes(plan))
+    return (
+        f"<div>\n<p><b>{escape(_title(plan))}</b><br/>{escape(_peaks(plan))}</p>\n"
+        f"<table>\n<thead>{_html_row('th', head)}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+        f"{notes}\n</div>"
     )
-    peaks = (
+
+
+_WORDS = range(3)  # the columns of the table that are no numbers
+
+
+def _html_row(tag: str, row: Sequence[str]) -> str:
+    sides = ["left" if column in _WORDS else "right" for column in range(len(row))]
+    cells = (
+        f'<{tag} style="text-align: {side}">{escape(text)}</{tag}>'
+        for side, text in zip(sides, row, strict=True)
+    )
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _title(plan: Summary) -> str:
+    return f"Plan for {plan.model}: {_size(plan)}"
+
+
+def _size(plan: Summary) -> str:
+    budget = "total" if plan.standing_bytes else "step"
+    return f"{len(plan.rows)} blocks in {format_bytes(plan.budget_bytes)} ({budget})"
+
+
+def _peaks(plan: Summary) -> str:
+    return (
         f"predicted peak {format_bytes(plan.predicted_bytes)}, rehearsed "
         f"{format_bytes(plan.rehearsed_bytes)}; everything kept "
         f"{format_bytes(plan.most_bytes)}, least feasible {format_bytes(plan.least_bytes)} "
         f"({plan.least_bytes} bytes)"
     )
-    lines = [title, peaks, ""]
-    table = [("block", "class", "way", "forwards", "keeps", "saves", "pays")]
+
+
+def _table(plan: Summary) -> list[tuple[str, ...]]:
+    table: list[tuple[str, ...]] = [
+        ("block", "class", "way", "forwards", "keeps", "saves", "pays"),
+    ]
     for first, last, row in _merged(plan.rows):
         name = first.name if first is last else f"{first.name} ... {last.name}"
         table.append((
             name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
             format_bytes(row.saves_bytes), _shown(row.seconds),
         ))  # fmt: skip
-    lines += aligned(table, left=range(3))
+    return table
+
+
+def _notes(plan: Summary) -> list[str]:
+    notes: list[str] = []
     if plan.num_seen < plan.num_blocks:
-        lines.append(
+        notes.append(
             f"seen {plan.num_seen} of {plan.num_blocks} blocks: the others were not called, and "
             "would be recomputed"
         )
-    lines += [*([] if plan.tiled is None else [plan.tiled]), *plan.advice]
+    notes += [*([] if plan.tiled is None else [plan.tiled]), *plan.advice]
     if plan.standing_bytes:
-        lines.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
-    return "\n".join(lines)
+        notes.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
+    return notes
 
 
 def _shown(seconds: float) -> str:

@@ -61,7 +61,7 @@ def curve_command(
         if figure is not None:
             print(f"figure: {result.figure(figure)}")
     except MISTAKES as error:
-        return report_mistake("curve", error)
+        return report_mistake(error)
     return 0
 
 

@@ -66,9 +66,9 @@ def explain_command(
             figure.parent.mkdir(parents=True, exist_ok=True)
             print(f"figure: {made.figure(figure)}")
     except (MistakeError, *MISTAKES) as error:
-        return report_mistake("explain", error)
+        return report_mistake(error)
     except Exception as error:  # noqa: BLE001  # from the user's model or loss
-        return report_mistake("explain", MistakeError(f"the step raised {_located(error)}", 1))
+        return report_mistake(MistakeError(f"the step raised {_located(error)}", 1))
     return 0
 
 

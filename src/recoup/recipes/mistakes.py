@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from recoup.errors import RecoupError
 from recoup_cli import MistakeError
-from recoup_cli.mistakes import missing_module
+from recoup_cli.mistakes import missing_module, report
 
 __all__ = ["MISTAKES", "mistakes_reported", "one_line", "report_mistake"]
 
@@ -32,10 +31,9 @@ def mistakes_reported() -> Generator[None]:
         raise MistakeError(one_line(error)) from error
 
 
-def report_mistake(command: str, error: Exception) -> int:
+def report_mistake(error: Exception) -> int:
     """Print the error of a command in one line; return the exit code."""
-    print(f"recoup {command}: {one_line(error)}", file=sys.stderr)
-    return error.exit_code if isinstance(error, MistakeError) else 2
+    return report(error if isinstance(error, MistakeError) else MistakeError(one_line(error)))
 
 
 # Errors that the user can correct.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 __all__ = ["Cost", "Thin", "require_size"]
@@ -36,6 +36,10 @@ class Thin:
         _require_time("seconds", self.seconds)
         for name in ("tape_bytes", "tape_run_bytes", "reverse_bytes"):
             require_size(name, getattr(self, name))
+
+    def scaled(self, factor: float) -> Thin:
+        """Return the tape with its time multiplied by a number."""
+        return replace(self, seconds=factor * self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,18 @@ class Cost:
                     f"`{name}.tape_bytes` is {thin.tape_bytes}, but it must be at least "
                     f"`state_bytes` ({self.state_bytes}): the stage's input is counted in it"
                 )
+
+    def scaled(self, factor: float) -> Cost:
+        """Return the cost with all its times multiplied by a number: in another unit of time."""
+        offload = self.offload_seconds
+        return replace(
+            self,
+            seconds=factor * self.seconds,
+            invert_seconds=factor * self.invert_seconds,
+            offload_seconds=None if offload is None else factor * offload,
+            variants=tuple(thin.scaled(factor) for thin in self.variants),
+            again=None if self.again is None else self.again.scaled(factor),
+        )
 
     def tape(self, variant: int) -> Thin:
         """Return a tape by its number: 0 is the whole one, for which backward pays nothing."""

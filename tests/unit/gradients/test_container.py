@@ -28,6 +28,71 @@ def parameters(*sizes):
     return [nn.Parameter(torch.ones(size)) for size in sizes]
 
 
+# -- replacing and removing ------------------------------------------------------------------------
+
+
+def test_an_assigned_gradient_replaces_and_is_a_copy():
+    w, b = parameters((2, 3), 3)
+    store = filled(w, b)
+    store.weight = 5.0
+    given = torch.arange(6.0).reshape(2, 3)
+    store[w] = given
+    given.zero_()
+    assert torch.equal(store[w], torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(store[b], torch.full((3,), 2.0))
+    assert store.weight == 5.0
+    store.backward((w * 1).sum())  # later gradients are added to it
+    assert torch.equal(store[w], torch.arange(6.0).reshape(2, 3) + 1)
+
+
+def test_gradients_may_be_assigned_while_they_are_looped_over():
+    w, b = parameters((2, 3), 3)
+    store = filled(w, b)
+    for target, gradient in store.items():
+        store[target] = gradient * 3
+    assert [float(gradient.mean()) for gradient in store.values()] == [6.0, 6.0]
+
+
+def test_an_assigned_gradient_has_the_type_of_the_store_and_no_graph():
+    w = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    store = GradStore([w])
+    store[w] = (w * 2).double()
+    assert store[w].dtype is torch.float32  # that of sums of 16-bit gradients
+    assert not store[w].requires_grad
+    rows = torch.sparse_coo_tensor([[1]], torch.ones(1), (3,), check_invariants=True)
+    store[w] = rows
+    rows._values().zero_()
+    assert store[w].is_sparse
+    assert store[w].to_dense().tolist() == [0, 1, 0]
+
+
+def test_a_gradient_that_does_not_fit_cannot_be_assigned():
+    (w,) = parameters((2, 3))
+    store = filled(w)
+    for wrong, words in (
+        (torch.ones(3), r"has shape \(3,\)"),
+        (torch.ones(2, 3, dtype=torch.complex64), "is complex"),
+        ([1.0], "`grad`"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            store[w] = wrong
+    with pytest.raises(ValueError, match="`param`"):
+        store["w"] = torch.ones(2, 3)
+    assert torch.equal(store[w], torch.full((2, 3), 2.0))
+
+
+def test_a_gradient_is_deleted_and_others_are_taken_over():
+    w, b = parameters((2, 3), 3)
+    store, other = filled(w, b), filled(w, value=7.0)
+    del store[b]
+    assert list(store) == [w]
+    with pytest.raises(KeyError, match="no gradient"):
+        del store[b]
+    store.update(other)
+    assert torch.equal(store[w], torch.full((2, 3), 7.0))
+    assert store[w].untyped_storage().data_ptr() != other[w].untyped_storage().data_ptr()
+
+
 # -- an empty one ----------------------------------------------------------------------------------
 
 
@@ -181,7 +246,7 @@ def test_files(layer):
     file.seek(0)
     other = copy.deepcopy(module)
     loaded = GradStore(other.parameters())
-    loaded.load_state_dict(other, torch.load(file, weights_only=True))
+    loaded.load_state_dict(torch.load(file, weights_only=True), other)
     want = {name: gradient.to_dense() for name, gradient in store.named(module).items()}
     assert_holds(loaded, other, want)
     assert loaded.weight == 3
@@ -197,13 +262,13 @@ def test_names_that_do_not_fit():
     state = store.state_dict(module)
     other = nn.Linear(4, 3, bias=False).double()
     with pytest.raises(GradientError, match="no parameter 'bias'"):
-        store.load_state_dict(other, state)
+        store.load_state_dict(state, other)
     assert set(store) == set(module.parameters())
     loaded = GradStore()
-    loaded.load_state_dict(other, state, strict=False)
+    loaded.load_state_dict(state, other, strict=False)
     assert list(loaded) == [other.weight]
     with pytest.raises(GradientError, match="`weight` has shape"):
-        store.load_state_dict(nn.Linear(4, 5), state)
+        store.load_state_dict(state, nn.Linear(4, 5))
     with pytest.raises(GradientError, match="Linear has no parameter"):
         store.named(nn.Linear(4, 3))
 

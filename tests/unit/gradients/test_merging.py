@@ -307,3 +307,26 @@ def test_what_is_replaced_goes_before_the_next_comes(change):
 
     got = recoup.measure(make_and_change, device="cpu", repeats=0)
     assert got.peak_bytes <= 10.5 * num_bytes, "16 when all are kept until the end"
+
+
+def test_sum_of_stores_is_the_store_of_the_sum():
+    torch.manual_seed(0)
+    w, b = parameter(), parameter(3)
+    stores = [store_of((w, dense(w))), store_of((w, dense(w)), (b, dense(b))), store_of()]
+    want = {w: stores[0][w] + stores[1][w], b: stores[1][b].clone()}
+    before = [values_of(store) for store in stores]
+    total = sum(stores)
+    assert_same(total, want)
+    assert total.weight == 3
+    for store, values in zip(stores, before, strict=True):  # none is emptied, as `+` does not
+        assert_same(store, values)
+    one = sum(stores[:1])
+    assert one is not stores[0]
+    assert one[w].data_ptr() != stores[0][w].data_ptr()
+
+
+def test_sums_begin_with_zero_and_no_other_number():
+    store = store_of()
+    for start in (1, 0.5, None):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            start + store

@@ -203,7 +203,7 @@ def test_what_was_unscaled_is_not_unscaled_again_by_the_step(how):
     else:
         state = store.state_dict(layer)
         store, scaler = recoup.GradStore(params), scaler_of()
-        store.load_state_dict(layer, state)
+        store.load_state_dict(state, layer)
     before = params[0].detach().clone()
     with pytest.raises(GradientError, match="unscale it again"):
         store.step(optimizer, scaler=scaler)

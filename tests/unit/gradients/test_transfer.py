@@ -149,7 +149,7 @@ def test_the_scale_goes_along():
     store = recoup.GradStore(model.parameters())
     store.backward(model(torch.ones(2, 4)).sum(), scaler=scaler)
     copies = [store.to("cpu"), copy.deepcopy((model, store))[1], recoup.GradStore()]
-    copies[2].load_state_dict(model, through_file(store.state_dict(model)))
+    copies[2].load_state_dict(through_file(store.state_dict(model)), model)
     for copied in (copies[0], copies[2]):
         with pytest.raises(GradientError, match="scaled by 8"):
             copied.step(optimizer)
@@ -193,7 +193,7 @@ def test_a_file_brings_back_what_was_saved(dtype):
     state = through_file(store.state_dict(model))
     again = copy.deepcopy(model)
     loaded = recoup.GradStore(again.parameters(), dtype=dtype)
-    loaded.load_state_dict(again, state)
+    loaded.load_state_dict(state, again)
     assert_equal(loaded.named(again), store.named(model))
     assert loaded.weight == 3
     assert memory(loaded).isdisjoint(memory(state["gradients"]))
@@ -216,7 +216,7 @@ def test_what_was_loaded_is_summed_and_applied():
     other = copy.deepcopy(model)
     other.load_state_dict(state["model"])
     second = recoup.GradStore(other.parameters())
-    second.load_state_dict(other, state["store"])
+    second.load_state_dict(state["store"], other)
     for x in batches[2:]:
         second.backward(other(x).square().sum())
     second.mean_().step(torch.optim.AdamW(other.parameters(), lr=0.1))
@@ -229,7 +229,7 @@ def test_loading_replaces():
     state = collected(model).state_dict(model)
     other = recoup.GradStore(model.parameters())
     other.add_(model.rests.weight, torch.ones(4, 4))
-    other.load_state_dict(model, state)
+    other.load_state_dict(state, model)
     assert model.rests.weight not in other
     assert other.weight == 3
 
@@ -238,7 +238,7 @@ def test_a_store_may_load_its_own_state():
     model = Words()
     store = collected(model)
     want = store.clone().named(model)
-    store.load_state_dict(model, store.state_dict(model))
+    store.load_state_dict(store.state_dict(model), model)
     assert_equal(store.named(model), want)
 
 
@@ -248,7 +248,7 @@ def test_loading_makes_a_broken_store_usable():
     store.add_(model.weight, torch.ones(2, 2))
     state = through_file(store.state_dict(model))
     store._damage = "broken"
-    store.load_state_dict(model, state)
+    store.load_state_dict(state, model)
     assert torch.equal(store[model.weight], torch.ones(2, 2))
 
 
@@ -271,7 +271,7 @@ def test_a_state_that_does_not_fit_changes_nothing(changes, words):
     store = collected(model)
     want = store.clone().named(model)
     with pytest.raises((GradientError, ValueError), match=words):
-        store.load_state_dict(model, wrong(store.state_dict(model), **changes))
+        store.load_state_dict(wrong(store.state_dict(model), **changes), model)
     assert_equal(store.named(model), want)
     assert store.weight == 3
 
@@ -281,7 +281,7 @@ def test_names_that_are_unknown_may_be_left_out():
     store = collected(model)
     state = wrong(store.state_dict(model), other=torch.ones(2))
     loaded = recoup.GradStore(model.parameters())
-    loaded.load_state_dict(model, state, strict=False)
+    loaded.load_state_dict(state, model, strict=False)
     assert_equal(loaded.named(model), store.named(model))
 
 
@@ -289,7 +289,17 @@ def test_gradients_alone_are_no_state():
     model = Words()
     store = collected(model)
     with pytest.raises(GradientError, match=r"no 'gradients'.*state_dict"):
-        store.load_state_dict(model, store.named(model))
+        store.load_state_dict(store.named(model), model)
+
+
+def test_a_state_comes_first_as_for_modules():
+    model = Words()
+    store = collected(model)
+    state = store.state_dict(model)
+    for given, name in (((model, state), "state_dict"), ((state, None), "module")):
+        with pytest.raises(ValueError, match=rf"`{name}`.*load_state_dict\(state_dict, module\)"):
+            store.load_state_dict(*given)
+    assert store.weight == 3
 
 
 def test_either_name_of_a_tied_weight_will_do():
@@ -298,7 +308,7 @@ def test_either_name_of_a_tied_weight_will_do():
     gradient = state["gradients"]["encoder.weight"]
     state = wrong(state, **{"encoder.weight": None, "decoder.weight": gradient})
     loaded = recoup.GradStore(model.parameters())
-    loaded.load_state_dict(model, state)
+    loaded.load_state_dict(state, model)
     assert torch.equal(loaded[model.encoder.weight], gradient)
 
 
@@ -359,7 +369,7 @@ def test_parameters_that_are_replaced_take_theirs_over_by_name():
     with pytest.raises(GradientError, match="no parameter"):
         store.named(model)
     carried = recoup.GradStore(model.parameters())
-    carried.load_state_dict(model, state)
+    carried.load_state_dict(state, model)
     assert_equal(carried.named(model), want)
     before = model.weight.detach().clone()
     carried.step(optimizer)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from pathlib import Path
+from xml.etree.ElementTree import fromstring
 
 import pytest
 import torch
@@ -286,6 +287,51 @@ def test_the_report_names_blocks_ways_and_bytes():
     assert sum(row.seconds > 0 for row in made.blocks) == sum(
         row.num_forwards > 1 for row in made.blocks
     )
+
+
+def test_the_repr_is_one_line_and_the_html_says_what_is_printed():
+    model, x = stack(), batch()
+    made = plan(model, x, middle(model, x))
+    ways = [row.way for row in made.blocks]
+    size = f"6 blocks in {recoup.memory.format_bytes(made.budget_bytes)} (step)"
+    assert repr(made).startswith(f"Plan(Sequential, {size}: ")
+    assert repr(made).endswith("; not applied)")
+    for way in set(ways):
+        assert f" {ways.count(way)} {way};" in repr(made)
+    assert repr(made).index(" keep") < repr(made).index(" recompute")
+    table = fromstring(made._repr_html_())
+    assert [cell.text for cell in table.find("table/thead/tr")][:3] == ["block", "class", "way"]
+    lines = str(made).splitlines()
+    rows = [" ".join(cell.text for cell in row) for row in table.find("table/tbody")]
+    assert rows == [" ".join(line.split()) for line in lines[4 : 4 + len(rows)]]
+    assert table.find("p/b").text == lines[0]
+
+
+def test_names_that_are_html_are_text_in_a_notebook():
+    class Odd(nn.Sequential):
+        pass
+
+    Odd.__name__ = "<script>&"
+    made = plan(Odd(*stack(2)), batch(), "1 GiB")
+    assert fromstring(made._repr_html_()).find("p/b").text.startswith("Plan for <script>&: ")
+
+
+@pytest.mark.parametrize("fraction", [0, 1])
+def test_all_times_of_a_plan_are_seconds(monkeypatch, fraction):
+    """A step of 3 s, whose backward is taken to take twice as long as its first runs."""
+    model, x = stack(), batch()
+    whole = plan(model, x, "1 GiB")
+    monkeypatch.setattr("recoup.planning.verified_plan.seconds_of", lambda step: 3.0)
+    made = plan(model, x, whole.most_bytes if fraction else whole.least_bytes)
+    assert made.step_seconds == 3.0
+    kept = made.frontier[-1].seconds
+    chosen = next(each for each in made.frontier if each.schedule == made.schedule)
+    assert 3 * kept + (chosen.seconds - kept) == pytest.approx(3.0)
+    assert sum(cost.seconds for cost in made.costs) == pytest.approx(kept)
+    assert sum(row.seconds for row in made.blocks) == pytest.approx(chosen.seconds - kept)
+    for point in made.frontier:
+        simulation = recoup.schedules.simulate(point.schedule, costs=made.costs)
+        assert point.seconds == pytest.approx(simulation.seconds)
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_is_measured(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
-    assert printed.err.startswith("recoup curve: ")
+    assert printed.err.startswith("recoup: error: ")
     assert message in printed.err
     assert list(tmp_path.iterdir()) == []
 

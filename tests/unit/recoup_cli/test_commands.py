@@ -9,6 +9,7 @@ import sys
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 from recoup_cli import main
 from recoup_cli.commands import _COMMANDS, FLOW, LANGUAGE_MODEL
@@ -44,7 +45,7 @@ MISTAKES = {
     "explain": "`build` is needed",
     "flow demo --epochs": "argument --epochs: expected one argument",
 }
-HELPS = ["", "--help", "flow", *(f"{name} --help" for name in _COMMANDS)]
+HELPS = ["", "--help", "--version", "flow", *(f"{name} --help" for name in _COMMANDS)]
 HEAVY = {"torch", "recoup", "lightning", "jsonargparse", "matplotlib", "numpy", "sklearn", "yaml"}
 
 
@@ -56,6 +57,45 @@ def test_a_mistake_is_one_line(line, capsys):
     assert printed.err.startswith("recoup: error: ")
     assert printed.err.count("\n") == 1
     assert MISTAKES[line] in printed.err
+
+
+@pytest.mark.parametrize("name", ["", *_COMMANDS])
+def test_help_begins_with_how_to_call_it_and_what_it_does(name, capsys):
+    assert main([*name.split(), "--help"]) == 0
+    usage, blank, what, *_ = capsys.readouterr().out.splitlines()
+    build = " BUILD" if name in ("curve", "explain") else ""
+    assert usage == f"usage: recoup {name or 'COMMAND'}{build} [options]"
+    assert blank == ""
+    assert what[0].isupper()
+    assert "." in what
+
+
+def test_help_says_what_is_needed_and_what_holds_if_an_option_is_left_out(capsys):
+    assert main(["lm", "evaluate", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--checkpoint CKPT The .ckpt file of a trained model (needed)." in shown
+    assert "0.662 if left out." in shown
+    assert "None" not in shown
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    import recoup
+
+    assert main(["--version"]) == 0
+    python = ".".join(map(str, sys.version_info[:3]))
+    expected = f"recoup {recoup.__version__} (Python {python}, torch {torch.__version__})\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_python_m_recoup_is_the_command():
+    def run(*args):
+        command = [sys.executable, "-m", "recoup", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert run("--version").stdout.startswith("recoup ")
+    wrong = run("explian")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("recoup: error: there is no command `explian`.")
 
 
 def run(code, *args):
@@ -164,6 +204,7 @@ def test_n13_a_builder_that_raises_is_one_line(tmp_path, capsys, body, message):
     path.write_text(f"import torch\ndef build():\n    {body}\n")
     assert main(["explain", f"{path}:build", "--budget", "1MiB", "--blocks", ".*"]) in (1, 2)
     printed = capsys.readouterr().err
+    assert printed.startswith("recoup: error: ")
     assert printed.count("\n") == 1
     assert message in printed or "blocks" in printed
 

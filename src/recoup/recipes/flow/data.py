@@ -24,16 +24,17 @@ _SPLIT_SEED = 0
 class Images(LightningDataModule):
     """Pictures in training, validation and test parts, as batches ``(N, C, H, W)`` of grey levels.
 
-    Of a toy density the batches are points ``(N, 2)``. With `conditional` a batch is a pair: the
-    pictures or points, and their labels ``(N,)``.
+    Of a density in the plane the batches are points ``(N, 2)``. With `conditional` a batch is a
+    pair: the pictures or points, and their labels ``(N,)``.
 
     All pictures are held in memory, a byte a value. The split into parts depends on the data
     alone; the order of epoch e depends on `seed` and e alone, so that a resumed run continues as if
     it had not been interrupted.
 
     Args:
-        path: A folder of pictures (searched with its subfolders), or an .npz file with uint8
-            arrays, or moons, rings or checkerboard; scikit-learn's handwritten digits if None.
+        path: A folder of pictures (searched with its subfolders); an .npz file of pictures (uint8)
+            or of points in the plane; a .csv file of points; or moons, rings or checkerboard;
+            scikit-learn's handwritten digits if None.
         levels: Number of grey levels to train on; those of the data if None.
         batch_size: Number of pictures in a batch.
         validation_fraction: Part of the pictures that validates each epoch.
@@ -196,9 +197,10 @@ def _split(
                 labels[part] = labels["train"][rows]
     rows = order[taken:]
     if not len(rows):
+        what = "points" if samples.levels is None else "pictures"
         raise ValueError(
-            f"{samples.name} has {num_samples} pictures, and none are left to train on. Give "
-            "more pictures, or smaller `--data.validation_fraction` and `--data.test_fraction`."
+            f"{samples.name} has {num_samples} {what}, and none are left to train on. Give "
+            "more, or smaller `--data.validation_fraction` and `--data.test_fraction`."
         )
     images["train"] = samples.train[rows]
     if "train" in labels:

@@ -22,7 +22,7 @@ def evaluate(
 
     Args:
         checkpoint: The .ckpt file of a trained flow.
-        data: A folder of pictures, an .npz file, moons, rings or checkerboard.
+        data: A folder of pictures, an .npz or .csv file, moons, rings or checkerboard.
         batch_size: Number of pictures in a batch.
         accelerator: Where to run: auto, cpu or gpu.
 

@@ -12,16 +12,16 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from recoup.recipes.flow.points import TOYS, make_points
+from recoup.recipes.flow.points import TOYS, checked_points, make_points, read_csv
 
 __all__ = ["Samples", "read_samples"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # Common names of arrays in archives; the first that is present counts.
-_TRAIN_KEYS = ("train_images", "x_train", "images")
-_VALIDATION_KEYS = ("val_images", "x_val")
-_TEST_KEYS = ("test_images", "x_test")
+_TRAIN_KEYS = ("train_images", "x_train", "images", "train_points", "points")
+_VALIDATION_KEYS = ("val_images", "x_val", "val_points")
+_TEST_KEYS = ("test_images", "x_test", "test_points")
 _LABEL_KEYS = {
     "train": ("train_labels", "y_train", "labels"),
     "validation": ("val_labels", "y_val"),
@@ -48,11 +48,12 @@ class Samples:
 
 
 def read_samples(source: str | None, size: int | None = None) -> Samples:
-    """Read all pictures of a folder or an ``.npz``; scikit-learn's digits if `source` is None.
+    """Read the pictures or points of a source; scikit-learn's digits if `source` is None.
 
     Args:
-        source: The folder, searched with its subfolders, or the file; or the name of a toy density
-            in the plane, whose points are generated.
+        source: A folder of pictures, searched with its subfolders; an ``.npz`` of pictures or
+            points; a ``.csv`` of points; or the name of a toy density in the plane, whose points
+            are generated.
         size: Side of a square to which each is cropped and resized; None to keep the sizes.
 
     Raises:
@@ -61,20 +62,23 @@ def read_samples(source: str | None, size: int | None = None) -> Samples:
     if source is None:
         return _resized(_digits(), size)
     if source in TOYS:
-        if size is not None:
-            raise ValueError(f"`size` is {size}, but {source} are points. Leave it out.")
-        points, labels = make_points(source)
-        return Samples(source, None, points, labels={} if labels is None else {"train": labels})
+        return _resized(_points(source, *make_points(source)), size)
     path = Path(source)
     if path.is_dir():
         return Samples(str(path), 256, _folder(path, size))
     if path.suffix.lower() == ".npz" and path.is_file():
         return _resized(_archive(path), size)
-    what = "is neither a folder nor an .npz file" if path.exists() else "does not exist"
+    if path.suffix.lower() == ".csv" and path.is_file():
+        return _resized(_points(source, *read_csv(path)), size)
+    what = "is neither a folder nor an .npz or .csv file" if path.exists() else "does not exist"
     raise ValueError(
-        f"`--data` is {path}, which {what}. Give a folder of pictures, an .npz file or one of "
-        f"{', '.join(TOYS)}, or leave `--data` out for the built-in digits."
+        f"`--data` is {path}, which {what}. Give a folder of pictures, an .npz or .csv file or one "
+        f"of {', '.join(TOYS)}, or leave `--data` out for the built-in digits."
     )
+
+
+def _points(name: str, points: Tensor, labels: Tensor | None) -> Samples:
+    return Samples(name, None, points, labels={} if labels is None else {"train": labels})
 
 
 def _digits() -> Samples:
@@ -152,24 +156,32 @@ def _archive(path: Path) -> Samples:
     if train is None:
         raise ValueError(
             f"{path} holds {', '.join(arrays) or 'nothing'}, but none of "
-            f"{', '.join(_TRAIN_KEYS)}. Name the array of pictures `images`."
+            f"{', '.join(_TRAIN_KEYS)}. Name the array of pictures `images`, or of points `points`."
         )
-    parts: dict[str, Tensor] = {"train": _pictures(path, train, arrays[train], levels)}
-    for part, keys in (("validation", _VALIDATION_KEYS), ("test", _TEST_KEYS)):
-        key = _first(arrays, keys)
-        if key is not None:
-            parts[part] = _pictures(path, key, arrays[key], levels)
-            if parts[part].shape[1:] != parts["train"].shape[1:]:
-                raise ValueError(
-                    f"`{key}` of {path} has pictures of shape {tuple(parts[part].shape[1:])}, but "
-                    f"`{train}` of {tuple(parts['train'].shape[1:])}. Make them one shape."
-                )
+    are_points = arrays[train].ndim == 2
+    parts: dict[str, Tensor] = {}
+    for part, key in (
+        ("train", train),
+        ("validation", _first(arrays, _VALIDATION_KEYS)),
+        ("test", _first(arrays, _TEST_KEYS)),
+    ):
+        if key is None:
+            continue
+        if are_points:
+            parts[part] = checked_points(f"`{key}` of {path}", arrays[key])
+            continue
+        parts[part] = _pictures(path, key, arrays[key], levels)
+        if parts[part].shape[1:] != parts["train"].shape[1:]:
+            raise ValueError(
+                f"`{key}` of {path} has pictures of shape {tuple(parts[part].shape[1:])}, but "
+                f"`{train}` of {tuple(parts['train'].shape[1:])}. Make them one shape."
+            )
     labels = {
         part: torch.from_numpy(arrays[key])
         for part, keys in _LABEL_KEYS.items()
         if (key := _first(arrays, keys)) is not None and arrays[key].dtype.kind in "iu"
     }
-    return Samples(str(path), levels, **parts, labels=labels)
+    return Samples(str(path), None if are_points else levels, **parts, labels=labels)
 
 
 def _first(arrays: dict[str, Array], keys: tuple[str, ...]) -> str | None:
@@ -189,7 +201,7 @@ def _pictures(path: Path, key: str, array: Array, levels: int) -> Tensor:
     if array.ndim != 4 or array.shape[1] not in (1, 3) or not array.size:
         raise ValueError(
             f"`{key}` of {path} has shape {array.shape}, but must be (N, H, W), (N, H, W, C) or "
-            "(N, C, H, W) with C 1 or 3."
+            "(N, C, H, W) with C 1 or 3; points have shape (N, 2)."
         )
     if array.max() >= levels:
         raise ValueError(
@@ -202,6 +214,8 @@ def _pictures(path: Path, key: str, array: Array, levels: int) -> Tensor:
 def _resized(pictures: Samples, size: int | None) -> Samples:
     if size is None:
         return pictures
+    if pictures.levels is None:
+        raise ValueError(f"`size` is {size}, but {pictures.name} are points. Leave it out.")
     if pictures.levels != 256:
         raise ValueError(
             f"`size` is {size}, but {pictures.name} has {pictures.levels} grey levels, which "

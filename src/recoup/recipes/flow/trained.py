@@ -27,7 +27,7 @@ def load_data(
 
     Args:
         checkpoint: The checkpoint.
-        data: A folder, an .npz file or a toy density; None for the training data.
+        data: A folder, an .npz or .csv file, or a toy density; None for the training data.
         batch_size: Number of pictures in a batch; None for that of training.
 
     Raises:

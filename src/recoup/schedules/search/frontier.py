@@ -37,7 +37,8 @@ class Point:
 
     Args:
         peak_bytes: its peak, as `simulate` counts it.
-        seconds: its time, as `simulate` counts it.
+        seconds: its time, as `simulate` counts it: in the unit of the costs, which those of a plan
+            (`Plan.frontier`) give in seconds.
         num_forwards: number of forward runs of stages.
         schedule: the schedule.
         num_inverses: number of inverse runs of stages.
