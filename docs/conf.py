@@ -1,0 +1,61 @@
+"""How Sphinx builds the site; `make docs` runs it."""
+
+import os
+
+import recoup
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tutorials measure with one thread
+
+project = "recoup"
+author = "The recoup contributors"
+release = version = recoup.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+
+# --- pages ---------------------------------------------------------------------------------------
+
+myst_heading_anchors = 3  # the anchors that GitHub gives to headings
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+suppress_warnings = ["myst.header"]  # a page that is included elsewhere may begin with a subheading
+
+# Tutorials are executed each time, and an error in one is an error of the build.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+
+# --- reference -----------------------------------------------------------------------------------
+
+default_role = "py:obj"  # `name` in a docstring is a link where there is such a name
+toc_object_entries_show_parents = "hide"
+smartquotes = False  # "sqrt" is code, also in prose
+python_use_unqualified_type_names = True
+python_display_short_literal_types = True  # Literal["a", "b"] is shown as "a" | "b"
+python_maximum_signature_line_length = 88
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+# --- appearance ----------------------------------------------------------------------------------
+
+html_theme = "furo"
+html_title = f"recoup {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# `make docs-links` alone looks on the network.
+linkcheck_timeout = 20
+linkcheck_workers = 4
+
