@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")])
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))  # run when the site is built
 
 
 @pytest.mark.sampled(2)
@@ -18,7 +19,7 @@ def test_python_blocks_run(page):
         exec(compile(block, page.name, "exec"), {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
