@@ -1,10 +1,18 @@
 """How Sphinx builds the site; `make docs` runs it."""
 
 import os
+from pathlib import Path
 
 import recoup
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tutorials measure with one thread
+# For the processes that execute tutorials: one thread, no progress bars of notebooks, and a profile
+# of IPython of their own, in which the kernel does not warn that it is not encrypted.
+PROFILE = Path(__file__).parent / "_build" / "ipython" / "profile_default"
+PROFILE.mkdir(parents=True, exist_ok=True)
+(PROFILE / "ipython_kernel_config.py").write_text('get_config().IPKernelApp.log_level = "ERROR"\n')
+os.environ["IPYTHONDIR"] = str(PROFILE.parent)
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
 
 project = "recoup"
 author = "The recoup contributors"
@@ -14,7 +22,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
@@ -58,4 +65,3 @@ copybutton_prompt_is_regexp = True
 # `make docs-links` alone looks on the network.
 linkcheck_timeout = 20
 linkcheck_workers = 4
-

@@ -14,6 +14,7 @@ import recoup
 
 ROOT = Path(recoup.__file__).parent
 
+
 def modules_with_examples():
     names = []
     for path in sorted(ROOT.rglob("*.py")):

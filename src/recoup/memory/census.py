@@ -132,7 +132,7 @@ def residuals(fn: Callable[[], object]) -> Residuals:
         fn: a function without arguments that returns a value with the graph, such as a loss.
 
     Returns:
-        The residuals, printable: values, modules, bytes and ways, the largest first.
+        The residuals, printable, the largest first, with values, modules, bytes and ways.
 
     Raises:
         RuntimeError: from torch, if `fn` uses a transform of torch.func.
