@@ -1,6 +1,7 @@
 """How Sphinx builds the site; `make docs` runs it."""
 
 import os
+import re
 from pathlib import Path
 
 import recoup
@@ -65,3 +66,12 @@ copybutton_prompt_is_regexp = True
 # `make docs-links` alone looks on the network.
 linkcheck_timeout = 20
 linkcheck_workers = 4
+
+
+def show_attributes(app, what, name, obj, options, lines):
+    """Let `.grad` be shown as it is: the role that makes links would drop the dot."""
+    lines[:] = [re.sub(r"(?<!`)`(\.\w+)`(?!`)", r"``\1``", line) for line in lines]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", show_attributes)

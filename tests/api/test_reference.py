@@ -18,7 +18,9 @@ PAGES = sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.rst"))
 ENTRIES = [
     name
     for page in PAGES
-    for name in re.findall(r"^\.\. auto\w+:: (\S+)$", page.read_text(encoding="utf-8"), re.M)
+    for name in re.findall(
+        r"^\.\. (?:auto|py:)\w+:: (\S+)$", page.read_text(encoding="utf-8"), re.M
+    )
 ]
 PACKAGES = [recoup, recoup.gradients, recoup.memory] + [
     value for name in recoup.__all__ if isinstance(value := getattr(recoup, name), ModuleType)

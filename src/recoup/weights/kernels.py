@@ -6,8 +6,9 @@ place of the entries: four words of 32 bits a count.
 """
 
 # pyright: basic, reportMissingImports=false
+# pyright: reportInvalidTypeForm=false, reportOptionalMemberAccess=false
 # ruff: noqa: ANN001, ANN202
-# Triton has no types, is not installed where there is no GPU, and reads annotations itself.
+# Triton has no types, is None where it is not installed, and reads annotations itself.
 
 from __future__ import annotations
 
