@@ -102,7 +102,8 @@ bench: .venv/.bench
 
 # Every page anew: tutorials show what this code does, not what an earlier one did.
 docs: .venv/.docs
-	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs docs/_build/html
+	@rm -rf docs/_build/html
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 	@$(BIN)/python docs/check_links.py docs/_build/html
 
 # Needs the network, which `make docs` does not.
