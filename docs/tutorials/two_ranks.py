@@ -4,7 +4,6 @@ The tutorial runs it as ``torchrun --nproc-per-node=2 two_ranks.py``.
 """
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -31,14 +30,8 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
     return (output - 1).square().mean()
 
 
-def train(way: str) -> None:
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if use_cuda else "cpu")
-    if use_cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if use_cuda else "gloo")
+def train(way: str, device: torch.device) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-
     model = build().to(device)
     x = torch.randn(2048, 64, generator=torch.Generator().manual_seed(1))
     x = x.chunk(num_ranks)[rank].to(device)  # each rank has its part of the batch
@@ -64,8 +57,17 @@ def train(way: str) -> None:
         ways = ", ".join(sorted({row.way for row in plan.blocks}))
         print(f"{way} on {num_ranks} ranks: blocks {ways}; peak {plan.rehearsed_peak_bytes} bytes")
         print("losses", *losses)
+
+
+def main() -> None:
+    use_cuda = torch.cuda.is_available()
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if use_cuda else "gloo")
+    for way in ("ddp", "fsdp"):
+        train(way, torch.device("cuda" if use_cuda else "cpu"))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    train(sys.argv[1])
+    main()
