@@ -109,6 +109,7 @@ docs: .venv/.docs
 # Needs the network, which `make docs` does not.
 docs-links: .venv/.docs
 	@$(BIN)/python -m sphinx --builder linkcheck --quiet --define nb_execution_mode=off \
+		--define suppress_warnings=myst-nb.lexer \
 		docs docs/_build/links
 
 clean:

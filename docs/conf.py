@@ -30,8 +30,6 @@ exclude_patterns = ["_build"]
 # --- pages ---------------------------------------------------------------------------------------
 
 myst_heading_anchors = 3  # the anchors that GitHub gives to headings
-myst_enable_extensions = ["colon_fence", "dollarmath"]
-suppress_warnings = ["myst.header"]  # a page that is included elsewhere may begin with a subheading
 
 # Tutorials are executed each time, and an error in one is an error of the build.
 nb_execution_mode = "force"
