@@ -23,7 +23,7 @@ QUICK := "not slow and not foreign and not exhaustive"
 # pyright would look on the network for a newer version of itself.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test test-all test-oldest cuda check bench dist-test clean
+.PHONY: help setup demo test test-all test-oldest cuda check bench dist-test docs docs-links clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,8 @@ help:
 	@echo "make dist-test    build a wheel and an sdist in dist, and test them without the repository"
 	@echo "make check   run the linters, the type checker and the import contracts"
 	@echo "make bench   measure against other libraries"
+	@echo "make docs    build the site in docs/_build/html, tutorials executed and links checked"
+	@echo "make docs-links   look up all addresses that the site links to"
 	@echo "make setup   only make .venv, which all of these do first"
 	@echo "make clean   remove .venv and all caches"
 
@@ -98,6 +100,22 @@ dist-test: setup
 bench: .venv/.bench
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
+.venv/.docs: .venv/.ready
+	@$(INSTALL) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+# Every page anew: tutorials show what this code does, not what an earlier one did.
+docs: .venv/.docs
+	@rm -rf docs/_build/html
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+	@$(BIN)/python docs/check_links.py docs/_build/html
+
+# Needs the network, which `make docs` does not.
+docs-links: .venv/.docs
+	@$(BIN)/python -m sphinx --builder linkcheck --quiet --define nb_execution_mode=off \
+		--define suppress_warnings=myst-nb.lexer \
+		docs docs/_build/links
+
 clean:
-	@rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
+	@rm -rf .venv .venv-oldest docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist
 	@find . -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").glob("*.md")])
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))  # run when the site is built
 
 
 @pytest.mark.sampled(2)
@@ -18,7 +19,7 @@ def test_python_blocks_run(page):
         exec(compile(block, page.name, "exec"), {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -33,3 +34,13 @@ def test_the_tests_that_the_limits_name_exist():
         assert f"def {name}(" in sources, name
     for name in re.findall(r"`(test_\w+\.py)`", text):
         assert list((ROOT / "tests").rglob(name)), name
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def test_tutorials_are_programs(page):
+    """`make docs` runs them, as notebooks that MyST reads."""
+    text = page.read_text(encoding="utf-8")
+    cells = re.findall(r"^```\{code-cell\} python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert text.count("```{code-cell}") == len(cells)
+    assert not cells or text.startswith("---\nfile_format: mystnb\n")
+    compile("\n".join(cells), page.name, "exec")

@@ -13,8 +13,6 @@ import torch
 import recoup
 
 ROOT = Path(recoup.__file__).parent
-# What a reader is taken to have imported, besides what the module of the example defines itself.
-READER = {"recoup": recoup, "torch": torch, "nn": torch.nn}
 
 
 def modules_with_examples():
@@ -30,11 +28,14 @@ MODULES = modules_with_examples()
 
 
 def run_examples(module):
-    """Run the examples of `module`: how many there were, and what was said of those that fail."""
+    """Run the examples of `module`: how many there were, and what was said of those that fail.
+
+    Each runs as a reader would run what is printed: with the names that it imports itself.
+    """
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
     report = io.StringIO()
     num_examples = 0
-    for test in doctest.DocTestFinder().find(module, extraglobs=READER):
+    for test in doctest.DocTestFinder().find(module, globs={"__name__": "__main__"}):
         torch.manual_seed(0)
         num_examples += len(test.examples)
         runner.run(test, out=report.write)

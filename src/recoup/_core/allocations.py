@@ -64,6 +64,8 @@ class Allocations:
     complete when the context has ended.
 
     Example:
+        >>> import torch
+        >>> from recoup._core.allocations import Allocations
         >>> with Allocations() as allocations:
         ...     x = torch.zeros(256)  # 1 KiB
         ...     y = x.view(16, 16).exp().sum()

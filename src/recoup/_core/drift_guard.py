@@ -61,6 +61,7 @@ class DriftGuard:
         ValueError: an argument is out of range.
 
     Example:
+        >>> import torch
         >>> from recoup.invertible import ActNorm, Chain, DriftGuard, Flip
         >>> guard = DriftGuard("raise")
         >>> chain = Chain(ActNorm(2), Flip(), memory="constant", drift=guard)
@@ -163,6 +164,7 @@ class DriftGuard:
         For tests of invertible layers, where a recomputed state would hide a wrong inverse.
 
         Example:
+            >>> import torch
             >>> from recoup.invertible import ActNorm, Chain, DriftGuard
             >>> chain = Chain(ActNorm(2), ActNorm(2), memory="constant")
             >>> with DriftGuard.strict():

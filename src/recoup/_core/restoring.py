@@ -146,6 +146,7 @@ class Undoing(Restoring):
     """A context with calls that undo changes; they run in reverse order when it is left.
 
     Example:
+        >>> from recoup._core.restoring import Undoing
         >>> settings = {"level": 1}
         >>> with Undoing() as undo:
         ...     undo.later(settings.__setitem__, "level", settings["level"])

@@ -93,6 +93,8 @@ class StorageTracker(DispatchMode):
         device: count storages on this type of device only; all if None.
 
     Example:
+        >>> import torch
+        >>> from recoup._core.storage_tracking import StorageTracker
         >>> with StorageTracker() as tracker:
         ...     x = torch.zeros(256)  # 1 KiB
         ...     y = x.view(16, 16).exp().sum()

@@ -29,6 +29,7 @@ def build_name(build: Callable[..., object] | str) -> str:
         ValueError: if another process cannot import `build`.
 
     Example:
+        >>> from recoup.memory.builders import build_name, load_builder
         >>> build_name("chain.py:build")
         'chain.py:build'
         >>> build_name(load_builder)
@@ -79,6 +80,7 @@ def load_builder(name: str) -> Callable[..., object]:
         Exception: any that the module or file raises when it is imported.
 
     Example:
+        >>> from recoup.memory import load_builder
         >>> load_builder("math:sqrt")(16)
         4.0
     """

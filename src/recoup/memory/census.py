@@ -31,6 +31,7 @@ class Residual:
 
     Example:
         >>> import torch
+        >>> from recoup import residuals
         >>> x = torch.zeros(256, requires_grad=True)
         >>> print(residuals(lambda: x.exp()).entries[0])
         Residual(value='exp [256] float32', module='-', num_bytes=1024, way='keep')
@@ -54,6 +55,7 @@ class Residuals:
 
     Example:
         >>> import torch
+        >>> from recoup import residuals
         >>> x = torch.zeros(256, requires_grad=True)
         >>> found = residuals(lambda: x.exp().sin())
         >>> [each.value for each in found]
@@ -130,13 +132,14 @@ def residuals(fn: Callable[[], object]) -> Residuals:
         fn: a function without arguments that returns a value with the graph, such as a loss.
 
     Returns:
-        The residuals, printable: values, modules, bytes and ways, the largest first.
+        The residuals, printable, the largest first, with values, modules, bytes and ways.
 
     Raises:
         RuntimeError: from torch, if `fn` uses a transform of torch.func.
 
     Example:
         >>> import torch
+        >>> from recoup import residuals
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU())
         >>> x = torch.zeros(1024, 256)
         >>> print(residuals(lambda: model(x)))

@@ -32,6 +32,7 @@ class Curve:
         points: one point for each depth and memory mode.
 
     Example:
+        >>> from recoup.memory import Curve, Point
         >>> points = [Point(n, "linear", 2**20 * n, 0) for n in (4, 8, 16)]
         >>> print(Curve("chain:build", "cpu", tuple(points)))
         chain:build on cpu
@@ -187,6 +188,7 @@ def curve(
         RecoupError: if the builder or its step failed; the message has the last line of the error.
 
     Example:
+        >>> from recoup import curve
         >>> curve("chain:build", depths=[], memories=["linear"])
         Traceback (most recent call last):
         ValueError: `depths` is empty, but must hold at least one number, such as [4, 8, 16].

@@ -28,6 +28,8 @@ class Measurement:
         device: the device whose bytes were counted, such as "cpu" or "cuda:0".
 
     Example:
+        >>> import torch
+        >>> from recoup import measure
         >>> x = torch.zeros(1024, requires_grad=True)  # 4 KiB
         >>> measured = measure(lambda: x.exp().sin(), device="cpu", repeats=0)
         >>> measured.peak_bytes, measured.held_bytes, measured.seconds, measured.device
@@ -86,6 +88,8 @@ def measure(
         ValueError: if `device` is of another type, or `repeats` is negative.
 
     Example:
+        >>> import torch
+        >>> from recoup import measure
         >>> x = torch.zeros(256, requires_grad=True)  # 1 KiB
         >>> print(measure(lambda: x.exp().sin(), device="cpu", repeats=0))
         peak 2 KiB, held 2 KiB on cpu

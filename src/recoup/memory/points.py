@@ -62,6 +62,7 @@ class Point:
             ``resident=True``.
 
     Example:
+        >>> from recoup.memory import Point
         >>> point = Point(depth=16, memory="sqrt", peak_bytes=3 * 2**20, held_bytes=0)
         >>> point.peak_bytes / point.depth, point.seconds
         (196608.0, None)

@@ -32,6 +32,7 @@ def parse_bytes(value: int | str) -> int:
         ValueError: if `value` is negative or cannot be parsed.
 
     Example:
+        >>> from recoup.memory import parse_bytes
         >>> parse_bytes("1.5 KiB"), parse_bytes("2GB"), parse_bytes(64)
         (1536, 2000000000, 64)
     """
@@ -57,6 +58,7 @@ def format_bytes(num_bytes: int) -> str:
         Text that `parse_bytes` parses (unless negative) to within 0.05 percent, or one byte.
 
     Example:
+        >>> from recoup.memory import format_bytes
         >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(12)
         ('1.5 KiB', '3 GiB', '12 B')
     """

@@ -11,6 +11,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[
     """Return a line for each row, with the columns `left` aligned left and the others right.
 
     Example:
+        >>> from recoup.memory.tables import aligned
         >>> for line in aligned([["memory", "MiB"], ["linear", "12.0"], ["sqrt", "3.4"]]):
         ...     print(line)
         memory   MiB

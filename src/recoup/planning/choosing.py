@@ -51,6 +51,7 @@ def choose(
         rehearse: a function from the index of a point to the peak of its rehearsal.
 
     Example:
+        >>> from recoup.planning.choosing import choose
         >>> choose([10, 20, 30], 25, rehearse=lambda index: [11, 21, 31][index])
         Choice(point_index=1, peak_bytes=21, least_bytes=11)
     """

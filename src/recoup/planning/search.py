@@ -149,8 +149,8 @@ def plan(
         example_kwargs: keyword arguments of the model.
 
     Returns:
-        The plan, printable. Without a budget, a `Frontier`: printed, it shows the peaks and times
-        that plans are predicted to have, and its `plan` makes one for a budget.
+        The plan, printable. Without a budget, a `Frontier`, which prints as the peaks and times
+        that plans are predicted to have; its method `plan` makes one for a budget.
 
     Raises:
         BudgetError: no plan keeps to the budget; the message and `least_bytes` give the smallest

@@ -28,6 +28,7 @@ def require_positive(name: str, value: int) -> None:
         ValueError: `value` is below one.
 
     Example:
+        >>> from recoup.schedules.bounds import require_positive
         >>> require_positive("slots", 3)
     """
     if value < 1:
@@ -45,6 +46,7 @@ def beta(slots: int, sweeps: int) -> int:
         The binomial coefficient of ``slots + sweeps`` over ``slots``; 0 if `sweeps` is negative.
 
     Example:
+        >>> from recoup.schedules import beta
         >>> beta(3, 2)
         10
 
@@ -68,6 +70,7 @@ def num_sweeps(n: int, slots: int) -> int:
         ValueError: `n` or `slots` is below one.
 
     Example:
+        >>> from recoup.schedules import num_sweeps
         >>> num_sweeps(10, 3), num_sweeps(11, 3)
         (2, 3)
     """
@@ -100,6 +103,7 @@ def num_advances(n: int, slots: int) -> int:
         ValueError: `n` or `slots` is below one.
 
     Example:
+        >>> from recoup.schedules import num_advances
         >>> num_advances(100, 13), num_advances(1000, 44)
         (185, 1954)
 
@@ -126,6 +130,7 @@ def best_split(n: int, slots: int) -> int:
         ValueError: `n` is below two or `slots` below one.
 
     Example:
+        >>> from recoup.schedules.bounds import best_split
         >>> best_split(10, 1), best_split(10, 3), best_split(10, 9)
         (9, 4, 1)
     """

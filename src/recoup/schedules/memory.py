@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from recoup.schedules._binomial import binomial, log, revolve
 from recoup.schedules._constant import Way, constant
@@ -11,7 +12,8 @@ from recoup.schedules.segmented import linear, sqrt
 
 __all__ = ["Memory", "schedule_for", "shown"]
 
-Memory = str | int | Schedule
+# A string that is none of these is a number of bytes, such as "2 GiB".
+Memory = Literal["linear", "inputs", "sqrt", "log", "constant"] | str | int | Schedule
 
 
 def shown(memory: Memory) -> str:

@@ -1,21 +1,28 @@
 """Draws on a GPU: one kernel that reads a weight, draws, and writes the result.
 
-Imports Triton, so `draws.py` imports it late. Bits come from Triton's Philox, whose counter is the
+Imports Triton, so `draws.py` imports it late. Without Triton the module can be imported (for its
+documentation), and a call is an ImportError. Bits come from Triton's Philox, whose counter is the
 place of the entries: four words of 32 bits a count.
 """
 
 # pyright: basic, reportMissingImports=false
+# pyright: reportInvalidTypeForm=false, reportOptionalMemberAccess=false
 # ruff: noqa: ANN001, ANN202
-# Triton has no types, is not installed where there is no GPU, and reads annotations itself.
+# Triton has no types, is None where it is not installed, and reads annotations itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
 
 __all__ = ["add_noise", "drop", "write_scales"]
 
@@ -42,7 +49,14 @@ def add_noise(weight: Tensor, out: Tensor, seed: int, std: float) -> None:
     _launch(_add_noise, num_each, weight, out, seed, std)
 
 
+def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return ``triton.jit``, which compiles a function at its first launch."""
+    return (lambda function: function) if triton is None else triton.jit(**options)
+
+
 def _launch(kernel: Any, num_each: int, weight: Tensor, out: Tensor, *args: Any) -> None:
+    if triton is None:
+        raise ImportError("The kernels of recoup.weights need triton: `pip install triton`.")
     numel = out.numel()
     if numel == 0:
         return
@@ -54,7 +68,7 @@ def _launch(kernel: Any, num_each: int, weight: Tensor, out: Tensor, *args: Any)
         kernel[grid](weight, out, numel // unit, *args, unit, _NUM_COUNTS, **_EXACTLY)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@_jit(do_not_specialize=_NUMBERS)
 def _drop(
     weight,
     out,
@@ -77,7 +91,7 @@ def _drop(
     _drop_four(weight, out, place, numel, c, d, num_dropped, scale, MULTIPLIES)
 
 
-@triton.jit
+@_jit()
 def _drop_four(weight, out, place, numel, a, b, num_dropped, scale, MULTIPLIES: tl.constexpr):
     kind = out.dtype.element_ty
     # A thread owns four entries that lie side by side, and the words they come from.
@@ -96,7 +110,7 @@ def _drop_four(weight, out, place, numel, a, b, num_dropped, scale, MULTIPLIES: 
     tl.store(out + place, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@_jit(do_not_specialize=_NUMBERS)
 def _add_noise(
     weight,
     out,
@@ -128,13 +142,13 @@ def _add_noise(
         _add(weight, out, place + 3 * NUM_COUNTS, numel, second)
 
 
-@triton.jit
+@_jit()
 def _number(word):
     """Return a number from -1 to 1."""
     return word.to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10  # 2 ** -31
 
 
-@triton.jit
+@_jit()
 def _normals(radius, angle, std):
     """Return two normals by Box and Muller's method; `radius` must not be zero."""
     radius = tl.sqrt(tl.log(tl.abs(radius)) * -2.0) * tl.full([], std, radius.dtype)
@@ -142,7 +156,7 @@ def _normals(radius, angle, std):
     return radius * tl.cos(angle), radius * tl.sin(angle)
 
 
-@triton.jit
+@_jit()
 def _add(weight, out, place, numel, noise):
     kind = out.dtype.element_ty
     inside = place < numel
