@@ -355,11 +355,9 @@ def tiles_table(found: dict) -> str:
 
 def offload_table(found: dict) -> str:
     shape, file, versions = found["shape"], found["file"], found["versions"]
-    lines = [
-        f"| {shape['blocks']} blocks, {shape['rows']} rows of {shape['units']} | peak MiB | simulated "
-        + "| time, states in memory = 1 | all in memory = 1 |",
-        "|---|---|---|---|---|",
-    ]
+    size = f"{shape['blocks']} blocks, {shape['rows']} rows of {shape['units']}"
+    head = f"| {size} | peak MiB | simulated | time, states in memory = 1 | all in memory = 1 |"
+    lines = [head, "|---|---|---|---|---|"]
     for row in found["chain"]:
         simulated = row["simulated_bytes"]
         cells = (
@@ -373,9 +371,10 @@ def offload_table(found: dict) -> str:
     speeds = [file[f"{way}_bytes_per_second"] / 1e9 for way in ("written", "read")]
     conditions = (
         "<sub>The state before each block is 4 MiB; simulated with twice that in flight. The file "
-        f"takes {speeds[0]:.2f} GB/s and gives {speeds[1]:.2f}, through the system's cache. Wall time on "
-        f"{found['num_threads']} threads, medians of ratios in turn. {found['device_name']}, "
-        f"{found['date']}, torch {versions['torch']}; `make bench ARGS=offload`.</sub>"
+        f"takes {speeds[0]:.2f} GB/s and gives {speeds[1]:.2f}, through the system's cache. Wall "
+        f"time on {found['num_threads']} threads, medians of ratios in turn. "
+        f"{found['device_name']}, {found['date']}, torch {versions['torch']}; "
+        "`make bench ARGS=offload`.</sub>"
     )
     return "\n".join([*lines, "", conditions])
 

@@ -96,7 +96,7 @@ class _Clock:
                 self._here.remove(index)
         else:
             at = self._arriving.pop(index, None) or self._copy(index, to)
-        in_flight = {*self._arriving, *self._here} | ({index} if at > self.now else set())
+        in_flight = {*self._arriving, *self._here, *([index] if at > self.now else [])}
         room = self._bound - sum(self._costs[key].state_bytes for key in in_flight)
         for before in sorted((key for key in self._away if key < index), reverse=True):
             if before in self._arriving or before in self._here:
