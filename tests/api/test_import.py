@@ -27,6 +27,7 @@ PUBLIC = {
     "invertible",
     "largest",
     "measure",
+    "offloading",
     "plan",
     "recompute",
     "recompute_",

@@ -245,7 +245,7 @@ def test_a_few_lengths():
     assert len(plan.family) <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("build", "batch"), [(encoder, of_encoder), (gpt2, of_gpt2)], ids=["encoder", "gpt2"]
 )
