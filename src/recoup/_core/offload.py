@@ -3,7 +3,9 @@
 NOTE [ Tensors that are away ]
 
 Rule 1. A storage moves once, however many tensors look at it; each slot knows how its tensor does.
-        So what is away is what autograd would have kept.
+        So what is away is what autograd would have kept. The tensors must share one counter of
+        versions: parts that autograd takes for tensors of their own (of `unsafe_chunk`, as in
+        recurrent kernels) are written to without a trace in the others, so they stay.
 Rule 2. Until its copy has landed a tensor stays, and its version is compared then. If it was
         changed meanwhile, the copy may have either value: asking for it is an error, as it is
         where autograd keeps the tensor. What is changed later does not reach the copy.
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 from recoup._core.compile import never_compiled
 from recoup._core.memory_layout import Geometry, geometry_of
 from recoup._core.restoring import new_lock
-from recoup._core.saved_tensors import backward_id, version_of
+from recoup._core.saved_tensors import backward_id, set_versions, version_of
 from recoup._core.tiers import Arrival, Copy, Tier, flat
 from recoup.errors import ChangedError, OffloadError
 
@@ -47,7 +49,29 @@ def can_move(tensor: Tensor) -> bool:
     if tensor.is_conj() or tensor.is_neg():
         return False  # the storage holds other numbers
     base = tensor if tensor._base is None else tensor._base
-    return not isinstance(base, nn.Parameter) and not (base.is_leaf and base.requires_grad)
+    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+        return False
+    return _covers_storage(base)  # See Rule 1
+
+
+def _covers_storage(tensor: Tensor) -> bool:
+    """Whether the entries of `tensor` span its storage."""
+    if not tensor.numel() or tensor.storage_offset():
+        return False
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize == tensor.untyped_storage().nbytes()
+
+
+def _share_counter(a: Tensor, b: Tensor) -> bool:
+    """Whether a change of one tensor counts as one of the other: `.data` has its own counter."""
+    version = version_of(a)
+    if a.is_inference() or b.is_inference() or version_of(b) != version:
+        return False
+    set_versions((a,), (version + 1,))
+    try:
+        return version_of(b) == version + 1
+    finally:
+        set_versions((a,), (version,))
 
 
 class Away:
@@ -94,7 +118,8 @@ class _Parcel:
         "traffic",
         "version",
         "whole",
-        "witness",
+        "witness_back",
+        "witness_sent",
     )
 
     def __init__(self, traffic: Traffic, tensor: Tensor, name: str) -> None:
@@ -103,14 +128,21 @@ class _Parcel:
         self.tensor: Tensor | None = tensor.detach()  # shares the version counter (See Rule 2)
         self.version = version_of(tensor)
         self.is_changed = False
+        self.witness_sent = tensor.detach()  # shares the counter, and has no memory
+        self.witness_sent.data = tensor.new_empty(0)
         self.whole: Tensor | None = flat(tensor.untyped_storage())
         self.num_bytes = self.whole.numel()
         self.copy: Copy | None = None  # None where it could not be copied (See Rule 6)
         self.arrival: Arrival | None = None
         self.is_shared = False  # whether several slots look at it
         self.back: weakref.ref[torch.UntypedStorage] | None = None  # the last arrival, if in use
-        self.witness: Tensor | None = None  # shares the version of that one, and has no memory
+        self.witness_back: Tensor | None = None  # shares the version of that one, and has no memory
         self.place = 0  # in the order in which they were sent
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether the copy has the value of a tensor with the same storage (See Rule 1)."""
+        is_same = version_of(tensor) == self.version == version_of(self.witness_sent)
+        return is_same and _share_counter(self.witness_sent, tensor)
 
     def leave(self) -> None:
         """Let go of the memory, since the copy has landed (See Rule 2)."""
@@ -127,7 +159,7 @@ class _Parcel:
         if self.whole is not None:
             return self.whole
         storage = None if self.back is None else self.back()
-        if storage is None or self.witness is None or self.witness._version:
+        if storage is None or self.witness_back is None or self.witness_back._version:
             return None  # nobody uses it, or somebody has changed it in place
         return flat(storage)
 
@@ -135,8 +167,8 @@ class _Parcel:
         """Remember what has arrived, for other slots that look at it."""
         if self.is_shared:
             self.back = weakref.ref(found.untyped_storage())
-            self.witness = found.detach()
-            self.witness.data = found.new_empty(0)
+            self.witness_back = found.detach()
+            self.witness_back.data = found.new_empty(0)
 
     def check(self, when: str) -> None:
         """Raise if the tensor was changed in place before it had left."""
@@ -188,7 +220,7 @@ class Traffic:
             storage = tensor.untyped_storage()
             known = self._of_storage.get(storage)
             parcel = None if known is None else known()
-            if parcel is None or parcel.version != version_of(tensor):
+            if parcel is None or not parcel.is_of(tensor):
                 parcel = _Parcel(self, tensor, name)
                 self._make_room(parcel.num_bytes)
                 if self.failure is not None:

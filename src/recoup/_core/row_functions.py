@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["OF_GRADIENT", "ONLY_READ", "Followed", "followed", "is_metadata"]
+__all__ = ["OF_BACKWARD", "OF_GRADIENT", "ONLY_READ", "Followed", "followed", "is_metadata"]
 
 _T: Any = Tensor
 _METADATA = frozenset((
@@ -17,8 +17,11 @@ _METADATA = frozenset((
     _T.is_floating_point, _T.is_complex, _T.is_contiguous, _T.get_device, _T.__len__, _T.__hash__,
     torch.numel, torch.is_floating_point, torch.is_complex,
 ))  # fmt: skip
-_READ_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag", "grad"))
-OF_GRADIENT = frozenset((_T.retain_grad, _T.register_hook))
+_READ_ATTRIBUTES = frozenset((
+    "data", "T", "mT", "H", "mH", "real", "imag", "grad", "grad_fn",
+))  # fmt: skip
+OF_GRADIENT = frozenset((_T.retain_grad, _T.register_hook, _T.grad_fn.__get__))
+OF_BACKWARD = frozenset((torch.autograd.grad, torch.autograd.backward, _T.backward))
 _TO_TYPE = frozenset((_T.float, _T.double, _T.half, _T.bfloat16))
 _SCALED = frozenset((
     _T.div, _T.__truediv__, _T.true_divide, _T.mul, _T.__mul__, _T.__rmul__, torch.div, torch.mul,
@@ -74,7 +77,10 @@ def followed(
         is_of_rows = not kwargs and len(args) == 1 and _is_of_rows(args[0], value.dim())
         return Followed(rows[args[0]], value.dtype, False) if is_of_rows else None
     if func in _RESHAPED:
-        shape = func(_stand_in(value), *args, **kwargs).shape
+        made = func(_stand_in(value), *args, **kwargs)
+        shape = made.shape
+        if made.dtype is not value.dtype:  # the same bits as other numbers
+            return None
         if not shape or shape[-1] != value.shape[-1] or math.prod(shape) != value.numel():
             return None
         return Followed(rows.reshape(*shape[:-1], rows.shape[-1]), value.dtype, False)

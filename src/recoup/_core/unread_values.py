@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recoup._core.pytree import flatten
 from recoup._core.replay import settings_as_now
-from recoup._core.row_functions import OF_GRADIENT, ONLY_READ, followed, is_metadata
+from recoup._core.row_functions import OF_BACKWARD, OF_GRADIENT, ONLY_READ, followed, is_metadata
 from recoup._core.saved_tensors import grad_mode, version_of
 from recoup.errors import ChangedError, GradientError
 
@@ -156,20 +156,21 @@ class Unread(Tensor):
         del types
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, Unread) and first._is_unread:
-            if is_metadata(func):
-                with _plainly():
-                    return func(*args, **kwargs)
+        if func in OF_BACKWARD:
+            _check_asked((args, kwargs))
+        if isinstance(first, Unread) and first._is_unread and is_metadata(func):
+            with _plainly():
+                return func(*args, **kwargs)
+        # What is derived without a graph must not get one where it is read (See Rule 2).
+        has_grad_mode = torch.is_grad_enabled() or not _requires_grad(first)
+        if isinstance(first, Unread) and first._is_unread and has_grad_mode:
             reader = first._call.readers.get(func)
             found = NotImplemented
             if reader is not None:
                 found = reader(first, *args[1:], **kwargs)
                 first._call.was_read |= found is not NotImplemented
-            elif func in OF_GRADIENT and first._call.was_read:
-                raise GradientError(
-                    f"The output of {first.name} has no gradient of its own: its reader took it in "
-                    "pieces. " + _WAY_OUT
-                )
+            elif func in OF_GRADIENT:
+                _check_asked(first)
             elif not _has_unread((args[1:], kwargs)):
                 found = _followed(first, func, args[1:], kwargs)
             if found is not NotImplemented:
@@ -246,6 +247,21 @@ class _Node(torch.autograd.Function):
             f"The output of {ctx.name}, which is computed when it is read, was given to an "
             "autograd function that is not torch's own, which would lose its gradient. " + _WAY_OUT
         )
+
+
+def _requires_grad(value: Any) -> bool:
+    with _plainly():
+        return isinstance(value, Unread) and value.requires_grad
+
+
+def _check_asked(values: Any) -> None:
+    """Raise where the gradient of a value is asked for whose reader took it in pieces."""
+    for value in flatten(values)[0]:
+        if isinstance(value, Unread) and value._is_unread and value._call.was_read:
+            raise GradientError(
+                f"The output of {value.name} has no gradient of its own: its reader took it in "
+                "pieces. " + _WAY_OUT
+            )
 
 
 def _computed(value: Unread) -> Tensor:

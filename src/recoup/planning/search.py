@@ -268,7 +268,6 @@ def frontier_of_call(
             links = with_links(model, named) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
                 priced.append(price_blocks(step, links, device))
-            priced = [with_inverses(kind, device, guard) for kind in priced]
         if tiles:
             only_head = backend is not None  # blocks are compiled as a whole
             priced = [
@@ -276,6 +275,8 @@ def frontier_of_call(
                 for kind in priced
                 for tiled in with_tiles(kind, device, tiles, only_head=only_head)
             ]
+        if guard is not None:
+            priced = [with_inverses(kind, device, guard) for kind in priced]
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]

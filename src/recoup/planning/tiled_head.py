@@ -87,10 +87,19 @@ class TiledHead:
             or enclosing_checkpoints() != (0, None)
             or is_transformed()
             or is_watched()  # See Rule 4
+            or type(module) is not nn.Linear
+            or getattr(forward, "__func__", None) is not nn.Linear.forward
+            or _has_backward_hooks(module)
         ):
             return forward(*args, **kwargs)
-        weights = list(module.parameters())
-        call = RowCall(f"`{self.name}`", forward, weights, {F.cross_entropy: self._cross_entropy})
+        # Those of this call: `functional_call` puts others in their place for a while.
+        weight, bias = module.weight, module.bias
+
+        def run(rows: Tensor) -> Tensor:
+            return F.linear(rows, weight, bias)
+
+        weights = [each for each in (weight, bias) if isinstance(each, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+        call = RowCall(f"`{self.name}`", run, weights, {F.cross_entropy: self._cross_entropy})
         return unread(args[0], call)
 
     def _cross_entropy(
@@ -163,6 +172,19 @@ class TiledHead:
             start += len(target)
         others = [] if total is None else [(rows, total)]
         return sums.of(divisor, others)
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks want the gradient of what the head returns."""
+    everywhere = cast("Any", torch.nn.modules.module)
+    return any(
+        (
+            module._backward_hooks,
+            module._backward_pre_hooks,
+            everywhere._global_backward_hooks,
+            everywhere._global_backward_pre_hooks,
+        )
+    )
 
 
 class _Called(NamedTuple):

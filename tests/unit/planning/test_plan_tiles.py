@@ -533,3 +533,113 @@ def test_the_trainer_of_transformers(tmp_path):
     callback.show = lambda plan: shown.append(str(plan))
     assert_close(trained(callback), trained(), 1e-6)
     assert "tile: `lm_head`" in shown[0]
+
+
+# -- whose logits, and whose gradient --------------------------------------------------------------
+
+
+def under(plan, step):
+    """What a step gives with the plan, and without it."""
+    with plan.applied():
+        found = step()
+    return found, step()
+
+
+def test_weights_that_stand_in_for_those_of_the_head(doubles):
+    model, plan = doubles
+    tokens, _ = batch()
+
+    def step():
+        given = {
+            name: (p.detach() * (1.5 if name.startswith("head") else 1)).requires_grad_()
+            for name, p in model.named_parameters()
+            if name.startswith("head")
+        }
+        model.zero_grad(set_to_none=True)
+        loss = shifted_loss(tokens)(torch.func.functional_call(model, given, (tokens,)))
+        loss.backward()
+        assert model.head.weight.grad is None
+        return [loss.detach(), *(p.grad for p in given.values())]
+
+    for got, want in zip(*under(plan, step), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_is_derived_without_a_graph_has_none(doubles):
+    model, plan = doubles
+    tokens, _ = batch()
+
+    def step():
+        output = model(tokens)
+        with torch.no_grad():
+            softer, rows = output / 2.0, output[:, :-1].reshape(-1, VOCABULARY)
+            loss = F.cross_entropy(rows, tokens[:, 1:].flatten())
+        assert not loss.requires_grad
+        assert not softer.softmax(-1).requires_grad
+        assert not F.cross_entropy(rows, tokens[:, 1:].flatten()).requires_grad
+        return [softer.softmax(-1), loss]
+
+    for got, want in zip(*under(plan, step), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_gradients_of_the_logits(doubles):
+    model, plan = doubles
+    tokens, _ = batch()
+
+    def step():
+        output, calls = model(tokens), []
+        output.grad_fn.register_prehook(calls.append)  # so the whole is there
+        loss = shifted_loss(tokens)(output)
+        (found,) = torch.autograd.grad(loss, output)
+        assert len(calls) == 0
+        shifted_loss(tokens)(output).backward()
+        assert len(calls) == 1
+        return [found]
+
+    for got, want in zip(*under(plan, step), strict=True):
+        torch.testing.assert_close(got, want)
+    with plan.applied():
+        output = model(tokens)
+        loss = shifted_loss(tokens)(output)
+        for ask in (
+            lambda: torch.autograd.grad(loss, output, allow_unused=True),
+            lambda: torch.autograd.grad(loss, [output]),
+            lambda: loss.backward(inputs=[output]),
+            lambda: output.grad_fn,
+        ):
+            with pytest.raises(GradientError, match="no gradient of its own"):
+                ask()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_that_want_the_gradient_of_the_head(doubles, name):
+    model, plan = doubles
+    tokens, _ = batch()
+
+    def step():
+        seen = []
+        handle = getattr(model.head, name)(lambda *args: seen.append(args[-1][0].clone()))
+        model.zero_grad()
+        shifted_loss(tokens)(model(tokens)).backward()
+        handle.remove()
+        return seen
+
+    for got, want in zip(*under(plan, step), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_other_bits_of_the_logits(doubles):
+    model, plan = doubles
+    tokens, _ = batch()
+
+    def step():
+        with torch.no_grad():
+            return [
+                model(tokens).view(torch.int64),
+                model(tokens).requires_grad_().view(torch.int64),
+            ]
+
+    for got, want in zip(*under(plan, step), strict=True):
+        assert torch.equal(got, want)

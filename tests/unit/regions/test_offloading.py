@@ -265,6 +265,48 @@ def test_views_of_other_types(folder):
     assert_equal(torch.autograd.grad(found, x), torch.autograd.grad(loss(), x))
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.GRUCell, nn.LSTMCell])
+def test_kernels_that_write_into_parts_of_a_storage(folder, kind):
+    torch.manual_seed(0)
+    layer = kind(8, 16).double()
+    x = torch.randn(32, 8, dtype=torch.float64)
+    x = x if "Cell" in kind.__name__ else x.view(4, 8, 8)
+
+    def grads(around):
+        layer.zero_grad()
+        with around:
+            output = layer(x)
+            loss = (output[0] if isinstance(output, tuple) else output).square().sum()
+        loss.backward()
+        return [parameter.grad for parameter in layer.parameters()]
+
+    wanted = grads(nullcontext())
+    for _ in range(5):
+        assert_equal(grads(recoup.offloading(1, folder)), wanted)
+
+
+def test_parts_with_versions_of_their_own(folder):
+    x = torch.randn(64, 64, requires_grad=True)
+    with recoup.offloading(1, folder):
+        a, b = torch.unsafe_chunk(x * 1, 2, 1)
+        a = a.sigmoid_()
+        time.sleep(0.02)  # what is copied now has not been written to as a whole
+        loss = (a * b.sigmoid_()).sum()
+    (found,) = torch.autograd.grad(loss, x)
+    a, b = x.chunk(2, 1)
+    assert_equal([found], torch.autograd.grad((a.sigmoid() * b.sigmoid()).sum(), x))
+    weight = torch.ones(64, 64, requires_grad=True)
+    with recoup.offloading(1, folder):
+        y = x * 1
+        z = y.sin()
+        data = y.data
+        data.mul_(2)  # the version of `y` does not show it
+        loss = (y.data * weight).sum()
+    loss.backward()
+    assert torch.equal(weight.grad, y.data)
+    del z
+
+
 def test_a_change_in_place_is_an_error_or_right(folder):
     x = torch.randn(64, 64, requires_grad=True)
     with recoup.offloading(1, folder):
