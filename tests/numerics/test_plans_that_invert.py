@@ -185,7 +185,7 @@ def glow(memory="linear", **options):
     return flow
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_glow_of_the_demo_at_ten_budgets():
     """Multi-scale: early latents are split off. In float32, to a tenth of the tolerance."""
     x = torch.rand(64, 1, 8, 8)

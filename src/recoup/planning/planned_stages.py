@@ -124,13 +124,13 @@ def _within(actions: Sequence[Action], start: int, stop: int) -> Iterator[Action
     The last state of a chain counts where a stage is inverted from it: then only code follows that
     is no block.
     """
-    last = Invert(stop - 1) in actions
+    is_inverted_from = Invert(stop - 1) in actions
     for action in actions:
         if isinstance(action, Advance):
             first, last = max(action.start, start), min(action.stop, stop)
             if first < last:
                 yield Advance(first - start, last - start)
-        elif last and action.index == stop and isinstance(action, Keep | Load | Drop):
+        elif is_inverted_from and action.index == stop and isinstance(action, Keep | Load | Drop):
             yield replace(action, index=stop - start)
         elif start <= action.index < stop:
             # The variant of the tape is known to the stage (`PlannedStage.chosen`).

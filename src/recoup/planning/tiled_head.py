@@ -176,14 +176,12 @@ class TiledHead:
 
 def _has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks want the gradient of what the head returns."""
-    everywhere = cast("Any", torch.nn.modules.module)
-    return any(
-        (
-            module._backward_hooks,
-            module._backward_pre_hooks,
-            everywhere._global_backward_hooks,
-            everywhere._global_backward_pre_hooks,
-        )
+    own, everywhere = cast("Any", module), cast("Any", torch.nn.modules.module)
+    return bool(
+        own._backward_hooks
+        or own._backward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
     )
 
 

@@ -169,6 +169,7 @@ def require_size(name: str, value: int) -> None:
         ValueError: `value` is negative.
 
     Example:
+        >>> from recoup.schedules.costs import require_size
         >>> require_size("in_flight_bytes", 0)
     """
     if value < 0:
