@@ -116,7 +116,7 @@ def rows(device: str) -> list[dict]:
         del gradients
         gc.collect()
         simulated = None
-        if way.schedule is not None:
+        if way.schedule is not None and way.around is nullcontext:
             in_flight = 2 * costs[0].state_bytes
             simulated = simulate(way.schedule, costs=costs, in_flight_bytes=in_flight).peak_bytes
         peak = peak_and_held(step, device)[0]

@@ -94,7 +94,8 @@ def test_a_language_model_in_fewer_bytes_than_its_logits(build):
         plan = tiled.plan(bytes_)
         with plan.applied():
             assert recoup.measure(lambda: step(model, tokens, labels)).peak_bytes <= bytes_
-            assert_close(step(model, tokens, labels), want, 1e-6)
+            # Sums of another order; with torch 2.11 they are up to 1.1e-6 off.
+            assert_close(step(model, tokens, labels), want, 2e-6)
 
 
 def test_the_number_of_items_of_an_accumulated_batch():

@@ -6,10 +6,10 @@ import inspect
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import get_args, get_type_hints
 
 import pytest
-import torch
 
 from recoup_cli import main
 from recoup_cli.commands import _COMMANDS, FLOW, LANGUAGE_MODEL
@@ -83,7 +83,7 @@ def test_the_version_is_that_of_the_package(capsys):
 
     assert main(["--version"]) == 0
     python = ".".join(map(str, sys.version_info[:3]))
-    expected = f"recoup {recoup.__version__} (Python {python}, torch {torch.__version__})\n"
+    expected = f"recoup {recoup.__version__} (Python {python}, torch {version('torch')})\n"
     assert capsys.readouterr().out == expected
 
 
