@@ -48,6 +48,7 @@ from recoup._core.saved_tensors import (
     pair_in_force,
     saving,
     version_of,
+    when_backward_ends,
 )
 from recoup._core.storage_tracking import storage_id
 from recoup.errors import ChangedError, RecoupError, ReplayError
@@ -63,7 +64,6 @@ __all__ = [
     "read_anew",
 ]
 
-_engine: Any = torch.autograd.Variable._execution_engine
 _plainly = torch._C.DisableTorchFunctionSubclass
 
 
@@ -122,7 +122,7 @@ class Source:
             self._made = made.detach()
             self._waiting = {id(slot) for slot in alive}
             if is_in_backward():
-                _engine.queue_callback(_Forgetting(self))
+                when_backward_ends(self._forget)
 
     def _watch(self, tensor: Tensor) -> None:
         self._dtype = tensor.dtype
@@ -172,18 +172,6 @@ class Source:
         with self._lock:
             self._made = None
             self._waiting = set()
-
-
-class _Forgetting:
-    """A callback at the end of a backward: frees the value that was made (See Rule 5)."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = weakref.ref(source)
-
-    def __call__(self) -> None:
-        source = self._source()
-        if source is not None:
-            source._forget()
 
 
 class _Slot:

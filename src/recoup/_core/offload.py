@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,11 @@ from torch import Tensor, nn
 from recoup._core.compile import never_compiled
 from recoup._core.memory_layout import Geometry, geometry_of
 from recoup._core.restoring import new_lock
-from recoup._core.saved_tensors import backward_id, set_versions, version_of
+from recoup._core.saved_tensors import backward_id, set_versions, version_of, when_backward_ends
 from recoup._core.tiers import Arrival, Copy, Tier, flat
 from recoup.errors import ChangedError, OffloadError
 
 __all__ = ["Away", "Traffic", "can_move"]
-
-_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def can_move(tensor: Tensor) -> bool:
@@ -209,7 +207,8 @@ class Traffic:
     @property
     def in_flight_bytes(self) -> int:
         """The bytes in flight now (See Rule 3)."""
-        return sum(parcel.num_bytes for parcel in (*self._alive(True), *self._alive(False)))
+        leaving = sum(parcel.num_bytes for parcel in _alive(self._leaving))
+        return leaving + sum(parcel.num_bytes for parcel in self._arriving_now())
 
     @never_compiled
     def send(self, tensor: Tensor, name: str) -> Away | None:
@@ -330,12 +329,12 @@ class Traffic:
         task = backward_id()
         if task not in (-1, self._task):
             self._task = task
-            _engine.queue_callback(_Forgetting(self))
+            when_backward_ends(self.forget_arrivals)
 
     def forget_arrivals(self) -> None:
         """Forget what arrived and was not asked for."""
         with self._lock:
-            for parcel in self._alive(False):
+            for parcel in self._arriving_now():
                 parcel.arrival = None
             self._arriving.clear()
             self._asked = self._task = -1
@@ -346,25 +345,15 @@ class Traffic:
     def _limit(self) -> int:
         return 2 * self._largest if self._bound is None else self._bound
 
-    def _alive(self, is_leaving: bool) -> Iterator[_Parcel]:
-        for ref in self._leaving if is_leaving else self._arriving:
-            parcel = ref()
-            if parcel is not None and (is_leaving or _is_arriving(parcel)):
-                yield parcel
+    def _arriving_now(self) -> Iterator[_Parcel]:
+        return filter(_is_arriving, _alive(self._arriving))
 
 
-class _Forgetting:
-    """A callback of the engine, which must not prolong the life of what it is for."""
-
-    __slots__ = ("_traffic",)
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = weakref.ref(traffic)
-
-    def __call__(self) -> None:
-        traffic = self._traffic()
-        if traffic is not None:
-            traffic.forget_arrivals()
+def _alive(parcels: list[weakref.ref[_Parcel]]) -> Iterator[_Parcel]:
+    for ref in parcels:
+        parcel = ref()
+        if parcel is not None:
+            yield parcel
 
 
 def _is_arriving(parcel: _Parcel | None) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, methodcaller
 from traceback import walk_tb
@@ -57,6 +58,7 @@ __all__ = [
     "untransformed",
     "version_of",
     "versions_of",
+    "when_backward_ends",
     "without_pairs",
     "without_torch_function",
 ]
@@ -77,6 +79,7 @@ _version: Callable[[Tensor], int] = attrgetter("_version")
 requires_grad_of: Callable[[Tensor], bool] = attrgetter("requires_grad")
 # Within it, neither function modes nor tensor subclasses see the operators.
 without_torch_function: Any = torch._C.DisableTorchFunction
+_engine: Any = torch.autograd.Variable._execution_engine
 _LAST = 2**64 - 1
 _CHECKPOINT = "torch.utils.checkpoint"
 Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -265,6 +268,25 @@ def storage_address(tensor: Tensor) -> int:
 def is_in_backward() -> bool:
     """Whether this thread runs a backward."""
     return backward_id() != -1
+
+
+class _AtTheEnd:
+    """A callback of the engine, which must not prolong the life of what it is for."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[[], object]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self) -> None:
+        method = self._method()
+        if method is not None:
+            method()
+
+
+def when_backward_ends(method: Callable[[], object]) -> None:
+    """Call a bound method when the backward that this thread runs ends, if its object is alive."""
+    _engine.queue_callback(_AtTheEnd(method))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -53,7 +53,7 @@ def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -
         guard: the drift guard of the plans.
 
     Returns:
-        The blocks; as they were if none of them can be inverted.
+        The blocks with the costs of inverses, or `kind` itself if no block can be inverted.
     """
     chains = list(chains_of(kind.calls))
     refused = {chains[0][0] + place for place in guard.kept} if len(chains) == 1 else set[int]()

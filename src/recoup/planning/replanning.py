@@ -53,7 +53,7 @@ _planning = threading.RLock()  # one thread plans, and others wait for its plan
 
 
 class PlanOfShapes(Protocol):
-    """What a family needs of a plan."""
+    """The attributes of a plan that a family of plans uses."""
 
     planned: PlannedModel
 

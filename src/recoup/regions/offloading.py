@@ -34,9 +34,9 @@ def offloading(
     Kept: what is smaller than `min_bytes`, parameters, and the bytes in flight; everything else
     that autograd saves leaves the memory of the device. Copies run behind the computation. Each
     storage moves once, however many operators saved it, and stays until it has left. Backward
-    takes the tensors back in the reverse order, each before it is asked for; it pays what copying
-    takes longer than computing. A tensor that is still leaving when backward asks for it is taken
-    from memory.
+    fetches the tensors in the reverse order, each before it is asked for. It waits only where
+    copying is slower than computing. A tensor that is still leaving when backward asks for it is
+    taken from memory.
 
     On CUDA, "host" is pinned host memory, and copies run on a stream of their own. Tensors on the
     CPU are in host memory already, so "host" leaves them where they are; give a folder on a fast
@@ -50,8 +50,9 @@ def offloading(
     Args:
         min_bytes: the least bytes of a storage that moves, such as ``"1 MiB"``.
         to: "host", or a folder that exists.
-        in_flight_bytes: the most bytes that are leaving, or have arrived before backward asks for
-            them; a storage that is larger moves alone. None for twice the largest storage.
+        in_flight_bytes: the bound on bytes of tensors that are being copied, or were fetched before
+            backward asked for them; a storage that is larger moves alone. None for twice the
+            largest storage.
 
     Returns:
         A context manager. It does nothing where no gradient is recorded. Any number may be in use;

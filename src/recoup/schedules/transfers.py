@@ -69,8 +69,8 @@ class _Clock:
         self._bound = in_flight_bytes
         self._free: dict[str, float] = {}  # when a place begins its next copy
         self._away: dict[int, tuple[str, float]] = {}  # where a state is, and when it has landed
-        self._here: set[int] = set()  # states away that have not been let go of
-        self._arriving: dict[int, float] = {}  # states that were not asked for, and when they are
+        self._here: set[int] = set()  # states whose memory on the device is not freed yet
+        self._arriving: dict[int, float] = {}  # when each state that is being fetched arrives
 
     def offload(self, index: int, to: str) -> None:
         """Begin to copy a state, when it may be in flight."""
