@@ -642,3 +642,57 @@ def test_other_bits_of_the_logits(doubles):
 
     for got, want in zip(*under(plan, step), strict=True):
         assert torch.equal(got, want)
+
+
+class Reversible(nn.Module):
+    """A language model over additive couplings, which a plan may invert."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 2 * width)
+        nets = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(8)]
+        self.blocks = nn.ModuleList(Coupling(net, place % 2) for place, net in enumerate(nets))
+        self.head = nn.Linear(2 * width, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Coupling(nn.Module):
+    def __init__(self, net: nn.Module, first: int) -> None:
+        super().__init__()
+        self.net, self.first = net, first
+
+    def _shifted(self, x, sign):
+        parts = list(x.chunk(2, -1))
+        parts[1 - self.first] = parts[1 - self.first] + sign * self.net(parts[self.first])
+        return torch.cat(parts, -1)
+
+    def forward(self, x):
+        return self._shifted(x, 1)
+
+    def inverse(self, y):
+        return self._shifted(y, -1)
+
+
+def test_blocks_may_be_inverted_beside_a_head_in_tiles():
+    torch.manual_seed(0)
+    model, (tokens, _) = Reversible().double(), batch()
+    loss = shifted_loss(tokens)
+    frontier = recoup.plan(model, tokens, loss=loss, tiles=4, exact=False)
+    tiled = [kind for kind in frontier._kinds if kind.step.tiled is not None]
+    assert tiled
+    assert all(any(cost.is_invertible for cost in kind.costs) for kind in tiled)
+    plan = frontier.plan(int(1.05 * frontier.points[0].peak_bytes))
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        found = loss(model(tokens))
+        found.backward()
+        return [found.detach(), *(p.grad for p in model.parameters())]
+
+    for got, want in zip(*under(plan, step), strict=True):
+        torch.testing.assert_close(got, want)
