@@ -270,23 +270,16 @@ def is_in_backward() -> bool:
     return backward_id() != -1
 
 
-class _AtTheEnd:
-    """A callback of the engine, which must not prolong the life of what it is for."""
-
-    __slots__ = ("_method",)
-
-    def __init__(self, method: Callable[[], object]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self) -> None:
-        method = self._method()
-        if method is not None:
-            method()
-
-
 def when_backward_ends(method: Callable[[], object]) -> None:
     """Call a bound method when the backward that this thread runs ends, if its object is alive."""
-    _engine.queue_callback(_AtTheEnd(method))
+    ref = weakref.WeakMethod(method)  # the callback must not prolong the life of what it is for
+
+    def call() -> None:
+        alive = ref()
+        if alive is not None:
+            alive()
+
+    _engine.queue_callback(call)
 
 
 def version_of(tensor: Tensor) -> int:
