@@ -144,7 +144,7 @@ def _thinned(levels: Sequence[int]) -> list[int]:
 
 
 def _height(page: Page) -> int:
-    """Return the bytes at the top: room for all peaks, and for the budget if it is not far above."""
+    """Return the bytes at the top: room for all peaks, and for a budget that is not far above."""
     most = max((line.peak_bytes for line in page.lines), default=0)
     budget = page.budget_bytes or 0
     return max(int(_ROOM_ABOVE * max(most, budget if budget <= 1.5 * most else 0)), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from recoup._core.call import Call
+from recoup._core.saved_tensors import is_in_backward
 from recoup._core.stage import State
 from recoup.memory import format_bytes
 from recoup.memory.step_line import PHASES, StepLine
@@ -149,6 +149,8 @@ def timeline(
         >>> found.planned.peak_bytes == plan.rehearsed_peak_bytes
         True
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
     plan = plan or next((each for each in applied_plans(model) if each.model is model), None)
     if plan is not None and plan.model is not model:
         raise ValueError(
@@ -221,9 +223,26 @@ class _Follower(PlanFollower):
         super().__init__(*args)
         self._recorder = recorder
 
-    def _run_stage(self, stage: PlannedStage, now: Any, *args: Any) -> Any:
-        with self._recorder.within(now.latest):
-            return super()._run_stage(stage, now, *args)
+    def _run_stage(
+        self,
+        stage: PlannedStage,
+        now: Any,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        index: int = now.latest
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if not is_in_backward():
+                return forward(*args, **kwargs)
+            with self._recorder.again("runs again", index):
+                return forward(*args, **kwargs)
+
+        # A block that keeps products runs again as a call of its own; others as `_RecordedCall`.
+        run = forward if stage.chosen is None else told
+        with self._recorder.within(index):
+            return super()._run_stage(stage, now, run, args, kwargs)
 
     def _call_of(
         self,
