@@ -19,8 +19,8 @@ class Stretch(NamedTuple):
 
     Args:
         phase: "forward", which the loss is part of, or "backward".
-        what: what ran: "forward", "loss", "backward", "runs again" (a forward, in backward) or
-            "inverse".
+        what: what ran: "forward", "loss", "backward", "backward of the loss", "runs again" (a
+            forward, in backward) or "inverse".
         module: the qualified name of the module that ran; in backward, of the one that had made the
             part of the graph. "-" outside any module.
         way: how backward gets what the module needs: the way that a plan chose for its block, or
@@ -48,7 +48,8 @@ class Peak(NamedTuple):
 
     def __str__(self) -> str:
         stretch = self.stretch
-        return f"{format_bytes(self.num_bytes)} in {stretch.module} ({stretch.what})"
+        where = "" if stretch.module == "-" else f" in {stretch.module}"
+        return f"{format_bytes(self.num_bytes)}{where} ({stretch.what})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class StepLine:
     name: str
     stretches: tuple[Stretch, ...]
     standing_bytes: int = 0
+
+    def __repr__(self) -> str:
+        num_events = sum(len(stretch.levels) for stretch in self.stretches)
+        peak = format_bytes(self.peak_bytes)
+        return f"StepLine({self.name!r}, {num_events} events, peak {peak})"
 
     @property
     def peak_bytes(self) -> int:
@@ -96,7 +102,7 @@ class StepLine:
         ]
 
     def starts(self, phase: Phase) -> list[tuple[int, Stretch]]:
-        """Return the stretches of a phase that have events, each with the index of its first one.
+        """Return the stretches of a phase, each with the index of its first event.
 
         Args:
             phase: "forward" or "backward".
@@ -104,8 +110,7 @@ class StepLine:
         found: list[tuple[int, Stretch]] = []
         num_events = 0
         for stretch in self._within(phase):
-            if stretch.levels:
-                found.append((num_events, stretch))
+            found.append((num_events, stretch))
             num_events += len(stretch.levels)
         return found
 

@@ -52,7 +52,7 @@ class _Cause(NamedTuple):
     """What runs.
 
     Args:
-        what: "forward", "loss", "backward", "runs again" or "inverse".
+        what: the `what` of a `Stretch`.
         path: the module; None outside any.
         call: the index of the call of a block; None outside any.
     """
@@ -60,6 +60,9 @@ class _Cause(NamedTuple):
     what: str
     path: ModulePath | None
     call: int | None
+
+
+_BACKWARD = _Cause("backward", None, None)
 
 
 class StepRecorder:
@@ -78,7 +81,7 @@ class StepRecorder:
         self._what = "forward"
         self._call: int | None = None
         self._again: list[tuple[str, int]] = []
-        self._made_here = _Cause("backward", None, None)  # of the node that runs
+        self._made_here = _BACKWARD  # by what had made the node that runs
         self._cause = _Cause("forward", None, None)
         self._spans: list[tuple[_Cause, Span]] = []
         self._numbers: list[int] = [0]  # of nodes, where each cause of forward began
@@ -104,7 +107,7 @@ class StepRecorder:
             self._what = "loss"
             self._changed()
             found = losses(output)
-            self._changed(_Cause("backward", None, None))
+            self._changed(_BACKWARD)
             self._what = "backward"
             for node in nodes_of(found):
                 when_node_runs(node, self._node_runs)
@@ -143,7 +146,8 @@ class StepRecorder:
 
     def _node_runs(self, num_before: int) -> None:
         made = self._causes[bisect_right(self._numbers, num_before) - 1]  # See Rule 3
-        self._made_here = made._replace(what="backward")
+        what = "backward of the loss" if made.what == "loss" else "backward"
+        self._made_here = made._replace(what=what)
         self._changed()
 
     def _changed(self, cause: _Cause | None = None) -> None:
@@ -175,7 +179,7 @@ class StepRecorder:
     def stretches(
         self, calls: Sequence[BlockCall] = (), tiled: Iterable[nn.Module] = ()
     ) -> tuple[Stretch, ...]:
-        """Return the stretches of the step, when its timeline has ended.
+        """Return the stretches of the step that have events, when its timeline has ended.
 
         Args:
             calls: the calls of blocks.
@@ -194,8 +198,9 @@ class StepRecorder:
             phase = "forward" if what in ("forward", "loss") else "backward"
             # Where a counter records no levels, the most and the last of each span say it.
             ends = [each for each in (span.peak_bytes, span.end_bytes) if each != level]
-            levels = span.levels or ends
-            found.append(Stretch(phase, what, module, way, levels))
+            levels = tuple(span.levels or ends)
+            if levels:
+                found.append(Stretch(phase, what, module, way, levels))
             level = span.end_bytes
         return tuple(found)
 

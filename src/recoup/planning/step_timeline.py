@@ -56,6 +56,9 @@ class StepTimeline:
     budget_bytes: int | None = None
     plan: str = ""
 
+    def __repr__(self) -> str:
+        return f"StepTimeline({self.model}: {self._peaks()})"
+
     @property
     def lines(self) -> tuple[StepLine, ...]:
         """The lines that there are, the plain one first."""
@@ -95,10 +98,13 @@ class StepTimeline:
             'style="border: 0"></iframe>'
         )
 
-    def _html(self) -> str:
+    def _peaks(self) -> str:
         peaks = [f"{format_bytes(line.peak_bytes)} {line.name}" for line in self.lines]
         budget = [] if self.budget_bytes is None else [f"budget {format_bytes(self.budget_bytes)}"]
-        summary = f"Peak of a training step: {', '.join([*peaks, *budget])}."
+        return ", ".join([*peaks, *budget])
+
+    def _html(self) -> str:
+        summary = f"Peak of a training step: {self._peaks()}."
         if self.plain is None:
             summary += " There was no room to run the step as it is."
         title = f"Memory over a step of {self.model}"
@@ -146,6 +152,9 @@ def timeline(
         >>> plan = recoup.plan(model, x, budget="400 KiB")
         >>> found = recoup.timeline(model, x, plan=plan)
         >>> print(found)
+        peak      as it is                        planned
+        forward   576 KiB (loss)                  320 KiB (loss)
+        backward  640 KiB (backward of the loss)  384 KiB (backward of the loss)
         >>> found.planned.peak_bytes == plan.rehearsed_peak_bytes
         True
     """

@@ -24,11 +24,10 @@ in_a_browser = pytest.mark.skipif(
 
 def line(name="as it is", module="net.0", standing=0):
     forward = Stretch("forward", "forward", module, "keep", (100, 400, 300))
-    nothing = Stretch("forward", "forward", "net.1", "keep", ())
     loss = Stretch("forward", "loss", "-", "", (350,))
     again = Stretch("backward", "runs again", "net.1", "recompute", (500, 900))
     back = Stretch("backward", "backward", module, "keep", (200, 64))
-    return StepLine(name, (forward, nothing, loss, again, back), standing)
+    return StepLine(name, (forward, loss, again, back), standing)
 
 
 def page(*lines, budget=None, plan="", title="Memory over a step of Net"):
