@@ -196,9 +196,9 @@ class StepRecorder:
                 module = name_of(path)
             way = self._way_of(cause, calls, in_tiles)
             phase = "forward" if what in ("forward", "loss") else "backward"
-            # Where a counter records no levels, the most and the last of each span say it.
-            ends = [each for each in (span.peak_bytes, span.end_bytes) if each != level]
-            levels = tuple(span.levels or ends)
+            levels = span.levels
+            if not levels and (span.peak_bytes, span.end_bytes) != (level, level):
+                levels = (span.peak_bytes, span.end_bytes)  # all that the counter knows
             if levels:
                 found.append(Stretch(phase, what, module, way, levels))
             level = span.end_bytes

@@ -27,8 +27,8 @@ from recoup.memory.step_line import PHASES, StepLine
 
 __all__ = ["Page", "check_page", "page_of"]
 
-_MOST_EVENTS = 6000  # of a phase, that are all drawn
-_NUM_PARTS = 1500  # of a phase that has more
+_MOST_EVENTS = 4000  # of a phase, that are all drawn
+_NUM_PARTS = 1000  # of a phase that has more
 _ROOM_ABOVE = 1.14  # the peak, for its number
 _NUM_TICKS = 5
 

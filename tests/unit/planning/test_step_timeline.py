@@ -32,6 +32,15 @@ def chain(num=6, width=32, hidden=64):
     return nn.Sequential(*blocks), torch.randn(64, width)
 
 
+class Leaf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32))
+
+    def forward(self, x):
+        return (x @ self.weight).exp().sin()
+
+
 def convolutions():
     torch.manual_seed(0)
     blocks = [
@@ -98,7 +107,7 @@ def test_an_allocation_is_that_of_the_module_that_made_it():
     ]
     assert list(made) == [64 * 64 * 4]
     backward = [each for each in found.stretches if each.phase == "backward" and each.levels]
-    assert [each.module for each in backward] == ["-", "0.2", "0.1", "0.0"]
+    assert list(dict.fromkeys(each.module for each in backward)) == ["-", "0.2", "0.1", "0.0"]
 
 
 def test_blocks_that_run_again_say_so_as_often_as_planned():
@@ -117,11 +126,10 @@ def test_blocks_that_run_again_say_so_as_often_as_planned():
 
 
 def test_blocks_without_modules_in_them_run_again_by_name():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
-    frontier = recoup.plan(model, torch.randn(256, 32), loss=square, blocks=r"\d")
+    model, x = nn.Sequential(*(Leaf() for _ in range(6))), torch.randn(256, 32)
+    frontier = recoup.plan(model, x, loss=square)
     plan = frontier.plan(frontier.least_bytes)
-    found = recoup.timeline(model, torch.randn(256, 32), plan=plan, loss=square).planned
+    found = recoup.timeline(model, x, plan=plan, loss=square).planned
     again = [each.module for each in found.stretches if each.what == "runs again"]
     assert again
     assert set(again) == {block.name for block in plan.blocks if block.num_forwards > 1}
@@ -193,6 +201,20 @@ def test_compiled_blocks_are_told_and_compiled_no_second_time():
     assert found.peak_bytes == plan.rehearsed_peak_bytes
     forward = {each.module: each.way for each in found.stretches if each.what == "forward"}
     assert all(forward[block.name] == block.way for block in plan.blocks)
+
+
+def test_under_a_profiler_of_other_code_spans_are_drawn():
+    model, x = chain(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with pytest.warns(UserWarning, match="A profiler runs in this thread"):
+            found = recoup.timeline(model, x, loss=square).plain
+        with pytest.warns(UserWarning, match="A profiler runs in this thread"):
+            peak = measured(model, x)
+    assert found.peak_bytes == peak
+    (made,) = [each for each in found.stretches if each.module == "0.0" and each.what == "forward"]
+    assert made.levels == (64 * 64 * 4, 64 * 64 * 4)
+    gradients = sum(each.nbytes for each in model.parameters())
+    assert gradients <= found.levels("backward")[-1] <= gradients + x.nbytes + 4
 
 
 def test_the_ways_of_values_without_a_plan():
