@@ -2,10 +2,10 @@
 
 NOTE [ What is drawn is what was measured ]
 
-Rule 1. The coordinates of a line are the numbers themselves: events to the right, bytes upwards,
-        both whole. The script reads them back from the picture, so that there is one copy.
-Rule 2. Forward and backward begin at the same place for all lines: the longest forward decides
-        where backward begins. A line whose forward has fewer events stays level until then.
+Rule 1. The heights of a line are the bytes themselves. The script reads them back from the picture,
+        so that there is one copy.
+Rule 2. Forward and backward are equally wide for all lines, one unit for each event of the longest;
+        those of the others are spread evenly. So what is above each other is about the same code.
 Rule 3. A long line is thinned: of as many events as there are pixels, more or less, the first, the
         last, the lowest and the highest are drawn. So the picture is the same, and peaks are exact.
 Rule 4. All text is escaped, that of the script's data as well. The page forbids itself to load
@@ -30,7 +30,8 @@ __all__ = ["Page", "check_page", "page_of"]
 _MOST_EVENTS = 4000  # of a phase, that are all drawn
 _NUM_PARTS = 1000  # of a phase that has more
 _ROOM_ABOVE = 1.14  # the peak, for its number
-_NUM_TICKS = 5
+_FAR = 1.5  # times the peak: a budget above that is not drawn
+_NEAR = 0.09  # of the height: labels would meet
 
 
 class Page(NamedTuple):
@@ -59,25 +60,23 @@ def check_page(suffix: str) -> None:
 
 def page_of(page: Page) -> str:
     """Return the page as HTML."""
-    drawn = [_Drawn(line, _boundary(page.lines)) for line in page.lines]
-    width, height = max([1, *(each.end for each in drawn)]), _height(page)
-    boundary = _boundary(page.lines)
-    highest = max(page.lines, key=lambda line: line.peak_bytes)
-    frame = _Frame(width, height)
-    ticks = _ticks(height)
+    frame = _frame(page)
+    drawn = [_Drawn(line, frame) for line in page.lines]
+    highest = max(drawn, key=lambda each: each.line.peak_bytes)
+    ticks = _ticks(frame.height)
     template = files("recoup.memory").joinpath("timeline_page.html").read_text("utf-8")
     return Template(template).substitute(
         title=escape(page.title),
         summary=escape(page.summary),
         described=escape(f"{page.title}. {page.summary} The table below has the peaks."),
-        width=width,
-        height=height,
-        boundary=boundary,
-        backward=width - boundary,
-        grid="".join(f"M0 {tick}H{width}" for tick in ticks),
-        paths="\n".join([*_budget_path(page, width, height), *_paths(drawn)]),
+        width=frame.width,
+        height=frame.height,
+        # A `rect` of so many bytes would be cut off: browsers lay out in numbers of 25 bits.
+        band=f"M{frame.widths[0]} 0H{frame.width}V{frame.height}H{frame.widths[0]}Z",
+        grid="".join(f"M0 {tick}H{frame.width}" for tick in ticks),
+        paths="\n".join([*_budget_path(page, frame), *_paths(drawn)]),
         labels="\n".join(_labels(page, drawn, frame, ticks)),
-        start=next(each.peak_place for each in drawn if each.line is highest),
+        start=highest.peak_place,
         table=_table(page.lines),
         plan=f'<h2>The plan</h2>\n<pre tabindex="0">{escape(page.plan)}</pre>' if page.plan else "",
         data=_data(drawn),
@@ -85,10 +84,20 @@ def page_of(page: Page) -> str:
 
 
 class _Frame(NamedTuple):
-    """The size of the picture, in events and bytes."""
+    """The size of the picture.
 
-    width: int
+    Args:
+        widths: of forward and of backward, in events.
+        height: in bytes.
+    """
+
+    widths: tuple[int, int]
     height: int
+
+    @property
+    def width(self) -> int:
+        """The width of both."""
+        return sum(self.widths)
 
     def place(self, x: int, y: int) -> str:
         """Return the style of what is at a point."""
@@ -100,24 +109,31 @@ class _Drawn:
 
     Args:
         line: the line.
-        boundary: where backward begins.
+        frame: the size of the picture.
     """
 
-    def __init__(self, line: StepLine, boundary: int) -> None:
+    def __init__(self, line: StepLine, frame: _Frame) -> None:
         self.line = line
+        self.end = frame.width
+        self.is_thinned = False
         self.causes: dict[tuple[str, str, str], int] = {}
         self.starts: list[int] = []
         self.cause: list[int] = []
         self.points: list[tuple[int, int]] = []
-        for phase, offset in zip(PHASES, (0, boundary), strict=True):
+        offset = 0
+        for phase, width in zip(PHASES, frame.widths, strict=True):
             levels = line.levels(phase)
-            self.points += [(offset + k, levels[k]) for k in _thinned(levels)]
+            num = max(len(levels), 1)
+            shown = _thinned(levels)
+            self.is_thinned |= len(shown) < len(levels)
+            self.points += [(offset + k * width // num, levels[k]) for k in shown]
             for start, stretch in line.starts(phase):
                 told = (stretch.what, stretch.module, stretch.way)
-                self.starts.append(offset + start)
+                self.starts.append(offset + start * width // num)
                 self.cause.append(self.causes.setdefault(told, len(self.causes)))
-        self.end = boundary + len(line.levels("backward"))
-        self.peak_place = next((x for x, y in self.points if y == line.peak_bytes), 0)
+            offset += width
+        peak_bytes = line.peak_bytes
+        self.peak_place = next((x for x, y in self.points if y == peak_bytes), 0)
 
     @property
     def path(self) -> str:
@@ -126,8 +142,15 @@ class _Drawn:
         return f"M0 {self.line.standing_bytes}{steps}H{self.end}"
 
 
-def _boundary(lines: Sequence[StepLine]) -> int:
-    return max((len(line.levels("forward")) for line in lines), default=0)
+def _frame(page: Page) -> _Frame:
+    forward, backward = (
+        max([1, *(len(line.levels(phase)) for line in page.lines)]) for phase in PHASES
+    )
+    # Room for all peaks, and for a budget that is not far above them.
+    most = max((line.peak_bytes for line in page.lines), default=0)
+    budget = page.budget_bytes or 0
+    top = max(most, budget if budget <= _FAR * most else 0)
+    return _Frame((forward, backward), max(int(_ROOM_ABOVE * top), 1))
 
 
 def _thinned(levels: Sequence[int]) -> list[int]:
@@ -143,30 +166,18 @@ def _thinned(levels: Sequence[int]) -> list[int]:
     return sorted(found)
 
 
-def _height(page: Page) -> int:
-    """Return the bytes at the top: room for all peaks, and for a budget that is not far above."""
-    most = max((line.peak_bytes for line in page.lines), default=0)
-    budget = page.budget_bytes or 0
-    return max(int(_ROOM_ABOVE * max(most, budget if budget <= 1.5 * most else 0)), 1)
-
-
 def _ticks(height: int) -> list[int]:
-    """Return round numbers of bytes for the lines of a grid, without 0."""
-    unit = 1
-    while height // unit >= 1024:
-        unit *= 1024
-    wanted = height / unit / _NUM_TICKS
+    """Return round numbers of bytes for the lines of a grid, three to six, without 0."""
     step = 1
-    while step < wanted:
+    while 2 * step <= 0.3 * height:
         step *= 2
-    size = step * unit if wanted >= 0.5 or unit == 1 else unit // 2
-    return list(range(size, height, size))
+    return list(range(step, height, step))
 
 
-def _budget_path(page: Page, width: int, height: int) -> list[str]:
-    if page.budget_bytes is None or page.budget_bytes > height:
+def _budget_path(page: Page, frame: _Frame) -> list[str]:
+    if page.budget_bytes is None or page.budget_bytes > frame.height:
         return []
-    return [f'<path class="budget" d="M0 {page.budget_bytes}H{width}"/>']
+    return [f'<path class="budget" d="M0 {page.budget_bytes}H{frame.width}"/>']
 
 
 def _paths(drawn: Sequence[_Drawn]) -> list[str]:
@@ -177,13 +188,12 @@ def _paths(drawn: Sequence[_Drawn]) -> list[str]:
 
 
 def _labels(page: Page, drawn: Sequence[_Drawn], frame: _Frame, ticks: Sequence[int]) -> list[str]:
-    boundary = _boundary(page.lines)
     found = [
-        f'<span class="tick" style="bottom: {100 * tick / frame.height:.3f}%">'
+        f'<span class="tick halo" style="bottom: {100 * tick / frame.height:.3f}%">'
         f"{format_bytes(tick)}</span>"
         for tick in ticks
     ]
-    for phase, x in zip(PHASES, (0, boundary), strict=True):
+    for phase, x in zip(PHASES, (0, frame.widths[0]), strict=True):
         left = f"left: {100 * x / frame.width:.3f}%"
         found.append(f'<span class="phase" style="{left}">{phase}</span>')
     budget = page.budget_bytes
@@ -191,21 +201,25 @@ def _labels(page: Page, drawn: Sequence[_Drawn], frame: _Frame, ticks: Sequence[
         text = f"budget {format_bytes(budget)}"
         bottom = f"bottom: {100 * budget / frame.height:.3f}%"
         found.append(f'<span class="bound halo" style="{bottom}">{text}</span>')
-    for place, each in enumerate(drawn):
-        found += _peak_labels(each, place, frame)
+    for place in range(len(drawn)):
+        found += _peak_labels(drawn, place, budget or 0, frame)
     return found
 
 
-def _peak_labels(drawn: _Drawn, place: int, frame: _Frame) -> list[str]:
-    """Return a point at a peak, and its number: above the first line, beneath the second one."""
-    line, x = drawn.line, drawn.peak_place
-    text = escape(f"{line.name} {format_bytes(line.peak_bytes)}")
-    side = -100 if x > frame.width / 2 else 0
-    shift = f"transform: translate({side}%, {100 if place else 0}%)"
-    where = frame.place(x, line.peak_bytes)
+def _peak_labels(
+    drawn: Sequence[_Drawn], place: int, budget_bytes: int, frame: _Frame
+) -> list[str]:
+    """Return a point at a peak, and its number above it, clear of the budget and other numbers."""
+    line, x = drawn[place].line, drawn[place].peak_place
+    peak, near = line.peak_bytes, _NEAR * frame.height
+    is_beneath = place > 0 and abs(peak - drawn[0].line.peak_bytes) < near
+    at = budget_bytes if not is_beneath and 0 <= budget_bytes - peak < near else peak
+    text = escape(f"{line.name} {format_bytes(peak)}")
+    shift = f"translate({-100 if x > frame.width / 2 else 0}%, {100 if is_beneath else 0}%)"
+    label = f"{frame.place(x, at)}; transform: {shift}"
     return [
-        f'<i class="point line{place}" style="{where}"></i>',
-        f'<span class="peak halo line{place}" style="{where}; {shift}">{text}</span>',
+        f'<i class="point line{place}" style="{frame.place(x, peak)}"></i>',
+        f'<span class="peak halo line{place}" style="{label}">{text}</span>',
     ]
 
 
@@ -230,7 +244,7 @@ def _data(drawn: Sequence[_Drawn]) -> str:
         {
             "name": each.line.name,
             "before": each.line.standing_bytes,
-            "end": each.end,
+            "isThinned": each.is_thinned,
             "causes": list(each.causes),
             "starts": each.starts,
             "cause": each.cause,
