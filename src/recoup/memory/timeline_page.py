@@ -171,7 +171,7 @@ def _ticks(height: int) -> list[int]:
     step = 1
     while 2 * step <= 0.3 * height:
         step *= 2
-    return list(range(step, height, step))
+    return list(range(step, int((1 - _NEAR / 2) * height), step))
 
 
 def _budget_path(page: Page, frame: _Frame) -> list[str]:

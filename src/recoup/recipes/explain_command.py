@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 
 from recoup import plan, timeline
 from recoup.memory import load_builder
-from recoup.planning.plan import Plan
 from recoup.recipes.checks import device_checked
 from recoup.recipes.mistakes import MISTAKES, report_mistake
 from recoup_cli import MistakeError
@@ -70,7 +69,7 @@ def explain_command(
             figure.parent.mkdir(parents=True, exist_ok=True)
             print(f"figure: {made.figure(figure)}")
         if html is not None:
-            chosen = made if isinstance(made, Plan) else None
+            chosen: Any = None if budget is None else made
             shown = timeline(model, *args, plan=chosen, loss=of_loss, **kwargs)
             print(f"timeline: {shown.page(html)}")
     except (MistakeError, *MISTAKES) as error:
