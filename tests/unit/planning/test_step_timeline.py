@@ -136,6 +136,18 @@ def test_blocks_without_modules_in_them_run_again_by_name():
     assert set(again) == {block.name for block in plan.blocks if block.num_forwards > 1}
 
 
+def test_blocks_that_keep_products_run_the_rest_again():
+    model, x = layers()
+    whole = recoup.plan(model, x, loss=square)
+    plan = whole.plan((whole.points[0].peak_bytes + whole.points[-1].peak_bytes) // 2)
+    found = recoup.timeline(model, x, plan=plan, loss=square).planned
+    keeping = {block.name for block in plan.blocks if block.way == "keep products"}
+    again = {each.module for each in found.stretches if each.what == "runs again"}
+    assert keeping
+    assert keeping <= again  # what is in no module within the block, as well
+    assert all(name.partition(".")[0] in keeping for name in again)
+
+
 def test_inverted_blocks_are_inverted():
     torch.manual_seed(0)
     flow, x = NICE((1, 4, 4), levels=None, width=16), torch.randn(512, 1, 4, 4)
