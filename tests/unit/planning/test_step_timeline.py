@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -109,6 +110,23 @@ def test_an_allocation_is_that_of_the_module_that_made_it():
     assert list(made) == [64 * 64 * 4]
     backward = [each for each in found.stretches if each.phase == "backward" and each.levels]
     assert list(dict.fromkeys(each.module for each in backward)) == ["-", "0.2", "0.1", "0.0"]
+
+
+def test_every_event_of_the_allocator_is_there():
+    """As another profiler of torch sees them."""
+    model, x = chain(2)
+    found = recoup.timeline(model, x, loss=square).plain
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as profiler:
+        output = model(x)
+        square(output).backward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    running = list(itertools.accumulate(sizes))
+    levels = [*found.levels("forward"), *found.levels("backward")]
+    shared = len(running) - 3  # what a step lets go of at its end comes in another order
+    assert shared > 50
+    assert levels[:shared] == running[:shared]
 
 
 def test_blocks_that_run_again_say_so_as_often_as_planned():
