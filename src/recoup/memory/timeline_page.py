@@ -2,8 +2,9 @@
 
 NOTE [ What is drawn is what was measured ]
 
-Rule 1. The heights of a line are the bytes themselves. The script reads them back from the picture,
-        so that there is one copy.
+Rule 1. The heights of a line are the bytes, divided by a power of two, since browsers cut off what
+        is drawn at coordinates beyond some gigabytes. So they are exact, and the script reads them
+        back from the picture: there is one copy.
 Rule 2. Forward and backward are equally wide for all lines, one unit for each event of the longest;
         those of the others are spread evenly. So what is above each other is about the same code.
 Rule 3. A long line is thinned: of as many events as there are pixels, more or less, the first, the
@@ -30,6 +31,7 @@ __all__ = ["Page", "check_page", "page_of"]
 _MOST_EVENTS = 4000  # of a phase, that are all drawn
 _NUM_PARTS = 1000  # of a phase that has more
 _ROOM_ABOVE = 1.14  # the peak, for its number
+_MOST_BITS = 24  # of a coordinate
 _FAR = 1.5  # times the peak: a budget above that is not drawn
 _NEAR = 0.09  # of the height: labels would meet
 
@@ -71,10 +73,11 @@ def page_of(page: Page) -> str:
         described=escape(f"{page.title}. {page.summary} The table below has the peaks."),
         width=frame.width,
         height=frame.height,
-        # A `rect` of so many bytes would be cut off: browsers lay out in numbers of 25 bits.
-        band=f"M{frame.widths[0]} 0H{frame.width}V{frame.height}H{frame.widths[0]}Z",
-        grid="".join(f"M0 {tick}H{frame.width}" for tick in ticks),
-        paths="\n".join([*_budget_path(page, frame), *_paths(drawn)]),
+        unit=frame.unit,
+        top=frame.drawn(frame.height),
+        band=f"M{frame.widths[0]} 0H{frame.width}V{frame.drawn(frame.height)}H{frame.widths[0]}Z",
+        grid="".join(f"M0 {frame.drawn(tick)}H{frame.width}" for tick in ticks),
+        paths="\n".join([*_budget_path(page, frame), *_paths(drawn, frame)]),
         labels="\n".join(_labels(page, drawn, frame, ticks)),
         start=highest.peak_place,
         table=_table(page.lines),
@@ -99,6 +102,16 @@ class _Frame(NamedTuple):
         """The width of both."""
         return sum(self.widths)
 
+    @property
+    def unit(self) -> int:
+        """The bytes of a unit of the picture (See Rule 1)."""
+        return 1 << max(self.height.bit_length() - _MOST_BITS, 0)
+
+    def drawn(self, num_bytes: int) -> str:
+        """Return bytes as a coordinate."""
+        size = num_bytes / self.unit
+        return str(int(size)) if size.is_integer() else repr(size)
+
     def place(self, x: int, y: int) -> str:
         """Return the style of what is at a point."""
         return f"left: {100 * x / self.width:.3f}%; bottom: {100 * y / self.height:.3f}%"
@@ -114,7 +127,6 @@ class _Drawn:
 
     def __init__(self, line: StepLine, frame: _Frame) -> None:
         self.line = line
-        self.end = frame.width
         self.is_thinned = False
         self.causes: dict[tuple[str, str, str], int] = {}
         self.starts: list[int] = []
@@ -135,11 +147,10 @@ class _Drawn:
         peak_bytes = line.peak_bytes
         self.peak_place = next((x for x, y in self.points if y == peak_bytes), 0)
 
-    @property
-    def path(self) -> str:
-        """The path of the line: the bytes after each event, until the next one."""
-        steps = "".join(f"H{x}V{y}" for x, y in self.points)
-        return f"M0 {self.line.standing_bytes}{steps}H{self.end}"
+    def path(self, frame: _Frame) -> str:
+        """Return the path of the line: the bytes after each event, until the next one."""
+        steps = "".join(f"H{x}V{frame.drawn(y)}" for x, y in self.points)
+        return f"M0 {frame.drawn(self.line.standing_bytes)}{steps}H{frame.width}"
 
 
 def _frame(page: Page) -> _Frame:
@@ -177,12 +188,12 @@ def _ticks(height: int) -> list[int]:
 def _budget_path(page: Page, frame: _Frame) -> list[str]:
     if page.budget_bytes is None or page.budget_bytes > frame.height:
         return []
-    return [f'<path class="budget" d="M0 {page.budget_bytes}H{frame.width}"/>']
+    return [f'<path class="budget" d="M0 {frame.drawn(page.budget_bytes)}H{frame.width}"/>']
 
 
-def _paths(drawn: Sequence[_Drawn]) -> list[str]:
+def _paths(drawn: Sequence[_Drawn], frame: _Frame) -> list[str]:
     return [
-        f'<path class="memory line{place}" id="line{place}" d="{each.path}"/>'
+        f'<path class="memory line{place}" id="line{place}" d="{each.path(frame)}"/>'
         for place, each in enumerate(drawn)
     ]
 

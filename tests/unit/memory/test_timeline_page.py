@@ -37,7 +37,8 @@ def page(*lines, budget=None, plan="", title="Memory over a step of Net"):
 def drawn(text, place=0):
     """What the picture draws: the events, and the bytes after each of them."""
     path = re.search(rf'id="line{place}" d="([^"]*)"', text)[1]
-    return [(int(x), int(y)) for x, y in re.findall(r"H(\d+)V(-?\d+)", path)]
+    unit = int(re.search(r'data-unit="(\d+)"', text)[1])
+    return [(int(x), round(float(y) * unit)) for x, y in re.findall(r"H(\d+)V([-\d.e]+)", path)]
 
 
 def long_line(num=50_000):
@@ -90,6 +91,13 @@ def test_a_long_line_is_thinned_and_its_peaks_are_exact():
         assert min(within) == min(forward[start : start + 50])
     assert all(y == forward[x % len(forward)] for x, y in points)
     assert len(text) < 400_000
+
+
+def test_many_gigabytes_are_exact_and_within_what_browsers_draw():
+    levels = (3 * 2**36 + 7, 2**30 + 1, -513)
+    text = page(StepLine("large", (Stretch("forward", "forward", "m", "keep", levels),)))
+    assert [y for _, y in drawn(text)] == list(levels)
+    assert float(re.search(r'viewBox="0 0 \d+ (\S+)"', text)[1]) < 2**25
 
 
 def test_the_peaks_stand_in_a_table_and_at_the_lines():
