@@ -199,21 +199,21 @@ def _paths(drawn: Sequence[_Drawn], frame: _Frame) -> list[str]:
 
 
 def _labels(page: Page, drawn: Sequence[_Drawn], frame: _Frame, ticks: Sequence[int]) -> list[str]:
+    budget = page.budget_bytes or 0
     found = [
-        f'<span class="tick halo" style="bottom: {100 * tick / frame.height:.3f}%">'
-        f"{format_bytes(tick)}</span>"
+        f'<span class="tick halo" style="{frame.place(0, tick)}">{format_bytes(tick)}</span>'
         for tick in ticks
+        if not 0 <= budget - tick < _NEAR / 2 * frame.height  # the budget would cross it
     ]
     for phase, x in zip(PHASES, (0, frame.widths[0]), strict=True):
         left = f"left: {100 * x / frame.width:.3f}%"
         found.append(f'<span class="phase" style="{left}">{phase}</span>')
-    budget = page.budget_bytes
-    if budget is not None and budget <= frame.height:
-        text = f"budget {format_bytes(budget)}"
+    if 0 < budget <= frame.height:
         bottom = f"bottom: {100 * budget / frame.height:.3f}%"
+        text = f"budget {format_bytes(budget)}"
         found.append(f'<span class="bound halo" style="{bottom}">{text}</span>')
     for place in range(len(drawn)):
-        found += _peak_labels(drawn, place, budget or 0, frame)
+        found += _peak_labels(drawn, place, budget, frame)
     return found
 
 
