@@ -240,7 +240,8 @@ def test_compiled_blocks_are_told_and_compiled_no_second_time(monkeypatch):
 
 def test_under_a_profiler_of_other_code_spans_are_drawn():
     model, x = chain(2)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, acc_events=True):  # 2.11 warns without that
         with pytest.warns(UserWarning, match="A profiler runs in this thread"):
             found = recoup.timeline(model, x, loss=square).plain
         with pytest.warns(UserWarning, match="A profiler runs in this thread"):
