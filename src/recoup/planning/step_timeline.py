@@ -128,7 +128,8 @@ def timeline(
     bytes of each module are recorded rather than every event.
 
     Where blocks run compiled, modules within them are not told apart, nor are others. The plain
-    step is left out if there is no room for it.
+    step is left out if there is no room for it. A chain that plans itself does so in its first
+    forward, so run one before.
 
     Args:
         model: any module.

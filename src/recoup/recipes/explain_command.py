@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from recoup import plan, timeline
 from recoup.memory import load_builder
+from recoup.memory.timeline_page import check_page
 from recoup.recipes.checks import device_checked
 from recoup.recipes.mistakes import MISTAKES, report_mistake
 from recoup_cli import MistakeError
@@ -55,6 +56,8 @@ def explain_command(
         model or the loss raised; both explained in one line on stderr.
     """
     try:
+        if html is not None:
+            check_page(html.suffix)  # before minutes of planning
         model, args, kwargs = _built(build, device)
         with _progress():
             of_loss = None if loss is None else cast("Any", load_builder(loss))

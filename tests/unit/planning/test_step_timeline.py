@@ -357,5 +357,8 @@ def test_the_command_without_a_budget_shows_the_step_as_it_is(tmp_path, capsys):
     assert main(["explain", f"{tmp_path}/models.py:build", "--html", str(page)]) == 0
     assert 'id="line0"' in page.read_text(encoding="utf-8")
     assert 'id="line1"' not in page.read_text(encoding="utf-8")
+    capsys.readouterr()
     assert main(["explain", f"{tmp_path}/models.py:build", "--html", "step.png"]) == 2
-    assert "must end in .html" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "must end in .html" in printed.err
+    assert not printed.out  # nothing was planned before
