@@ -29,7 +29,7 @@ from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.replanning import Replanner
-from recoup.planning.sizes import check_budget_of, checked_budget, device_of, standing_bytes
+from recoup.planning.sizes import check_budget_of, checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import kinds_of_blocks, price_blocks
 from recoup.planning.step import Step
@@ -251,7 +251,7 @@ def frontier_of_call(
     check_hooks_work()
     standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
     (standing,) = map(int, largest_among_ranks(model, [standing]))
-    device = device_of(model)
+    device = _device_of(model)
     place = place_of(offload_to, device)
     step = Step(model, call, args, kwargs, losses_from(loss), holds_output, place=place)
     named = name_blocks(model, blocks)
@@ -344,3 +344,10 @@ def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> N
             "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
             "ranks. Plan for `model.module`, on every rank."
         )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cuda":
+            return tensor.device
+    return torch.device("cpu")

@@ -15,7 +15,7 @@ from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
 from recoup.memory import format_bytes, parse_bytes
 
-__all__ = ["ArgumentSizes", "check_budget_of", "checked_budget", "device_of", "standing_bytes"]
+__all__ = ["ArgumentSizes", "check_budget_of", "checked_budget", "standing_bytes"]
 
 
 def checked_budget(budget: int | str) -> int:
@@ -34,14 +34,6 @@ def check_budget_of(budget_of: str) -> None:
     """Raise a ValueError if `budget_of` is unknown."""
     if budget_of not in ("step", "total"):
         raise ValueError(f'`budget_of` is {budget_of!r}, but must be "step" or "total".')
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device whose bytes are counted in steps of a model."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cuda":
-            return tensor.device
-    return torch.device("cpu")
 
 
 def standing_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -29,8 +29,7 @@ from recoup.planning.losses import losses_from
 from recoup.planning.plan import Plan, applied_plans, own_forwards
 from recoup.planning.planned_stages import PlannedStage
 from recoup.planning.rehearsal import uncollected
-from recoup.planning.sizes import device_of
-from recoup.planning.step import Step
+from recoup.planning.step import Step, device_of
 from recoup.planning.verification import has_room
 
 __all__ = ["StepTimeline", "timeline"]
