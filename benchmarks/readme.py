@@ -75,28 +75,40 @@ def _summary(found: dict) -> str:
         for name in ("torch parametrize", "recoup")
     }
     figures = [
-        f"**In the same memory, faster**: {len(compiled)} other ways to train "
-        f"{', '.join(models[:-1])} and {models[-1]}, `torch.compile` at 7 budgets among them. "
-        f"`recoup.plan(compile=True)` in the bytes that each takes was faster than "
-        f"{sum(g['is_won'] for g in compiled)} of them, in {min(overs):.2f} to {max(overs):.2f} of "
-        f"their time; without a compiler as fast as {sum(g['is_won'] for g in gains)} of "
-        f"{len(gains)}.",
-        f"**A tenth of a loss**: GPT-2's output layer and loss, 4096 tokens, in "
-        f"{mib(head['peak_bytes'])} MiB of the usual {mib(heads['plain']['peak_bytes'])}, at "
-        f"{head['over_plain']:.2f} of the time.",
-        f"**Any depth**: a normalizing flow of 32 steps trains in "
-        f"{glow['recoup constant', 16]['peak_bytes'] / 2**20:.1f} MiB, and so does a deeper one; "
-        f"nflows takes {glow['nflows', 16]['peak_bytes'] / 2**20:.0f}, FrEIA "
-        f"{glow['FrEIA', 16]['peak_bytes'] / 2**20:.0f}.",
-        f"**Noise for nothing**: dropout on the weight of a `Linear(4096, 4096)` keeps "
-        f"{mib(weights['recoup'])} MiB for backward; torch's parametrization keeps "
-        f"{mib(weights['torch parametrize'])}.",
-        f"**Long windows**: an AWD-LSTM over windows of 2000 steps trains in "
-        f"{mib(long_windows[3]['peak_bytes'])} MiB instead of "
-        f"{mib(long_windows[1]['peak_bytes'])}.",
-        f"**Sums of gradients**: 16 backwards over 128 MiB of weights, merged before one step, "
-        f"peak at {mib(sums['recoup'])} MiB; merging dictionaries takes "
-        f"{mib(sums['merged out of place (candle)'])}.",
+        (
+            f"**In the same memory, faster**: {len(compiled)} other ways to train "
+            f"{', '.join(models[:-1])} and {models[-1]}, `torch.compile` at 7 budgets among them. "
+            f"`recoup.plan(compile=True)` in the bytes that each takes was as fast as "
+            f"{sum(g['is_won'] for g in compiled)} of them or faster, in {min(overs):.2f} to {max(overs):.2f} of "
+            f"their time; without a compiler as fast as {sum(g['is_won'] for g in gains)} of "
+            f"{len(gains)}."
+        ),
+        (
+            f"**A tenth of a loss**: GPT-2's output layer and loss, 4096 tokens, in "
+            f"{mib(head['peak_bytes'])} MiB of the usual {mib(heads['plain']['peak_bytes'])}, at "
+            f"{head['over_plain']:.2f} of the time."
+        ),
+        (
+            f"**Any depth**: a normalizing flow of 32 steps trains in "
+            f"{glow['recoup constant', 16]['peak_bytes'] / 2**20:.1f} MiB, and so does a deeper one; "
+            f"nflows takes {glow['nflows', 16]['peak_bytes'] / 2**20:.0f}, FrEIA "
+            f"{glow['FrEIA', 16]['peak_bytes'] / 2**20:.0f}."
+        ),
+        (
+            f"**Noise for nothing**: dropout on the weight of a `Linear(4096, 4096)` keeps "
+            f"{mib(weights['recoup'])} MiB for backward; torch's parametrization keeps "
+            f"{mib(weights['torch parametrize'])}."
+        ),
+        (
+            f"**Long windows**: an AWD-LSTM over windows of 2000 steps trains in "
+            f"{mib(long_windows[3]['peak_bytes'])} MiB instead of "
+            f"{mib(long_windows[1]['peak_bytes'])}."
+        ),
+        (
+            f"**Sums of gradients**: 16 backwards over 128 MiB of weights, merged before one step, "
+            f"peak at {mib(sums['recoup'])} MiB; merging dictionaries takes "
+            f"{mib(sums['merged out of place (candle)'])}."
+        ),
     ]
     couplings = found["couplings"]
     conditions = (
