@@ -19,8 +19,8 @@ from recoup_cli.fit_arguments import given_in, long_names
 from recoup_cli.parser import Parser
 
 MISTAKES = {
-    "flow fitt": "invalid choice: 'fitt' (choose from 'fit', 'evaluate', 'sample', 'demo')",
-    "flaw fit": "invalid choice: 'flaw' (choose from 'flow', 'lm', 'curve', 'explain')",
+    "flow fitt": "argument COMMAND: invalid choice: 'fitt'",
+    "flaw fit": "argument COMMAND: invalid choice: 'flaw'",
     "explian": "See `recoup --help`.",
     "--vresion": "no option `--vresion`. Did you mean `--version`? See `recoup --help`.",
     "flow --foo": "no option `--foo`. See `recoup flow --help`.",
@@ -77,6 +77,12 @@ def test_help_begins_with_how_to_call_it_and_what_it_does(name, capsys):
     assert blank == ""
     assert what[0].isupper()
     assert what.endswith(".")
+
+
+def test_a_wrong_command_names_those_that_there_are(capsys):
+    assert main(["flow", "fitt"]) == 2
+    choices = capsys.readouterr().err.partition("choose from ")[2].replace("'", "")
+    assert choices == "fit, evaluate, sample, demo). See `recoup flow --help`.\n"
 
 
 def test_help_names_all_commands(capsys):
