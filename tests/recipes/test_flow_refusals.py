@@ -86,9 +86,11 @@ def test_a_setting_of_another_type(refusal, setting, value, allowed):
     assert message.endswith("See `--help-all`.\n")
 
 
-@pytest.mark.parametrize("setting", ["--data.batch_sise=3", "--trainer.max_epoch", "--modle.width"])
-def test_a_setting_that_there_is_not(refusal, setting):
-    assert f"unrecognized arguments: {setting}" in refusal("flow", "fit", setting)
+@pytest.mark.parametrize(
+    "settings", ["--data.batch_sise=3", "--trainer.max_epoch 3", "--modle.width 8"]
+)
+def test_a_setting_that_there_is_not(refusal, settings):
+    assert f"unrecognized arguments: {settings}" in refusal("flow", "fit", *settings.split())
 
 
 def test_a_corrupt_picture(refusal):

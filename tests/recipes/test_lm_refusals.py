@@ -26,7 +26,7 @@ SIZES = [
         (["--weight-noise", "-1"], "`weight_noise` is -1.0"),
         (["--model.weight_noise_start", "-1"], "`weight_noise_start` is -1"),
         (["--model.learning_rate", "-1"], "`learning_rate` is -1.0"),
-        (["--model.clip", "nan"], "`--model.clip` is nan"),
+        (["--model.clip", "nan"], '"model.clip": Expected a <class'),
         (["--threads", "0"], "argument --threads: 0 is not a whole number"),
         (["--batch-size", "0"], "argument --batch-size: 0 is not a whole number"),
         (["--batch-size", "700"], "has 778 tokens, too few for 700 columns of two"),
