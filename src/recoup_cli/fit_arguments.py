@@ -18,10 +18,10 @@ from recoup_cli.parser import Parser, positive_int
 
 __all__ = ["FLOW", "LANGUAGE_MODEL", "Fit", "check_epochs", "given_in", "long_names"]
 
-# What Lightning's command line takes beside settings with a dot in their names.
-_WITHOUT_DOT = {
-    *("--print_config", "--seed_everything", "--num_threads"),
-    *("--trainer", "--model", "--checkpoint", "--early_stopping"),
+# How settings of Lightning's command line begin: with these, and a dot if they have parts.
+_SECTIONS = {
+    *("trainer", "model", "data", "checkpoint", "early_stopping"),
+    *("seed_everything", "num_threads", "print_config"),
 }
 
 
@@ -124,7 +124,7 @@ def long_names(args: Sequence[str], fit: Fit) -> list[str]:
     if given.pop("help_all", False):
         return ["--help"]
     unknown = [arg for arg in rest[:1] if not arg.startswith("-")]
-    unknown += [arg for arg in rest if arg.startswith("--") and not _is_setting(arg)]
+    unknown += [arg for arg in rest if arg.startswith("--") and _section(arg) not in _SECTIONS]
     if unknown:
         parser.refuse(unknown[:1])
     for option in ("resume", "finetune"):
@@ -152,9 +152,8 @@ def check_epochs(max_epochs: int | None, *, is_bounded: bool) -> None:
         )
 
 
-def _is_setting(arg: str) -> bool:
-    name = arg.partition("=")[0]
-    return "." in name or name in _WITHOUT_DOT
+def _section(arg: str) -> str:
+    return arg.removeprefix("--").partition("=")[0].partition(".")[0]
 
 
 def _check_data(data: str, fit: Fit) -> None:

@@ -86,9 +86,7 @@ def test_a_setting_of_another_type(refusal, setting, value, allowed):
     assert message.endswith("See `--help-all`.\n")
 
 
-@pytest.mark.parametrize(
-    "settings", ["--data.batch_sise=3", "--trainer.max_epoch 3", "--modle.width 8"]
-)
+@pytest.mark.parametrize("settings", ["--data.batch_sise=3", "--trainer.max_epoch 3"])
 def test_a_setting_that_there_is_not(refusal, settings):
     assert f"unrecognized arguments: {settings}" in refusal("flow", "fit", *settings.split())
 

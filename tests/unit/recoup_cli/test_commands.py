@@ -27,6 +27,7 @@ MISTAKES = {
     "flow fit --memroy sqrt": "no option `--memroy`. Did you mean `--memory`?",
     "flow fit --memroy=sqrt": "no option `--memroy=sqrt`. Did you mean `--memory`?",
     "flow fit --data.size 8 --epoch 3": "no option `--epoch`. Did you mean `--epochs`?",
+    "flow fit --modle.width 8": "no option `--modle.width`. See `recoup flow fit --help`.",
     "flow fit sqrt": "no option `sqrt`",
     "flow fit --seed 1 sqrt": "no option `sqrt`. See `recoup flow fit --help`.",
     "flow fit --epochs many": "argument --epochs: many is not a whole number of at least 1",
