@@ -29,7 +29,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for row in rows:
         lines.add_row(*row)
     # No lines are broken: the width is that of the table.
-    console = Console(file=io.StringIO(), width=10**4)
+    console = Console(file=io.StringIO(), width=10**4, markup=False, emoji=False)
     with console.capture() as shown:
         console.print(lines)
     return shown.get().rstrip()
