@@ -74,49 +74,53 @@ def _summary(found: dict) -> str:
         if (row["layer"], row["dtype"]) == ("Linear 4096x4096", "float32")
         for name in ("torch parametrize", "recoup")
     }
-    figures = [
-        (
-            f"**In the same memory, faster**: {len(compiled)} other ways to train "
-            f"{', '.join(models[:-1])} and {models[-1]}, `torch.compile` at 7 budgets among them. "
-            f"`recoup.plan(compile=True)` in the bytes that each takes was as fast as "
-            f"{sum(g['is_won'] for g in compiled)} of them or faster, in {min(overs):.2f} to {max(overs):.2f} of "
-            f"their time; without a compiler as fast as {sum(g['is_won'] for g in gains)} of "
-            f"{len(gains)}."
+    num_won = sum(g["is_won"] for g in compiled)
+    won = "all" if num_won == len(compiled) else str(num_won)
+    figures = {
+        "In the same memory, faster": (
+            f"there were {len(compiled)} other ways to train {', '.join(models[:-1])} and "
+            f"{models[-1]}, `torch.compile` at 7 budgets among them. In the bytes that each takes, "
+            f"`recoup.plan(compile=True)` was at least as fast as {won} of them, in "
+            f"{min(overs):.2f} to {max(overs):.2f} of their time; without a compiler, it was as "
+            f"fast as {sum(g['is_won'] for g in gains)} of {len(gains)}."
         ),
-        (
-            f"**A tenth of a loss**: GPT-2's output layer and loss, 4096 tokens, in "
-            f"{mib(head['peak_bytes'])} MiB of the usual {mib(heads['plain']['peak_bytes'])}, at "
-            f"{head['over_plain']:.2f} of the time."
+        "A tenth of a loss": (
+            f"GPT-2's output layer and loss over 4096 tokens take {mib(head['peak_bytes'])} MiB "
+            f"in place of {mib(heads['plain']['peak_bytes'])}, at {head['over_plain']:.2f} of the "
+            "time."
         ),
-        (
-            f"**Any depth**: a normalizing flow of 32 steps trains in "
-            f"{glow['recoup constant', 16]['peak_bytes'] / 2**20:.1f} MiB, and so does a deeper one; "
-            f"nflows takes {glow['nflows', 16]['peak_bytes'] / 2**20:.0f}, FrEIA "
-            f"{glow['FrEIA', 16]['peak_bytes'] / 2**20:.0f}."
+        "Any depth": (
+            f"a normalizing flow of 32 steps trains in {size(glow['recoup constant', 16])} MiB, "
+            f"and so does a deeper one; nflows takes {size(glow['nflows', 16])}, FrEIA "
+            f"{size(glow['FrEIA', 16])}."
         ),
-        (
-            f"**Noise for nothing**: dropout on the weight of a `Linear(4096, 4096)` keeps "
-            f"{mib(weights['recoup'])} MiB for backward; torch's parametrization keeps "
-            f"{mib(weights['torch parametrize'])}."
+        "Noise for nothing": (
+            f"dropout on the weight of a `Linear(4096, 4096)` keeps {mib(weights['recoup'])} MiB "
+            f"for backward; torch's parametrization keeps {mib(weights['torch parametrize'])}."
         ),
-        (
-            f"**Long windows**: an AWD-LSTM over windows of 2000 steps trains in "
-            f"{mib(long_windows[3]['peak_bytes'])} MiB instead of "
+        "Long windows": (
+            f"an AWD-LSTM over windows of 2000 steps trains in "
+            f"{mib(long_windows[3]['peak_bytes'])} MiB in place of "
             f"{mib(long_windows[1]['peak_bytes'])}."
         ),
-        (
-            f"**Sums of gradients**: 16 backwards over 128 MiB of weights, merged before one step, "
-            f"peak at {mib(sums['recoup'])} MiB; merging dictionaries takes "
+        "Sums of gradients": (
+            f"16 backwards over 128 MiB of weights, merged before one step, peak at "
+            f"{mib(sums['recoup'])} MiB; merging dictionaries takes "
             f"{mib(sums['merged out of place (candle)'])}."
         ),
-    ]
+    }
     couplings = found["couplings"]
     conditions = (
         f"<sub>{couplings['device_name']}, two cores, torch {couplings['versions']['torch']}, "
         "peaks by the allocator's events. `make bench` measures again; "
         "[all tables and their conditions](docs/benchmarks.md).</sub>"
     )
-    return "\n".join([*(f"- {figure}" for figure in figures), "", conditions])
+    lines = [f"- **{title}**: {text}" for title, text in figures.items()]
+    return "\n".join([*lines, "", conditions])
+
+
+def size(row: dict) -> str:
+    return f"{row['peak_bytes'] / 2**20:.1f}"
 
 
 def _put(path: Path, table: str) -> None:
