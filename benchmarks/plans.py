@@ -3,25 +3,37 @@
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-import plan_figure
 import torch
 from couplings import peak_and_held
-from plan_models import MODELS, SMALL, Case
+from plan_heads import HEADS
+from plan_models import MANY_WORDS, MODELS, SMALL, Case
 from plan_rivals import RIVALS, Forward, NotForThisError
 from torch import Tensor, nn
 
 import recoup
 from recoup.errors import BudgetError
+from recoup.planning.frontier import Frontier
+from recoup.planning.plan import Plan
 
 # Equally spaced; as they are, one at each rival's peak besides.
 NUM_BUDGETS = {"recoup": 4, "recoup, blocks compiled": 3}
+# Where a loss in pieces saves most of the bytes; the other logits are small.
+MORE_RIVALS = {MANY_WORDS: HEADS}
+OPTIONS = {MANY_WORDS: {"tiles": True}}
 SEED = 1
+ROUNDS = 4
 # Relative to the norm of plain's gradients. The compiler rounds otherwise.
 TOLERANCE, COMPILER_TOLERANCE = 1e-5, 1e-3
 # How much the fastest rounds of one and the same step differ: less is neither gain nor loss.
 NOISE = 0.02
+
+
+def clock() -> float:
+    """Return wall time, or the processor time of one thread, which others on it disturb less."""
+    is_alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    return time.process_time() if is_alone else time.perf_counter()
 
 
 class Contestant:
@@ -56,23 +68,29 @@ class Contestant:
 
     def time(self, device: str) -> None:
         _wait(device)
-        start = time.perf_counter()
+        start = clock()
         self.step()
         _wait(device)
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(clock() - start)
         self.clear()
 
 
 # -- rivals ----------------------------------------------------------------------------------------
 
 
-def rivals(model: str, device: str) -> Iterator[Contestant]:
-    for name, change in RIVALS.items():
+def rivals(model: str, device: str, left_out: list[dict]) -> Iterator[Contestant]:
+    """Yield the other ways, and write down why others are left out."""
+    for name, change in rivals_of(model).items():
         case = MODELS[model](device)
         try:
             yield Contestant(name, case, change(case))
         except NotForThisError as error:
             print(f"   {model}, {name}: left out. {error}", flush=True)
+            left_out.append({"model": model, "name": name, "reason": str(error)})
+
+
+def rivals_of(model: str) -> dict[str, Callable[[Case], Forward]]:
+    return RIVALS | MORE_RIVALS.get(model, {})
 
 
 def check(contestant: Contestant, model: str, expected: Tensor, device: str) -> None:
@@ -96,8 +114,8 @@ def _small_forward(name: str, case: Case) -> Forward:
     if name in RIVALS:
         return RIVALS[name](case)
     OURS[name](case.blocks)
-    whole = _plan(case, "1 TiB")
-    _plan(case, (whole.least_bytes + whole.most_bytes) // 2).apply()
+    frontier = _frontier(case)
+    frontier.plan((frontier.points[0].peak_bytes + frontier.points[-1].peak_bytes) // 2).apply()
     return case.forward
 
 
@@ -105,14 +123,21 @@ def _small_forward(name: str, case: Case) -> Forward:
 
 
 def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterator[Contestant]:
-    """Measure plans at budgets from the least to the most, and at the peak of each other way."""
-    whole = _plan(_case_of(name, model, device), "1 TiB")
+    """Yield plans at budgets from the least to the most, and at the peak of each other way.
+
+    All are of one model and one frontier; equal plans for several budgets are yielded once.
+    """
+    case = MODELS[model](device)
+    OURS[name](case.blocks)
+    frontier = _frontier(case, **OPTIONS.get(model, {}))
+    print(frontier, flush=True)
+    most = frontier.points[-1].peak_bytes
     rivals_bytes = rivals_bytes if name == "recoup" else []
-    for budget in budgets(whole.least_bytes, whole.most_bytes, NUM_BUDGETS[name], rivals_bytes):
-        case = _case_of(name, model, device)
+    known = set()
+    for budget in budgets(frontier.least_bytes, most, NUM_BUDGETS[name], rivals_bytes):
         start = time.perf_counter()
         try:
-            plan = _plan(case, budget)
+            plan = frontier.plan(budget)
         except BudgetError as error:  # at our own least: it shows in `gains`
             print(f"   {model}, {name}: no plan. {error}", flush=True)
             continue
@@ -121,8 +146,18 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
             "predicted_bytes": plan.predicted_peak_bytes,
             "planning_seconds": time.perf_counter() - start,
         }
-        plan.apply()
-        yield Contestant(name, case, case.forward, **found)
+        key = (plan.actions, tuple(row.way for row in plan.blocks), plan.rehearsed_peak_bytes)
+        if key not in known:
+            known.add(key)
+            yield Contestant(name, case, _under(plan, case), **found)
+
+
+def _under(plan: Plan, case: Case) -> Forward:
+    def forward() -> Tensor:
+        with plan.applied():
+            return case.forward()
+
+    return forward
 
 
 def budgets(least: int, most: int, num: int, rivals_bytes: list[int]) -> list[int]:
@@ -135,15 +170,9 @@ def budgets(least: int, most: int, num: int, rivals_bytes: list[int]) -> list[in
     return sorted(set(found))
 
 
-def _case_of(name: str, model: str, device: str) -> Case:
-    case = MODELS[model](device)
-    OURS[name](case.blocks)
-    return case
-
-
-def _plan(case: Case, budget):
-    kwargs = {"loss": case.loss, "holds_output": False, **case.kwargs}
-    return recoup.plan(case.model, budget=budget, **kwargs)
+def _frontier(case: Case, **options) -> Frontier:
+    kwargs = {"loss": case.loss, "holds_output": False, **options, **case.kwargs}
+    return recoup.plan(case.model, **kwargs)
 
 
 def _as_they_are(blocks: list[nn.Module]) -> None:
@@ -165,8 +194,10 @@ OURS: dict[str, Callable[[list[nn.Module]], None]] = {
 # -- all of it -------------------------------------------------------------------------------------
 
 
-def rows(model: str, device: str, rounds: int = 4) -> list[dict]:
+def tables(model: str, device: str, rounds: int = ROUNDS) -> dict[str, list[dict]]:
+    """Return the rows of all ways, what a plan gains, and which ways are left out and why."""
     contestants: list[Contestant] = []
+    left_out: list[dict] = []
 
     case = MODELS[model](device)
     expected = Contestant("", case, case.forward).gradient()
@@ -177,13 +208,15 @@ def rows(model: str, device: str, rounds: int = 4) -> list[dict]:
         print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
         contestants.append(contestant)
 
-    for contestant in rivals(model, device):
+    for contestant in rivals(model, device, left_out):
         add(contestant)
     peaks = [contestant.found["peak_bytes"] for contestant in contestants]
     for name in OURS:
-        for contestant in ours(name, model, device, peaks):
-            add(contestant)
-    return timed(model, contestants, device, rounds)
+        if model not in OPTIONS or name == "recoup":
+            for contestant in ours(name, model, device, peaks):
+                add(contestant)
+    found = timed(model, contestants, device, rounds)
+    return {"plans": found, "gains": gains(found), "left_out": left_out}
 
 
 def timed(model: str, contestants: list[Contestant], device: str, rounds: int) -> list[dict]:
@@ -250,15 +283,13 @@ def gains(rows: list[dict], prefix: str = "recoup") -> list[dict]:
     return found
 
 
-def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
-    """Yield the tables, again with each model; the picture is of the CPU, as the README is."""
-    found: list[dict] = []
-    for model in MODELS:
-        found = found + rows(model, device)
-        yield "plans", found
-        yield "gains", gains(found)
-    if device == "cpu":
-        plan_figure.write(found)
+def suite(device: str, models: Sequence[str] = tuple(MODELS)) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables, again with each model."""
+    found: dict[str, list[dict]] = {}
+    for model in models:
+        for name, rows in tables(model, device).items():
+            found[name] = found.get(name, []) + rows
+        yield from found.items()
 
 
 def _wait(device: str) -> None:

@@ -1,8 +1,12 @@
-"""Write the tables of the README and the documentation from benchmarks/results."""
+"""Write the tables of the README and the documentation, and the pictures of plans, from
+benchmarks/results; this does not measure.
+"""
 
 import json
 from pathlib import Path
 
+import plan_figure
+import plan_tables
 import tables
 from tables import mib, torch_sequential
 
@@ -11,7 +15,7 @@ BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 
 
 def write() -> None:
-    """Put the tables between the marks, or leave all files alone if a result is missing."""
+    """Put the tables between the marks and draw, or leave all alone if a result is missing."""
     names = (
         "couplings",
         "chains",
@@ -39,8 +43,8 @@ def write() -> None:
         "A language model": tables.language_model_table(
             found["language_model"], found["language_model_curve"]
         ),
-        "Plans": tables.plans_table(found["plans"]),
-        "Compiled plans": tables.compiled_table(found["compiled"]),
+        "Plans": plan_tables.plans_table(found["plans"]),
+        "Compiled plans": plan_tables.compiled_table(found["compiled"]),
         "Drift": tables.drift_table(found["drift"]),
         "Flows beside other libraries": tables.flows_table(found["flows"]),
         "Flows on MNIST": tables.mnist_table(found["mnist"]),
@@ -56,6 +60,9 @@ def write() -> None:
         ROOT / "docs" / "benchmarks.md",
         "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items()),
     )
+
+    plan_figure.write(found["plans"], "plans")
+    plan_figure.write(found["compiled"], "compiled", plan_figure.PATH.with_name("compiled.png"))
 
 
 def _summary(found: dict) -> str:
@@ -74,6 +81,7 @@ def _summary(found: dict) -> str:
     gains = [g for g in found["plans"]["gains"] if not g["name"].startswith("least peak")]
     compiled = [g for g in found["compiled"]["gains"] if not g["name"].startswith("least peak")]
     models = " and ".join(dict.fromkeys(g["model"].partition(",")[0] for g in compiled))
+    planned = " and ".join(dict.fromkeys(g["model"].partition(",")[0] for g in gains))
     overs = [g["ours_over_rival"] for g in compiled if g["ours_over_rival"] is not None]
     weights = {
         name: dict(row)[name]
@@ -113,7 +121,7 @@ def _summary(found: dict) -> str:
             f"{sqrt['peak_units']:.0f}, {sqrt['num_forwards']}",
         ),
         (
-            "training GPT-2 and ResNet-50 in fewer bytes",
+            f"training {planned} in fewer bytes",
             f"{len(gains)} other ways",
             f"a plan in the same bytes is as fast as {sum(g['is_won'] for g in gains)} of them",
         ),
@@ -155,3 +163,7 @@ def _put(path: Path, table: str) -> None:
     text = path.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+
+
+if __name__ == "__main__":
+    write()
