@@ -65,7 +65,8 @@ def _peaks(axes, rows):
     for peak, label, color in ends:
         axes.annotate(
             label, (16, peak), xytext=(8, -3), textcoords="offset points", color=color,
-            fontsize=9.5, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the grid
+            fontsize=9.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the grid
         )  # fmt: skip
     axes.set_ylim(0, 16)
     axes.set_xlim(0, 21.5)
