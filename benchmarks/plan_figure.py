@@ -16,7 +16,7 @@ INK, QUIET = "#222222", "#8a8a8a"
 OURS = {"recoup": ("#009e73", "-"), "recoup, blocks compiled": ("#0072b2", (0, (5, 2)))}
 FAMILIES = {
     "no checkpointing": ("#222222", "o"),
-    "each block a checkpoint (torch, transformers, ...)": ("#d55e00", "s"),
+    "each block a checkpoint": ("#d55e00", "s"),
     "some parts kept": ("#7f7f7f", "X"),
     "checkpoint_sequential": ("#cc79a7", "D"),
     "torch selective, matmuls kept": ("#b8860b", "^"),
@@ -48,7 +48,7 @@ def mark_of(name: str) -> Mark:
     if first in EACH_BLOCK:
         if setting.startswith("every") or setting.endswith("kept"):
             return Mark("some parts kept", setting)
-        return Mark("each block a checkpoint (torch, transformers, ...)", "")
+        return Mark("each block a checkpoint", "")
     if first == "torch.compile":
         return Mark("torch.compile, at its budgets", setting)
     if first.startswith("loss") or first.endswith("loss"):
@@ -76,13 +76,13 @@ def write(found: dict, table: str, path: Path = PATH) -> None:
     num_lines = math.ceil(len(models) / num_columns)
     has_place = num_lines * num_columns > len(models)  # for the legend
     beneath = 0.0 if has_place else 0.9
-    height = 4.2 * num_lines + beneath
-    figure = Figure((5.6 * num_columns, height), 200, facecolor="white")
+    height = 3.7 * num_lines + beneath
+    figure = Figure((4.7 * num_columns, height), 200, facecolor="white")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(num_lines, num_columns, squeeze=False).flat)
     figure.subplots_adjust(
-        left=0.14 / num_columns, right=0.985, top=1 - 0.45 / height,
-        bottom=(0.6 + beneath) / height, wspace=0.2, hspace=0.3,
+        left=0.15 / num_columns, right=0.985, top=1 - 0.45 / height,
+        bottom=(0.6 + beneath) / height, wspace=0.23, hspace=0.36,
     )  # fmt: skip
     named: dict[str, Any] = {}
     for axes, model in zip(panels, models, strict=False):

@@ -92,7 +92,7 @@ def llama(
 
 def llama_of_many_words(device: str) -> Case:
     """A Llama of 6 layers whose logits, of Llama's 32,000 words, take more than all its blocks."""
-    return llama(device, num_layers=6, batch_size=2, length=512, vocab_size=32_000)
+    return llama(device, num_layers=6, batch_size=2, length=1024, vocab_size=32_000)
 
 
 def vit(device: str, num_layers: int = 12, batch_size: int = 8) -> Case:

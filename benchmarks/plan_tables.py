@@ -7,7 +7,7 @@ __all__ = ["compiled_table", "plans_table"]
 SIZES = (
     "GPT-2 has 12 layers of 256 units, a vocabulary of 2048, dropout 0.1, and batches of 6 times "
     "256 tokens; the ResNet-50 has half the width, and batches of 64 images of 128 x 128; the "
-    "Llama has 6 layers of 256 units, the 32,000 words of Llama 2, and batches of 2 times 512 "
+    "Llama has 6 layers of 256 units, the 32,000 words of Llama 2, and batches of 2 times 1024 "
     "tokens, so that its logits are most of a step; its plans may run them in tiles (`tiles=True`)."
 )
 WAYS = (
