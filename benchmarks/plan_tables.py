@@ -11,14 +11,15 @@ SIZES = (
     "tokens, so that its logits are most of a step; its plans may run them in tiles (`tiles=True`)."
 )
 WAYS = (
-    "Each way runs the code of its library, but these: Unsloth needs a GPU, so a checkpoint in its "
-    "style was written anew; ALST's and Liger's losses are those of [the tiles](#tiles), in 16 "
-    "pieces, in torch's operators; TRL's kernel cuts the vocabulary into tiles of 2048 words, "
-    "since its own 32,768 would be all of them, and `loss in checkpoints` is what it had before, and "
-    "torchtune has: a checkpoint for each of 16 pieces. `, transformers` is a loss in pieces with each "
-    "layer a checkpoint of transformers. On a CPU, host memory is the memory that is counted: what "
-    "offloads gains nothing here. `OffloadActivations` of TRL is not in the table, since it moves "
-    "nothing but tensors of an accelerator. Hollow marks are gradients that are wrong."
+    "Each way runs the code of its library, but these: Unsloth needs a GPU, so a checkpoint in "
+    "its style was written anew; ALST's and Liger's losses are those of [the tiles](#tiles), in "
+    "16 pieces, in torch's operators; TRL's kernel cuts the vocabulary into tiles of 2048 words, "
+    "since its own 32,768 would be all of them, and `loss in checkpoints` is what it had before, "
+    "and torchtune has: a checkpoint for each of 16 pieces. `, transformers` is a loss in pieces "
+    "with each layer a checkpoint of transformers. On a CPU, host memory is the memory that is "
+    "counted: what offloads gains nothing here. `OffloadActivations` of TRL is not in the table, "
+    "since it moves nothing but tensors of an accelerator. Hollow marks are gradients that are "
+    "wrong."
 )
 
 
@@ -28,8 +29,8 @@ def plans_table(found: dict) -> str:
     num_won = sum(gain["is_won"] for gain in gains)
     models = dict.fromkeys(gain["model"].partition(",")[0] for gain in gains)
     sentence = (
-        f"`recoup.plan` beside {len(gains)} ways to train {' and '.join(models)} in fewer bytes: in "
-        f"as many bytes it is as fast as or faster than {num_won} of them (within 2 percent). "
+        f"`recoup.plan` beside {len(gains)} ways to train {' and '.join(models)} in fewer bytes: "
+        f"in as many bytes it is as fast as or faster than {num_won} of them (within 2 percent). "
         f"Least peak, beside the least of the others: {least}."
     )
     packages = ("transformers", "accelerate", "trl", "torch_remat")
