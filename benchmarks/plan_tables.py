@@ -4,12 +4,17 @@ from tables import mib
 
 __all__ = ["compiled_table", "plans_table"]
 
-SIZES = (
-    "GPT-2 has 12 layers of 256 units, a vocabulary of 2048, dropout 0.1, and batches of 6 times "
-    "256 tokens; the ResNet-50 has half the width, and batches of 64 images of 128 x 128; the "
-    "Llama has 6 layers of 256 units, the 32,000 words of Llama 2, and batches of 2 times 1024 "
-    "tokens, so that its logits are most of a step; its plans may run them in tiles (`tiles=True`)."
-)
+SIZES = {
+    "GPT-2, 12 layers": (
+        "GPT-2 has 12 layers of 256 units, a vocabulary of 2048, dropout 0.1, and batches of 6 "
+        "times 256 tokens"
+    ),
+    "ResNet-50": "the ResNet-50 has half the width, and batches of 64 images of 128 x 128",
+    "Llama, 32,000 words": (
+        "the Llama has 6 layers of 256 units, the 32,000 words of Llama 2, and batches of 2 times "
+        "1024 tokens, so that its logits are most of a step; its plans may run them in tiles"
+    ),
+}
 WAYS = (
     "Each way runs the code of its library, but these: Unsloth needs a GPU, so a checkpoint in "
     "its style was written anew; ALST's and Liger's losses are those of [the tiles](#tiles), in "
@@ -18,8 +23,8 @@ WAYS = (
     "and torchtune has: a checkpoint for each of 16 pieces. `, transformers` is a loss in pieces "
     "with each layer a checkpoint of transformers. On a CPU, host memory is the memory that is "
     "counted: what offloads gains nothing here. `OffloadActivations` of TRL is not in the table, "
-    "since it moves nothing but tensors of an accelerator. Hollow marks are gradients that are "
-    "wrong."
+    "since it moves nothing but tensors of an accelerator, nor is torch.compile of the ResNet-50, "
+    "which took too long. Hollow marks are gradients that are wrong."
 )
 
 
@@ -27,7 +32,9 @@ def plans_table(found: dict) -> str:
     """Return a figure, the number of ways that a plan beats, and a row for each way."""
     gains, least = _split(found["gains"])
     num_won = sum(gain["is_won"] for gain in gains)
-    models = dict.fromkeys(gain["model"].partition(",")[0] for gain in gains)
+    names = dict.fromkeys(gain["model"] for gain in gains)
+    models = [name.partition(",")[0] for name in names]
+    sizes = "; ".join(SIZES[name] for name in names)
     sentence = (
         f"`recoup.plan` beside {len(gains)} ways to train {' and '.join(models)} in fewer bytes: "
         f"in as many bytes it is as fast as or faster than {num_won} of them (within 2 percent). "
@@ -42,7 +49,7 @@ def plans_table(found: dict) -> str:
     paragraphs = [
         "![Time of a step against its peak](images/plans.png)",
         sentence,
-        SIZES + " Bold means that the plan is at least as fast, within 2 percent.",
+        f"{sizes}. Bold means that the plan is at least as fast, within 2 percent.",
         "\n".join(_plans_rows(found, gains)),
         WAYS,
         "\n".join(_left_out(found.get("left_out", []))),
