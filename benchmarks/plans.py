@@ -1,5 +1,6 @@
 """`recoup.plan` beside other ways to train in fewer bytes: peak and time of a step."""
 
+import functools
 import gc
 import random
 import time
@@ -10,15 +11,17 @@ from couplings import peak_and_held
 from plan_heads import HEADS
 from plan_models import MANY_WORDS, MODELS, SMALL, Case
 from plan_rivals import RIVALS, Forward, NotForThisError
-from torch import Tensor, nn
+from torch import Tensor
 
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning.frontier import Frontier, FrontierPoint
 from recoup.planning.plan import Plan
 
-# Equally spaced; as they are, one at each rival's peak besides.
-NUM_BUDGETS = {"recoup": 4, "recoup, blocks compiled": 3}
+# What each of our ways gives `recoup.plan`, and how many equally spaced budgets it is measured at
+# beside the peaks of the others.
+OURS: dict[str, dict] = {"recoup": {}, "recoup, blocks compiled": {"compile": True}}
+NUM_BUDGETS = {"recoup": 4, "recoup, blocks compiled": 2}
 # Where a loss in pieces saves most of the bytes; the other logits are small.
 MORE_RIVALS = {MANY_WORDS: HEADS}
 OPTIONS = {MANY_WORDS: {"tiles": True}}
@@ -105,22 +108,27 @@ def check(contestant: Contestant, model: str, expected: Tensor, device: str) -> 
     is_compiled = "compile" in contestant.name
     found = contestant.gradient()  # run in any case, since it warms up
     if is_compiled:
-        expected = Contestant("", case := SMALL[model](device), case.forward).gradient()
-        case = SMALL[model](device)
-        found = Contestant("", case, _small_forward(contestant.name, case)).gradient()
-    error = float((found - expected).norm() / expected.norm())
+        error = _small_error(contestant.name, model, device)
+    else:
+        error = float((found - expected).norm() / expected.norm())
     bound = COMPILER_TOLERANCE if is_compiled else TOLERANCE
     assert error <= bound, f"{model}, {contestant.name}: gradients differ by {error:.1e}."
     contestant.found["gradient_error"] = error
 
 
-def _small_forward(name: str, case: Case) -> Forward:
+@functools.cache
+def _small_error(name: str, model: str, device: str) -> float:
+    case = SMALL[model](device)
+    expected = Contestant("", case, case.forward).gradient()
+    case = SMALL[model](device)
     if name in RIVALS:
-        return RIVALS[name](case)
-    OURS[name](case.blocks)
-    frontier = _frontier(case)
-    frontier.plan((frontier.points[0].peak_bytes + frontier.points[-1].peak_bytes) // 2).apply()
-    return case.forward
+        forward = RIVALS[name](case)
+    else:
+        frontier = _frontier(case, **OURS[name])
+        least, most = frontier.points[0].peak_bytes, frontier.points[-1].peak_bytes
+        forward = _under(frontier.plan((least + most) // 2), case)
+    found = Contestant("", case, forward).gradient()
+    return float((found - expected).norm() / expected.norm())
 
 
 # -- ours ------------------------------------------------------------------------------------------
@@ -132,11 +140,9 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
     All are of one model and one frontier; equal plans for several budgets are yielded once.
     """
     case = MODELS[model](device)
-    OURS[name](case.blocks)
-    frontier = _frontier(case, **OPTIONS.get(model, {}))
+    frontier = _frontier(case, **OURS[name], **OPTIONS.get(model, {}))
     print(frontier, flush=True)
     most = frontier.points[-1].peak_bytes
-    rivals_bytes = rivals_bytes if name == "recoup" else []
     wanted = budgets(frontier.least_bytes, most, NUM_BUDGETS[name], rivals_bytes)
     known = set()
     for budget in one_for_each_point(wanted, frontier.points):
@@ -151,6 +157,8 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
             "predicted_bytes": plan.predicted_peak_bytes,
             "planning_seconds": time.perf_counter() - start,
         }
+        if OURS[name] and not any("compiled" in row.way for row in plan.blocks):
+            continue  # one of those that are measured without these options
         key = (plan.actions, tuple(row.way for row in plan.blocks), plan.rehearsed_peak_bytes)
         if key not in known:
             known.add(key)
@@ -188,22 +196,6 @@ def _frontier(case: Case, **options) -> Frontier:
     return recoup.plan(case.model, **kwargs)
 
 
-def _as_they_are(blocks: list[nn.Module]) -> None:
-    del blocks
-
-
-def _compiled(blocks: list[nn.Module]) -> None:
-    for block in blocks:
-        block.compile(dynamic=False, recompile_limit=64)  # alike blocks share their code
-
-
-# For each name, a function that prepares the blocks before a plan is made.
-OURS: dict[str, Callable[[list[nn.Module]], None]] = {
-    "recoup": _as_they_are,
-    "recoup, blocks compiled": _compiled,
-}
-
-
 # -- all of it -------------------------------------------------------------------------------------
 
 
@@ -225,9 +217,10 @@ def tables(model: str, device: str, rounds: int = ROUNDS) -> dict[str, list[dict
         add(contestant)
     peaks = [contestant.found["peak_bytes"] for contestant in contestants]
     for name in OURS:
-        if model not in OPTIONS or name == "recoup":
-            for contestant in ours(name, model, device, peaks):
-                add(contestant)
+        if model in NOT_COMPILED and "compile" in OURS[name]:
+            continue
+        for contestant in ours(name, model, device, peaks):
+            add(contestant)
     found = timed(model, contestants, device, rounds)
     return {"plans": found, "gains": gains(found), "left_out": left_out}
 
