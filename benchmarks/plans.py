@@ -5,6 +5,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from couplings import peak_and_held
@@ -16,8 +17,8 @@ from torch import Tensor
 import recoup
 from recoup.errors import BudgetError
 from recoup.planning.frontier import Frontier, FrontierPoint
-from recoup.planning.plan import Plan
 
+Around = Callable[[], AbstractContextManager]
 # What each of our ways gives `recoup.plan`, and how many equally spaced budgets it is measured at
 # beside the peaks of the others.
 OURS: dict[str, dict] = {"recoup": {}, "recoup, blocks compiled": {"compile": True}}
@@ -44,16 +45,20 @@ def clock() -> float:
 class Contestant:
     """A model under one way to train it: its step, and the measurements."""
 
-    def __init__(self, name: str, case: Case, forward: Forward, **found) -> None:
+    def __init__(
+        self, name: str, case: Case, forward: Forward, around: Around = nullcontext, **found
+    ) -> None:
         self.name = name
         self.case = case
         self.forward = forward
+        self.around = around  # enters what holds for a step, its backward included
         self.found = {"name": name, **found}
         self.seconds: list[float] = []
 
     def step(self) -> None:
         torch.manual_seed(SEED)
-        self.forward().backward()
+        with self.around():
+            self.forward().backward()
 
     def clear(self) -> None:
         self.case.model.zero_grad()
@@ -122,13 +127,13 @@ def _small_error(name: str, model: str, device: str) -> float:
     expected = Contestant("", case, case.forward).gradient()
     case = SMALL[model](device)
     if name in RIVALS:
-        forward = RIVALS[name](case)
+        contestant = Contestant("", case, RIVALS[name](case))
     else:
         frontier = _frontier(case, **OURS[name])
         least, most = frontier.points[0].peak_bytes, frontier.points[-1].peak_bytes
-        forward = _under(frontier.plan((least + most) // 2), case)
-    found = Contestant("", case, forward).gradient()
-    return float((found - expected).norm() / expected.norm())
+        plan = frontier.plan((least + most) // 2)
+        contestant = Contestant("", case, case.forward, plan.applied)
+    return float((contestant.gradient() - expected).norm() / expected.norm())
 
 
 # -- ours ------------------------------------------------------------------------------------------
@@ -162,7 +167,7 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
         key = (plan.actions, tuple(row.way for row in plan.blocks), plan.rehearsed_peak_bytes)
         if key not in known:
             known.add(key)
-            yield Contestant(name, case, _under(plan, case), **found)
+            yield Contestant(name, case, case.forward, plan.applied, **found)
 
 
 def one_for_each_point(budgets: list[int], points: Sequence[FrontierPoint]) -> list[int]:
@@ -171,14 +176,6 @@ def one_for_each_point(budgets: list[int], points: Sequence[FrontierPoint]) -> l
     for budget in sorted(budgets):
         found.setdefault(sum(point.peak_bytes <= budget for point in points), budget)
     return list(found.values())
-
-
-def _under(plan: Plan, case: Case) -> Forward:
-    def forward() -> Tensor:
-        with plan.applied():
-            return case.forward()
-
-    return forward
 
 
 def budgets(least: int, most: int, num: int, rivals_bytes: list[int]) -> list[int]:
