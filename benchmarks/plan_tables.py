@@ -12,7 +12,7 @@ SIZES = {
     "ResNet-50": "the ResNet-50 has half the width, and batches of 64 images of 128 x 128",
     "Llama, 32,000 words": (
         "the Llama has 6 layers of 256 units, the 32,000 words of Llama 2, and batches of 2 times "
-        "1024 tokens, so that its logits are most of a step; its plans may run them in tiles"
+        "1024 tokens, so that its logits are most of a step; its plans may run them in 16 tiles"
     ),
 }
 WAYS = (

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from couplings import peak_and_held
-from plan_heads import HEADS
+from plan_heads import HEADS, NUM_TILES
 from plan_models import MANY_WORDS, MODELS, SMALL, Case
 from plan_rivals import RIVALS, Forward, NotForThisError
 from torch import Tensor
@@ -25,7 +25,7 @@ OURS: dict[str, dict] = {"recoup": {}, "recoup, blocks compiled": {"compile": Tr
 NUM_BUDGETS = {"recoup": 4, "recoup, blocks compiled": 2}
 # Where a loss in pieces saves most of the bytes; the other logits are small.
 MORE_RIVALS = {MANY_WORDS: HEADS}
-OPTIONS = {MANY_WORDS: {"tiles": True}}
+OPTIONS = {MANY_WORDS: {"tiles": NUM_TILES}}
 # The compiler takes longer over this whole model than anybody would wait.
 NOT_COMPILED = {"ResNet-50"}
 SEED = 1
