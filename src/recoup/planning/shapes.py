@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -38,6 +39,17 @@ class ArgumentShapes(NamedTuple):
         pairs = zip(self.shapes, other.shapes, strict=True)
         return min((_numel(theirs) / max(_numel(own), 1) for own, theirs in pairs), default=1.0)
 
+    def growth_to(self, other: ArgumentShapes) -> float:
+        """Return how many times as many bytes a step of `other` may take, roughly.
+
+        They grow with the square of a dimension that is larger (attention). It is infinite for a
+        call of another family.
+        """
+        if self.family != other.family:
+            return math.inf
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return max((_growth(mine, theirs) for mine, theirs in pairs), default=math.inf)
+
     def __str__(self) -> str:
         shown = [" x ".join(map(str, shape)) or "scalar" for shape in self.shapes]
         return ", ".join(dict.fromkeys(shown))
@@ -68,8 +80,10 @@ def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def _growth(shape: tuple[int, ...], other: tuple[int, ...]) -> float:
+    ratios = [theirs / max(mine, 1) for mine, theirs in zip(shape, other, strict=True)]
+    return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
+
+
 def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return math.prod(shape)

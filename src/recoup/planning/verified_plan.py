@@ -48,7 +48,7 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
     for what, other in _simpler(kind):
         with suppress(DifferentStepError, BudgetError):
             plan = planned(other)
-            warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=5)
+            warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=6)
             return plan
     raise difference
 
