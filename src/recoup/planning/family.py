@@ -92,15 +92,23 @@ class Member:
     def _lost(self, tried: _Tried, shapes: ArgumentShapes) -> float:
         if not tried.shapes.cover(shapes):
             return math.inf
-        share = tried.shapes.share_of(shapes)
-        if share >= _NEAR:
+        if _is_near(tried.shapes, shapes):
             return 0.0
+        share = tried.shapes.share_of(shapes)
         return self.plan.most_lost(tried.share * share * share)
 
-    def use_of(self, shapes: ArgumentShapes) -> float:
-        """Return how many budgets a step with `shapes` may take, roughly."""
+    def growth_to(self, shapes: ArgumentShapes) -> tuple[float, float]:
+        """Return how unlike these shapes are those that were tried, and the budgets they may take.
+
+        Both are infinite for a call of another family.
+        """
         used = self.plan.rehearsed_peak_bytes / max(self.plan.budget_bytes, 1)
-        return min(used * each.share * each.shapes.growth_to(shapes) for each in self.tried)
+        found: list[tuple[float, float]] = []
+        for tried in self.tried:
+            growth = tried.shapes.growth_to(shapes)
+            unlike = abs(math.log(growth)) if growth else math.inf
+            found.append((unlike, used * tried.share * growth))
+        return min(found)
 
     def may_serve(self, peak_bytes: float) -> bool:
         """Whether a step that took so many bytes is within the budget, and not too slow."""
@@ -110,8 +118,16 @@ class Member:
 
     def serve(self, shapes: ArgumentShapes, peak_bytes: float) -> None:
         """Serve these shapes, too, whose step took so many bytes."""
+        *before, last = self.tried
+        if before and _is_near(shapes, before[-1].shapes) and _is_near(shapes, last.shapes):
+            self.tried = before  # the last ones say all that it says
         latest = [*self.tried[1:], _Tried(shapes, self._share(peak_bytes))]
         self.tried = [self.tried[0], *latest[-_MOST_SHAPES:]]
 
     def _share(self, peak_bytes: float) -> float:
         return peak_bytes / max(self.plan.rehearsed_peak_bytes, 1)
+
+
+def _is_near(shapes: ArgumentShapes, other: ArgumentShapes) -> bool:
+    """Whether `shapes` cover others that are hardly smaller."""
+    return shapes.cover(other) and shapes.share_of(other) >= _NEAR

@@ -104,6 +104,11 @@ class Replanner:
         return [member.plan for member in self._members]
 
     @property
+    def chosen(self) -> PlanOfShapes:
+        """The plan that this thread's next call follows."""
+        return (self._of_thread.member or self._members[0]).plan
+
+    @property
     def summary(self) -> str:
         """A line on the shapes that have a plan."""
         shown = "; ".join(str(member.shapes) for member in self._members[:4])
@@ -193,11 +198,13 @@ class Replanner:
 
     def _nearest(self, shapes: ArgumentShapes, lost: Sequence[float]) -> Member | None:
         """Return the plan to try on `shapes`; None if all serve them slowly, or none is near."""
-        uses = largest_among_ranks(self._model, [m.use_of(shapes) for m in self._members])
+        pairs = [m.growth_to(shapes) for m in self._members]
+        unlike = largest_among_ranks(self._model, [one for one, _ in pairs])
+        uses = largest_among_ranks(self._model, [use for _, use in pairs])
         found = [
-            (abs(math.log(max(use, 1e-9))), place)
-            for place, (use, each) in enumerate(zip(uses, lost, strict=True))
-            if each == math.inf and use <= _MOST_TRIED
+            (unlike[place], place)
+            for place, each in enumerate(lost)
+            if each == math.inf and uses[place] <= _MOST_TRIED
         ]
         return self._members[min(found)[1]] if found else None
 
