@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -376,11 +377,13 @@ def test_transformers_inverts_blocks_where_it_may(tmp_path):
 @pytest.mark.parametrize("trainer", ["lightning", "transformers"])
 def test_inputs_of_blocks_wait_where_it_is_said(tmp_path, trainer):
     """On the CPU there is no host beside it, so it is an error that shows that it is asked for."""
+    if trainer == "lightning":
+        callback = OfLightning("1 GiB", offload_to="host")
+        run = functools.partial(fit, tmp_path, Module(), callback)
+    else:
+        run = functools.partial(train, tmp_path, of_transformers()("1 GiB", offload_to="host"))
     with pytest.raises(ValueError, match='`offload_to` is "host", but the model is on the cpu'):
-        if trainer == "lightning":
-            fit(tmp_path, Module(), OfLightning("1 GiB", offload_to="host"))
-        else:
-            train(tmp_path, of_transformers()("1 GiB", offload_to="host"))
+        run()
 
 
 class _Sizes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import random
 from typing import NamedTuple
@@ -237,29 +236,29 @@ def train_lengths(monkeypatch, build, batch, lengths, every=1, share=0.2):
     distinct = sorted(set(lengths))
     found = {}  # by the length and the plan that serves it
 
-    def step(net, given):
-        loss_found(net(**given)).backward()
+    def step(net, size):
+        given = batch(size)
+        return lambda: loss_found(net(**given)).backward()
+
+    def emptied(net, measured):
         net.zero_grad()
+        return measured
 
     works = dict.fromkeys(distinct, ())
     for size in lengths:
-        given = batch(size)
-        plan.replanner.serve((), given)  # what the call does first, so that it is not measured
-        key = size, id(plan.replanner.chosen)
+        # What the call does first, so that it is not measured.
+        plan.replanner.serve((), batch(size))
+        key = size, plan.replanner.chosen
         if key not in found:
-            run = functools.partial(step, model, given)
-            found[key] = peak_of(run), work_of(run)
+            peak = emptied(model, peak_of(step(model, size)))
+            found[key] = peak, emptied(model, work_of(step(model, size)))
         works[size] += (found[key][1],)
     alone = {}
     for size in distinct[::every]:
         with recoup.plan(plain, **batch(size), budget=budget).applied():
-            alone[size] = work_of(lambda size=size: step(plain, batch(size)))
+            alone[size] = emptied(plain, work_of(step(plain, size)))
     for size in distinct[:: max(len(distinct) // 3, 1)]:
-        made = [
-            result_of(net, lambda net=net: loss_found(net(**batch(size))).backward())
-            for net in (model, plain)
-        ]
-        assert_same(*made)
+        assert_same(*(result_of(net, step(net, size)) for net in (model, plain)))
     return Trained(
         max(peak for peak, _ in found.values()) / budget,
         sum(sum(works[size]) for size in alone) / sum(len(works[s]) * alone[s] for s in alone),
@@ -285,7 +284,6 @@ def test_200_random_lengths(monkeypatch, build, batch):
     draw = random.Random(0)
     lengths = [draw.randint(16, 256) for _ in range(200)]
     trained = train_lengths(monkeypatch, build, batch, lengths, every=4)
-    print(trained)
     assert trained.most <= 1
     assert trained.worst <= 1.05
     assert trained.num_plans <= 30
@@ -295,7 +293,6 @@ def test_200_random_lengths(monkeypatch, build, batch):
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_lengths_that_only_grow(monkeypatch, share):
     trained = train_lengths(monkeypatch, encoder, of_encoder, range(64, 256), every=12, share=share)
-    print(trained)
     assert trained.most <= 1
     assert trained.worst <= 1.05
     assert trained.num_plans <= 30
