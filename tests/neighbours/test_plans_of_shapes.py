@@ -129,6 +129,19 @@ def test_a_plan_that_keeps_all_serves_all_smaller_shapes():
     assert plan.family == (plan,)
 
 
+def test_parameters_that_are_thawed_get_a_plan_of_their_own():
+    model, x = net(), torch.randn(32, 16)
+    budget = budget_for(model, x, share=0.1)
+    for block in model.blocks[1:]:
+        block.requires_grad_(requires_grad=False)
+    plan = recoup.plan(model, x, budget=budget, loss=loss_of, replan=True).apply()
+    model.requires_grad_(requires_grad=True)
+    wanted = grown(net(), x)
+    assert_same(grown(model, x), wanted)
+    assert len(plan.family) == 2
+    assert peak_of(lambda: loss_of(model(x)).backward()) <= budget
+
+
 def test_copies_and_removal():
     model, plan, _ = planned_net()
     x = torch.randn(140, 16)

@@ -90,7 +90,7 @@ class Replanner:
         self._group: WrappedForwards | None = None
         self._hook: RemovableHandle | None = None
         self._has_warned = False
-        shapes = shapes_of(args, kwargs)
+        shapes = shapes_of(model, args, kwargs)
         if not shapes.shapes:
             raise ValueError(
                 "`replan` is True, but there is no tensor among the arguments whose shape tells "
@@ -158,7 +158,7 @@ class Replanner:
         is_plain = not torch.is_grad_enabled() or is_traced() or is_run_again()
         if group is None or group.follower is None or is_plain:
             return
-        shapes = shapes_of(args, kwargs)
+        shapes = shapes_of(self._model, args, kwargs)
         with _planning:
             lost = largest_among_ranks(self._model, [m.lost(shapes) for m in self._members])
             best = min(range(len(lost)), key=lambda place: lost[place])

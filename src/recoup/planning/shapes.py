@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._core.pytree import flatten
 
@@ -19,7 +19,8 @@ class ArgumentShapes(NamedTuple):
 
     Args:
         family: what is the same for all calls that one plan may serve: the names of the arguments,
-            their flags and strings, the types of their tensors, and the autocast in force.
+            their flags and strings, the types of their tensors, the autocast in force, and which
+            parameters require gradients.
         shapes: the shape of each tensor.
     """
 
@@ -55,14 +56,15 @@ class ArgumentShapes(NamedTuple):
         return ", ".join(dict.fromkeys(shown))
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ArgumentShapes:
-    """Return the shapes of the arguments of a call.
+def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ArgumentShapes:
+    """Return the shapes of the arguments of a call of `model`.
 
     Numbers are left out, since they count steps and batches.
     """
     named: list[tuple[str, Any]] = [*((str(place), value) for place, value in enumerate(args))]
     named += sorted(kwargs.items())
     family: list[object] = [*map(_autocast, ("cpu", "cuda"))]
+    family.append(tuple(parameter.requires_grad for parameter in model.parameters()))
     shapes: list[tuple[int, ...]] = []
     for name, value in named:
         tensors, tree = flatten(value)
