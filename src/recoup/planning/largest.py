@@ -127,7 +127,15 @@ def largest(
                 f"{smaller.size} and {num_bytes} for size {size}. It must return larger arguments "
                 "for a larger size; give `most` if there are no more."
             )
-        frontier = frontier_of_call(model, model, args, kwargs, options)
+        try:
+            frontier = frontier_of_call(model, model, args, kwargs, options)
+        except Exception as error:
+            if smaller is not None:
+                error.add_note(
+                    f"Size {smaller.size} ran, and size {size} did not: if {type(model).__name__} "
+                    "takes no more (positions, targets), give that bound as `most`."
+                )
+            raise
         return _probed(frontier, size, num_bytes, budget_bytes)
 
     best = probe(least)

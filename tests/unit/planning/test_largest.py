@@ -102,6 +102,19 @@ def test_a_bound_that_fits_is_found_with_few_probes():
     assert len(set(sizes)) <= 8
 
 
+def test_a_model_that_takes_no_more_says_the_way_out():
+    class Positions(Net):
+        def forward(self, x):
+            if len(x) > 20:
+                raise IndexError("20 positions")
+            return super().forward(x)
+
+    with pytest.raises(IndexError, match="20 positions") as caught:
+        recoup.largest(batch, Positions(16, 3), budget="1 MiB", least=8, loss=loss_of)
+    assert "Size 16 ran" in caught.value.__notes__[0]
+    assert "`most`" in caught.value.__notes__[0]
+
+
 def test_errors():
     net = model()
     with pytest.raises(BudgetError, match="a step of size 2 takes at least"):
