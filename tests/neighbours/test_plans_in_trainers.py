@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from typing import Any
 
@@ -19,6 +20,7 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import BudgetError
 from recoup.integrations.lightning import MemoryBudget as OfLightning
 from recoup.invertible import AdditiveCoupling
+from recoup.planning.options import PlanOptions
 from tests.neighbours.planned import Net, give_steady_times
 from tests.planned_zoo import MODELS, transformers_or_skip
 
@@ -294,6 +296,22 @@ def test_transformers_refuses_what_it_cannot_plan(tmp_path):
         train(tmp_path, of_transformers()("1 GiB"), **{name: True})
     with pytest.raises(BudgetError):
         train(tmp_path, of_transformers()(1000))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "left_out"),
+    [
+        # A module of Lightning returns its loss, and each trainer has its optimizer.
+        ("lightning", {"loss", "optimizer", "holds_output"}),
+        ("transformers", {"optimizer", "holds_output"}),
+    ],
+)
+def test_every_option_of_a_plan_is_one_of_a_trainer(trainer, left_out):
+    budget: Any = OfLightning if trainer == "lightning" else of_transformers()
+    own = inspect.signature(budget.__init__).parameters
+    wanted = {f.name: f.default for f in dataclasses.fields(PlanOptions) if f.name not in left_out}
+    assert {name: own[name].default for name in wanted} == wanted
+    assert set(own) == {"self", "budget", *wanted, "show", "replan"}
 
 
 class Couplings(nn.Module):

@@ -84,10 +84,10 @@ class Frontier:
              peak  time  forwards  blocks
           640 KiB  1.00         4  as they are
           576 KiB  1.08         5  as they are
-          448 KiB  1.17         6  as they are
-        416.5 KiB  1.25         7  as they are
-          384 KiB  1.33         8  as they are
-        352.5 KiB  1.50        10  as they are
+          448 KiB  1.16         6  as they are
+        416.5 KiB  1.24         7  as they are
+          384 KiB  1.32         8  as they are
+        352.5 KiB  1.49        10  as they are
         >>> plan = frontier.plan("600 KiB")
         >>> plan.rehearsed_peak_bytes <= 600 * 2**10
         True

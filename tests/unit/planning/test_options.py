@@ -31,23 +31,6 @@ def test_largest_takes_every_option():
 
 
 @pytest.mark.parametrize(
-    ("trainer", "left_out"),
-    [
-        # A module of Lightning returns its loss, and each trainer has its optimizer.
-        ("lightning", {"loss", "optimizer", "holds_output"}),
-        ("transformers", {"optimizer", "holds_output"}),
-    ],
-)
-def test_trainers_take_every_option(trainer, left_out):
-    pytest.importorskip(trainer)
-    module = __import__(f"recoup.integrations.{trainer}", fromlist=["MemoryBudget"])
-    own = parameters_of(module.MemoryBudget.__init__)
-    wanted = {name: value for name, value in OPTIONS.items() if name not in left_out}
-    assert {name: own[name] for name in wanted} == wanted
-    assert set(own) == {*wanted, "show", "replan"}
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("budget_of", "all"),
