@@ -224,7 +224,7 @@ def revnet(memory="linear", num_blocks=3):
 def test_a_revnet_inverts_within_its_bytes():
     """Modules without an inverse lie between; in float32."""
     x = torch.rand(32, 1, 8, 8)
-    _, least = check_budgets(revnet, x, 3, rtol=1e-4)
+    _, least = check_budgets(revnet, x, 5, rtol=1e-4)
     constant = revnet("constant")
     everything(constant, x)
     assert least <= peak_of(constant, x)

@@ -41,15 +41,11 @@ from recoup.planning.stages import PricedBlocks, points_of
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Cost, Way, constant
 
-__all__ = ["with_and_without_inverses"]
+__all__ = ["with_inverses"]
 
 
-def with_and_without_inverses(
-    kind: PricedBlocks, device: torch.device, guard: DriftGuard
-) -> list[PricedBlocks]:
-    """Return the same blocks with the costs of their inverses (See Rule 2), and without them.
-
-    Those without serve where inverses take more bytes than was predicted.
+def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -> PricedBlocks:
+    """Return the same blocks with the costs of their inverses (See Rule 2).
 
     Args:
         kind: the blocks, with the costs of keeping and recomputing.
@@ -57,13 +53,13 @@ def with_and_without_inverses(
         guard: the drift guard of the plans.
 
     Returns:
-        Both, or `kind` alone if no block can be inverted.
+        The blocks with the costs of inverses, or `kind` itself if no block can be inverted.
     """
     chains = list(chains_of(kind.calls))
     refused = {chains[0][0] + place for place in guard.kept} if len(chains) == 1 else set[int]()
     inverted = _invertible(kind, chains) - refused
     if not inverted or is_sharded(kind.step.model):
-        return [kind]
+        return kind
     costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
     for index, (work, num_bytes) in (
         _MeasuredInverses(kind, device, guard, inverted).costs().items()
@@ -75,8 +71,7 @@ def with_and_without_inverses(
     points = [
         point for point in points_of(costs, kind.step.place) if point.peak_bytes < whole.peak_bytes
     ]
-    found = kind._replace(costs=costs, points=[*points, whole], guard=guard)
-    return [found, kind._replace(guard=guard)]
+    return kind._replace(costs=costs, points=[*points, whole], guard=guard)
 
 
 def _with_state(call: MeasuredCall, cost: Cost) -> Cost:

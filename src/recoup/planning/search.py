@@ -21,7 +21,7 @@ from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.frontier import Frontier
-from recoup.planning.inverting import with_and_without_inverses
+from recoup.planning.inverting import with_inverses
 from recoup.planning.losses import losses_from
 from recoup.planning.offload_place import place_of
 from recoup.planning.options import PlanOptions
@@ -273,9 +273,7 @@ def frontier_of_call(
                 for tiled in with_tiles(kind, device, tiles, only_head=only_head)
             ]
         if guard is not None:
-            priced = [
-                each for kind in priced for each in with_and_without_inverses(kind, device, guard)
-            ]
+            priced = [with_inverses(kind, device, guard) for kind in priced]
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]
