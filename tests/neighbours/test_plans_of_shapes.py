@@ -298,8 +298,10 @@ def test_200_random_lengths(monkeypatch, build, batch):
     lengths = [draw.randint(16, 256) for _ in range(200)]
     trained = train_lengths(monkeypatch, build, batch, lengths, every=4)
     assert trained.most <= 1
-    assert trained.worst <= 1.05
-    assert trained.num_plans <= 30
+    assert trained.mean <= 1.02
+    # One that is smaller by less than 3 % than a planned one gets no plan of its own.
+    assert trained.worst <= 1.08
+    assert trained.num_plans <= 12
 
 
 @pytest.mark.exhaustive
@@ -308,7 +310,7 @@ def test_lengths_that_only_grow(monkeypatch, share):
     trained = train_lengths(monkeypatch, encoder, of_encoder, range(64, 256), every=12, share=share)
     assert trained.most <= 1
     assert trained.worst <= 1.05
-    assert trained.num_plans <= 30
+    assert trained.num_plans <= 6
 
 
 def test_batches_that_only_grow(monkeypatch):
