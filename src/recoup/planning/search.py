@@ -142,11 +142,12 @@ def plan(
             along the sequence. The loss and the gradients are then those of the model to rounding,
             not to the bit; where the output layer is in tiles, they cannot be differentiated again,
             and logits that the model returns are computed when they are read.
-        replan: whether a training step with other shapes of arguments makes a plan of its own when
-            it is called, if no plan that was made so far keeps it within the budget, or if one of
-            its own could be more than 4 % faster. So larger batches keep to the budget, too, or
-            raise a BudgetError before anything has run. `loss` must then serve other shapes.
-            Logger ``recoup.planning.replanning`` tells which shapes are planned.
+        replan: whether a training step with other shapes of arguments follows a plan that was made
+            for others, if one keeps it within the budget and none of its own could be more than 4 %
+            faster, or else makes one when it is called. A plan that was not made for larger shapes
+            is tried first, in one step. So larger batches keep to the budget, too, or raise a
+            BudgetError before anything has run. `loss` must then serve other shapes. Logger
+            ``recoup.planning.replanning`` tells which shapes are planned.
         example_kwargs: keyword arguments of the model.
 
     Returns:
