@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import logging
 from typing import Any
 
@@ -10,12 +12,15 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import BudgetError
 from recoup.integrations.lightning import MemoryBudget as OfLightning
+from recoup.invertible import AdditiveCoupling
+from recoup.planning.options import PlanOptions
 from tests.neighbours.planned import Net, give_steady_times
 from tests.planned_zoo import MODELS, transformers_or_skip
 
@@ -101,7 +106,7 @@ def same(found: Module, wanted: Module) -> None:
         assert torch.equal(found.state_dict()[name], value), name
 
 
-def no_trace(module: torch.nn.Module, kept: Any = ()) -> None:
+def no_trace(module: nn.Module, kept: Any = ()) -> None:
     for each in module.modules():
         assert {"forward", "log", "log_dict"}.isdisjoint(vars(each)), type(each).__name__
 
@@ -291,6 +296,112 @@ def test_transformers_refuses_what_it_cannot_plan(tmp_path):
         train(tmp_path, of_transformers()("1 GiB"), **{name: True})
     with pytest.raises(BudgetError):
         train(tmp_path, of_transformers()(1000))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "left_out"),
+    [
+        # A module of Lightning returns its loss, and each trainer has its optimizer.
+        ("lightning", {"loss", "optimizer", "holds_output"}),
+        ("transformers", {"optimizer", "holds_output"}),
+    ],
+)
+def test_every_option_of_a_plan_is_one_of_a_trainer(trainer, left_out):
+    budget: Any = OfLightning if trainer == "lightning" else of_transformers()
+    own = inspect.signature(budget.__init__).parameters
+    wanted = {f.name: f.default for f in dataclasses.fields(PlanOptions) if f.name not in left_out}
+    assert {name: own[name].default for name in wanted} == wanted
+    assert set(own) == {"self", "budget", *wanted, "show", "replan"}
+
+
+class Couplings(nn.Module):
+    """Blocks that can be inverted, between layers that cannot."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        half = lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))  # noqa: E731
+        self.stem, self.head = nn.Linear(width, width), nn.Linear(width, width)
+        self.blocks = nn.ModuleList(AdditiveCoupling(half(), half()) for _ in range(6))
+
+    def forward(self, x: Any) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(x)
+
+
+@pytest.mark.slow
+def test_lightning_inverts_blocks_where_it_may(tmp_path):
+    def module() -> Module:
+        made = Module()
+        made.net = Couplings()
+        return made
+
+    least, most = step_bytes(module())
+    budget = least + (most - least) // 3
+    wanted, peaks = fit(tmp_path, module()), Peaks()
+    callback = OfLightning(budget, exact=False)
+    found = fit(tmp_path, module(), callback, peaks)
+    assert "invert" in {row.way for row in callback.plan.blocks}
+    assert callback.plan.drift is not None
+    assert max(peaks.peaks) <= budget
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-4)
+    no_trace(found)
+
+
+class Regression(nn.Module):
+    """A model for a trainer of transformers: it is given keywords, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Couplings()
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+
+def train_regression(tmp_path: Any, *callbacks: Any) -> tuple[nn.Module, list[float]]:
+    transformers = transformers_or_skip()
+    pytest.importorskip("accelerate")
+    torch.manual_seed(7)
+    rows = [{"x": x, "labels": x.roll(1)} for x in torch.randn(256, 32)]
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], num_train_epochs=1, logging_steps=1,
+        per_device_train_batch_size=64, disable_tqdm=True, save_strategy="no", seed=1,
+    )  # fmt: skip
+    model = Regression()
+    trainer = transformers.Trainer(
+        model=model, args=args, train_dataset=rows, callbacks=list(callbacks)
+    )
+    trainer.train()
+    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_transformers_inverts_blocks_where_it_may(tmp_path):
+    model, x = Regression(), torch.randn(64, 32)
+    points = recoup.plan(model, x=x, labels=x, holds_output=False).points
+    budget = (2 * points[0].peak_bytes + points[-1].peak_bytes) // 3
+    _, wanted = train_regression(tmp_path)
+    callback, peaks = of_transformers()(budget, exact=False), peaks_of_transformers()
+    _, found = train_regression(tmp_path, callback, peaks)
+    assert "invert" in {row.way for row in callback.plan.blocks}
+    assert max(peaks.peaks[1:]) <= budget  # in the first one it is planned
+    assert found == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_inputs_of_blocks_wait_where_it_is_said(tmp_path, trainer):
+    """On the CPU there is no host beside it, so it is an error that shows that it is asked for."""
+    if trainer == "lightning":
+        callback = OfLightning("1 GiB", offload_to="host")
+        run = functools.partial(fit, tmp_path, Module(), callback)
+    else:
+        run = functools.partial(train, tmp_path, of_transformers()("1 GiB", offload_to="host"))
+    with pytest.raises(ValueError, match='`offload_to` is "host", but the model is on the cpu'):
+        run()
 
 
 class _Sizes:

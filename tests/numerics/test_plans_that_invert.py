@@ -224,7 +224,7 @@ def revnet(memory="linear", num_blocks=3):
 def test_a_revnet_inverts_within_its_bytes():
     """Modules without an inverse lie between; in float32."""
     x = torch.rand(32, 1, 8, 8)
-    _, least = check_budgets(revnet, x, 3, rtol=1e-4)
+    _, least = check_budgets(revnet, x, 5, rtol=1e-4)
     constant = revnet("constant")
     everything(constant, x)
     assert least <= peak_of(constant, x)
@@ -362,7 +362,7 @@ def test_a_plan_of_a_flow_takes_the_modules_of_its_chain():
     exact = recoup.plan(flow, x)
     rounding = recoup.plan(flow, x, exact=False)
     assert rounding.least_bytes < exact.least_bytes
-    plan = rounding.plan((rounding.least_bytes + exact.least_bytes) // 2)
+    plan = rounding.plan(exact.least_bytes - 1)
     assert any(isinstance(action, Invert) for action in plan.actions)
     with plan.applied():
         assert_close(everything(flow, x), expected, 1e-10)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -11,8 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from recoup.integrations.planning_callback import PlanningCallback
+from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.search import frontier_of_call, replanned
+from recoup.planning.search import plan_of_call
 
 __all__ = ["MemoryBudget"]
 
@@ -29,6 +32,8 @@ class MemoryBudget(PlanningCallback, Callback):
         budget_of: as for `recoup.plan`; "total" counts the state of the first optimizer.
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
+        exact: as for `recoup.plan`: whether no block may be inverted.
+        offload_to: as for `recoup.plan`: where the inputs of blocks may wait for backward.
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
@@ -55,10 +60,16 @@ class MemoryBudget(PlanningCallback, Callback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
         compile: bool | str = False,  # noqa: A002
+        exact: bool = True,
+        offload_to: str | os.PathLike[str] | None = None,
         tiles: bool | int = False,
         replan: bool = False,
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show, compile, tiles, replan)
+        options = PlanOptions(
+            blocks=blocks, budget_of=budget_of, compile=compile, exact=exact,
+            offload_to=offload_to, tiles=tiles,
+        )  # fmt: skip
+        super().__init__(budget, options, show, replan=replan)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -73,29 +84,15 @@ class MemoryBudget(PlanningCallback, Callback):
                 "step runs backward and the optimizer, which planning must not do. Call "
                 "recoup.plan on its network instead."
             )
-        args = (batch, batch_idx)
-
-        def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-            frontier = frontier_of_call(
-                pl_module,
-                pl_module.training_step,
-                args,
-                kwargs,
-                blocks=self.blocks,
-                budget_of=self.budget_of,
-                compile=self.compile,
-                tiles=self.tiles,
-                optimizer=_first(trainer.optimizers) if self.budget_of == "total" else None,
-            )
-            return frontier.plan(self.budget)
-
+        args, options = (batch, batch_idx), self.options
+        if options.budget_of == "total":
+            options = replace(options, optimizer=_first(trainer.optimizers))
         with trainer.precision_plugin.train_step_context(), _without_logs(pl_module):
             if planned is not None and planned.replanner is not None:
                 planned.replanner.serve(args, {})
                 return
-            plan = make(args, {})
-            if self.replan:
-                plan = replanned(plan, args, {}, make)
+            step = pl_module.training_step
+            plan = plan_of_call(pl_module, step, args, {}, self.budget, options, replan=self.replan)
         self._apply(plan)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable
 
-from torch import nn
-
-from recoup.planning.compiling import backend_of
+from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.sizes import check_budget_of, checked_budget
-from recoup.planning.tiling import checked_tiles
+from recoup.planning.sizes import checked_budget
 
 __all__ = ["PlanningCallback"]
 
@@ -27,29 +23,17 @@ class PlanningCallback:
     def __init__(
         self,
         budget: int | str,
-        blocks: str | Iterable[str | nn.Module] | None,
-        budget_of: Literal["step", "total"],
+        options: PlanOptions,
         show: Callable[[Plan], object] | None,
-        compile: bool | str,  # noqa: A002
-        tiles: bool | int,
+        *,
         replan: bool,
     ) -> None:
         checked_budget(budget)
-        check_budget_of(budget_of)
-        backend_of(compile)
+        if replan:
+            options.check_replan()
         self.budget = budget
-        if blocks is not None and not isinstance(blocks, str):
-            blocks = list(blocks)  # an iterator would serve one plan
-        self.blocks = blocks
-        self.budget_of: Literal["step", "total"] = budget_of
+        self.options = options
         self.show = show
-        if replan and compile:
-            raise ValueError(
-                "`replan` is True with `compile`, but compiled blocks are measured and timed for "
-                "one shape. Leave one of them out, or pad batches to one shape."
-            )
-        self.compile = compile
-        self.tiles = checked_tiles(tiles)
         self.replan = replan
         self.plan: Plan | None = None
         self._has_planned = False  # in the training that is going on

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recoup.integrations.planning_callback import PlanningCallback
+from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.search import plan
+from recoup.planning.search import plan_of_call
 
 __all__ = ["MemoryBudget"]
 
@@ -28,6 +31,8 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         budget_of: as for `recoup.plan`; "total" counts the state of the optimizer.
         show: a function to call with the plan once it is made, such as ``print``.
         compile: as for `recoup.plan`: whether blocks may run compiled.
+        exact: as for `recoup.plan`: whether no block may be inverted.
+        offload_to: as for `recoup.plan`: where the inputs of blocks may wait for backward.
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
@@ -56,11 +61,17 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         budget_of: Literal["step", "total"] = "step",
         show: Callable[[Plan], object] | None = None,
         compile: bool | str = False,  # noqa: A002
+        exact: bool = True,
+        offload_to: str | os.PathLike[str] | None = None,
         tiles: bool | int = False,
         replan: bool = False,
     ) -> None:
-        super().__init__(budget, blocks, budget_of, show, compile, tiles, replan)
-        self.loss = loss
+        options = PlanOptions(
+            loss=loss, blocks=blocks, budget_of=budget_of, compile=compile, exact=exact,
+            offload_to=offload_to, tiles=tiles,
+            holds_output=False,  # the trainer holds only the loss by then
+        )  # fmt: skip
+        super().__init__(budget, options, show, replan=replan)
         self._first_forward_hook: Any = None
 
     def on_train_begin(
@@ -74,25 +85,17 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
                 "decides that by the budget."
             )
         model: nn.Module = kwargs["model"]
-        optimizer = kwargs.get("optimizer") if self.budget_of == "total" else None
+        options = self.options
+        if options.budget_of == "total":
+            optimizer = kwargs.get("optimizer")
+            options = replace(options, optimizer=getattr(optimizer, "optimizer", optimizer))
 
         def first_forward(module: nn.Module, given: Any, named: dict[str, Any]) -> None:
             if not module.training:
                 return
             self._remove_hook()
-            made = plan(
-                module,
-                *given,
-                budget=self.budget,
-                loss=self.loss,
-                blocks=self.blocks,
-                budget_of=self.budget_of,
-                optimizer=getattr(optimizer, "optimizer", optimizer),
-                compile=self.compile,
-                tiles=self.tiles,
-                replan=self.replan,
-                holds_output=False,  # the trainer holds only the loss by then
-                **named,
+            made = plan_of_call(
+                module, module, given, named, self.budget, options, replan=self.replan
             )
             self._apply(made)
 

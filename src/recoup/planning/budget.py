@@ -26,6 +26,7 @@ from recoup._core.pytree import flatten
 from recoup._core.restoring import Restoring
 from recoup._core.rng import is_run_again
 from recoup.memory.size import parse_bytes
+from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
 from recoup.planning.search import frontier_of_call
 
@@ -152,7 +153,8 @@ class Budget:
         if self._plan is not None:
             self._plan.remove()
             self._forget()
-        found = frontier_of_call(chain, call, args, {}, blocks=blocks, guard=guard, loss=loss)
+        options = PlanOptions(loss=loss, blocks=blocks)
+        found = frontier_of_call(chain, call, args, {}, options, guard)
         plan = found.plan(self._bytes)
         self._plan = plan.apply_while_held()
         self._size, self._blocks = size, blocks

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,10 +84,10 @@ class Frontier:
              peak  time  forwards  blocks
           640 KiB  1.00         4  as they are
           576 KiB  1.08         5  as they are
-          448 KiB  1.17         6  as they are
-        416.5 KiB  1.25         7  as they are
-          384 KiB  1.33         8  as they are
-        352.5 KiB  1.50        10  as they are
+          448 KiB  1.16         6  as they are
+        416.5 KiB  1.24         7  as they are
+          384 KiB  1.32         8  as they are
+        352.5 KiB  1.49        10  as they are
         >>> plan = frontier.plan("600 KiB")
         >>> plan.rehearsed_peak_bytes <= 600 * 2**10
         True
@@ -157,6 +157,27 @@ class Frontier:
                 self._kinds = [with_new_step(kind) for kind in self._kinds]
             self._is_new = False
             return self._fastest(budget_bytes)
+
+    def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
+        """Return a plan that leaves bytes of the budget free, for steps that take more.
+
+        Args:
+            budget_bytes: the budget of the plan.
+            more: how much more time it may take than the fastest plan, relative to that.
+
+        Raises:
+            BudgetError: no plan keeps to the budget.
+        """
+        points = self.points
+        fitting = sum(point.peak_bytes <= budget_bytes for point in points)
+        most = (1 + more) * points[max(fitting - 1, 0)].relative_time
+        first = sum(point.relative_time > most for point in points)
+        if first + 1 < fitting:
+            with suppress(BudgetError):
+                plan = self.plan(points[first + 1].peak_bytes - 1)
+                plan.budget_bytes = budget_bytes
+                return plan
+        return self.plan(budget_bytes)
 
     def _fastest(self, budget_bytes: int) -> Plan:
         """Return the plan for the kind of blocks whose step is fastest (See Rules 1 and 2)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -11,6 +12,7 @@ from torch import nn
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
 from recoup.planning.frontier import Frontier
+from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
 from recoup.planning.search import frontier_of_call
 from recoup.planning.sizes import checked_budget
@@ -58,6 +60,8 @@ def largest(
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
     compile: bool | str = False,  # noqa: A002
+    exact: bool = True,
+    offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
 ) -> Largest:
     """Return the largest batch, or the longest sequence, that a plan can train in a budget.
@@ -81,6 +85,8 @@ def largest(
         optimizer: the optimizer, for "total".
         holds_output: whether the training loop holds the output of the model while backward runs.
         compile: whether blocks may run compiled.
+        exact: whether no block may be inverted.
+        offload_to: where the inputs of blocks may wait for backward.
         tiles: whether the output layer and MLPs may run in tiles.
 
     Returns:
@@ -103,6 +109,9 @@ def largest(
         True
     """
     budget_bytes = checked_budget(budget)
+    options = PlanOptions(
+        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles
+    )
     if least < 1 or (most is not None and most < least):
         raise ValueError(
             f"`least` is {least} and `most` is {most}, but sizes are from 1, and `most` is at "
@@ -118,10 +127,15 @@ def largest(
                 f"{smaller.size} and {num_bytes} for size {size}. It must return larger arguments "
                 "for a larger size; give `most` if there are no more."
             )
-        frontier = frontier_of_call(
-            model, model, args, kwargs, loss=loss, blocks=blocks, budget_of=budget_of,
-            optimizer=optimizer, holds_output=holds_output, compile=compile, tiles=tiles,
-        )  # fmt: skip
+        try:
+            frontier = frontier_of_call(model, model, args, kwargs, options)
+        except Exception as error:
+            if smaller is not None:
+                error.add_note(
+                    f"Size {smaller.size} ran, and size {size} did not: if {type(model).__name__} "
+                    "takes no more (positions, targets), give that bound as `most`."
+                )
+            raise
         return _probed(frontier, size, num_bytes, budget_bytes)
 
     best = probe(least)

@@ -8,8 +8,9 @@ Rule 1. The measured step recomputes every block in backward from its arguments.
 Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin and end. Memory that
         is alive at the beginning of a block and is no argument of a block is attributed to the code
         between blocks.
-Rule 3. Work is counted, not timed, so that every process arrives at the same plan. What compiled
-        code saves of it no count shows, so plans over compiled blocks time all codes of a block.
+Rule 3. Work is counted, not timed, so that every process arrives at the same plan; that of backward
+        is counted with that of the step. What compiled code saves of it no count shows, so plans
+        over compiled blocks time all codes of a block.
 """
 
 from __future__ import annotations
@@ -125,11 +126,13 @@ class Measured:
     Args:
         calls: the calls of blocks, in the order of forward.
         between: the span from the end of the last call to the first second run.
+        work: the counted work of the step without second runs: of one that keeps all residuals.
         outcome: the outcome of the step.
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
     between: Span = field(default_factory=Span)
+    work: float = 0.0
     outcome: Outcome | None = None
 
 
@@ -153,9 +156,11 @@ def measure_blocks(
     with step.rehearsed(), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
         meter = _Meter(step, names, line, state_bytes, code)
-        with followed([module for _, module in blocks], meter):
+        counter = meter.counter()
+        with followed([module for _, module in blocks], meter), counter.counting():
             gradients = step.run()
         meter.step_ended()
+        meter.measured.work += counter.work
         meter.measured.outcome = outcome_of(step.model, gradients)
         step.forget()
     return meter.measured
@@ -299,6 +304,7 @@ class _MeasuredCall(Call):
         counter = self._meter.counter()
         with counter.counting():
             outputs = list(super().forward(state)[0])
+        self._meter.measured.work -= counter.work
         self._meter.second_run_ended(found, outputs, state)
         found.saved = counter.products_alive() if found.products else []
         return (), None

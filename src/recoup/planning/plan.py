@@ -134,7 +134,7 @@ class Plan:
         self._rehearsed_bytes = rehearsed_bytes
         self._least_bytes = least_bytes
         self._kept_seconds = rate * kept_seconds
-        self._sizes = sizes
+        self.sizes = sizes
         self._forwards: WrappedForwards | None = None
 
     # -- properties ------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Plan:
 
     def follower(self) -> PlanFollower:
         """Return a follower of the plan, which warns once of larger arguments."""
-        return self.planned.follower(self.schedule, self._sizes)
+        return self.planned.follower(self.schedule, self.sizes)
 
     def _begin(self, *, is_held: bool) -> None:
         family = self.replanner

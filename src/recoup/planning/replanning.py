@@ -10,14 +10,20 @@ Rule 1. A plan serves the shapes that are no larger in any dimension than those 
         all smaller shapes.
 Rule 2. A shape that is smaller by a few entries gets no plan of its own, so that sizes of which
         each is a little smaller than the one before do not each get one.
-Rule 3. Plans are made before the forward begins, in a hook that runs before all others of the
+Rule 3. A shape that none of them serves is first tried under the plan whose shapes are nearest: in
+        one step that leaves no trace. If it keeps to the budget, that plan serves it from then on.
+        If not, the plan that is made for it leaves bytes free where that costs little time. So
+        lengths of which each is a little longer than the one before need a step each and few plans.
+        No batch is made up for a plan ahead: the model may have no more positions, which on a GPU
+        ends the process, and a loss may have no targets for it.
+Rule 4. Plans are made before the forward begins, in a hook that runs before all others of the
         model (FSDP2 gathers parameters in one). The arguments are those that the caller gave, and
         the steps are run as for the first plan, hooks included.
-Rule 4. No plan is made without gradients, in a mode other than that of the first plan, within a
+Rule 5. No plan is made without gradients, in a mode other than that of the first plan, within a
         second run or a backward, or in a rehearsal of a model around this one.
-Rule 5. A plan joins the family when it is complete. If planning fails or is interrupted, the
+Rule 6. A plan joins the family when it is complete. If planning fails or is interrupted, the
         family serves what it served before. Plans whose shapes the new one serves are dropped.
-Rule 6. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
+Rule 7. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
         the same plan, or all make one.
 """
 
@@ -29,7 +35,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,53 +43,22 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup._core.rng import is_run_again
-from recoup.planning.following import PlanFollower, PlannedModel
+from recoup.planning.family import MOST_LOST, Member, PlanMaker, PlanOfShapes
 from recoup.planning.forwards import WrappedForwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.shapes import ArgumentShapes, shapes_of
 
-__all__ = ["PlanOfShapes", "Replanner"]
+__all__ = ["Replanner"]
 
-_MOST_LOST = 0.04  # of the time of a step, before a shape gets a plan of its own
-_NEAR = 0.97  # See Rule 2
+_MOST_TRIED = 2.0  # budgets that a step may take, as its shapes say, to be tried
 _MOST_PLANS = 64
 _logger = logging.getLogger(__name__)
 _planning = threading.RLock()  # one thread plans, and others wait for its plan
 
 
-class PlanOfShapes(Protocol):
-    """The attributes of a plan that a family of plans uses."""
-
-    planned: PlannedModel
-
-    def follower(self) -> PlanFollower:
-        """Return a follower of the plan."""
-        ...
-
-    def most_lost(self, share: float) -> float:
-        """Return the most time lost, relative to the best plan if all took `share` of the bytes."""
-        ...
-
-
-class _Member(NamedTuple):
-    """A plan of the family, with the shapes that it was made with."""
-
-    shapes: ArgumentShapes
-    plan: PlanOfShapes
-    follower: PlanFollower
-    modules: frozenset[int]
-
-    def lost(self, shapes: ArgumentShapes) -> float:
-        """Return a bound on the time lost for `shapes`; infinite if they are not served."""
-        if not self.shapes.cover(shapes):
-            return math.inf
-        share = self.shapes.share_of(shapes)
-        return 0.0 if share >= _NEAR else self.plan.most_lost(share * share)
-
-
 class _OfThread(threading.local):
-    member: _Member | None = None
+    member: Member | None = None
 
 
 class Replanner:
@@ -94,7 +69,7 @@ class Replanner:
         first: the first plan.
         args: the arguments that it was made with.
         kwargs: the keyword arguments.
-        make: a function from other arguments to a plan for them.
+        maker: makes plans for other arguments.
 
     Raises:
         ValueError: there is no tensor among the arguments.
@@ -106,27 +81,32 @@ class Replanner:
         first: PlanOfShapes,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        make: Callable[[tuple[Any, ...], dict[str, Any]], PlanOfShapes],
+        maker: PlanMaker,
     ) -> None:
         self._model = model
-        self._make = make
+        self._maker = maker
         self._is_training = model.training
         self._of_thread = _OfThread()
         self._group: WrappedForwards | None = None
         self._hook: RemovableHandle | None = None
         self._has_warned = False
-        shapes = shapes_of(args, kwargs)
+        shapes = shapes_of(model, args, kwargs)
         if not shapes.shapes:
             raise ValueError(
                 "`replan` is True, but there is no tensor among the arguments whose shape tells "
                 "when to plan again. Give the model tensors, in lists or dicts if need be."
             )
-        self._members = [_member(shapes, first)]
+        self._members = [Member(shapes, first)]
 
     @property
     def plans(self) -> list[PlanOfShapes]:
         """The plans of the family."""
         return [member.plan for member in self._members]
+
+    @property
+    def chosen(self) -> PlanOfShapes:
+        """The plan that this thread's next call follows."""
+        return (self._of_thread.member or self._members[0]).plan
 
     @property
     def summary(self) -> str:
@@ -178,40 +158,69 @@ class Replanner:
         is_plain = not torch.is_grad_enabled() or is_traced() or is_run_again()
         if group is None or group.follower is None or is_plain:
             return
-        shapes = shapes_of(args, kwargs)
+        shapes = shapes_of(self._model, args, kwargs)
         with _planning:
             lost = largest_among_ranks(self._model, [m.lost(shapes) for m in self._members])
             best = min(range(len(lost)), key=lambda place: lost[place])
             member = self._members[best]
             may_plan = self._model.training is self._is_training and not is_in_rehearsal()
-            if lost[best] > _MOST_LOST and may_plan:
-                member = self._planned(shapes, group, args, kwargs)
+            if lost[best] > MOST_LOST and may_plan:
+                member = self._serving(shapes, lost, group, args, kwargs)
             self._of_thread.member = member
 
-    def _planned(
+    def _serving(
         self,
         shapes: ArgumentShapes,
+        lost: Sequence[float],
         group: WrappedForwards,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> _Member:
-        """Return a member that was made for `shapes` (See Rule 5)."""
+    ) -> Member:
+        """Return a member for shapes that none serves (See Rule 3)."""
         begin = time.perf_counter()
-        member = _member(shapes, self._make(args, kwargs))
-        lost = largest_among_ranks(self._model, [member.lost(m.shapes) for m in self._members])
-        kept = [m for m, each in zip(self._members, lost, strict=True) if each > _MOST_LOST]
+        near = self._nearest(shapes, lost)
+        peak = math.inf if near is None else self._maker.peak_under(near.plan, args, kwargs)
+        if near is not None and near.may_serve(peak):
+            near.serve(shapes, peak)
+            near.plan.sizes.include(args, kwargs)
+            what, member = f"tried the plan for {near.shapes} on", near
+        else:
+            has_room = near is not None and near.plan.budget_bytes < peak < math.inf
+            plan = self._maker.plan(args, kwargs, has_room=has_room)
+            what, member = "planned", Member(shapes, plan)
+            self._add(member, group)
+        seconds = time.perf_counter() - begin
+        name = type(self._model).__name__
+        _logger.info(
+            "%s: %s %s in %.3g s; %d plans", name, what, shapes, seconds, len(self._members)
+        )
+        return member
+
+    def _nearest(self, shapes: ArgumentShapes, lost: Sequence[float]) -> Member | None:
+        """Return the plan to try on `shapes`; None if all serve them slowly, or none is near."""
+        pairs = [m.growth_to(shapes) for m in self._members]
+        unlike = largest_among_ranks(self._model, [one for one, _ in pairs])
+        uses = largest_among_ranks(self._model, [use for _, use in pairs])
+        found = [
+            (unlike[place], place)
+            for place, each in enumerate(lost)
+            if each == math.inf and uses[place] <= _MOST_TRIED
+        ]
+        return self._members[min(found)[1]] if found else None
+
+    def _add(self, member: Member, group: WrappedForwards) -> None:
+        """Let a member join the family, and drop those whose shapes it serves (See Rule 6)."""
+        lost = largest_among_ranks(
+            self._model,
+            [max(member.lost(each.shapes) for each in m.tried) for m in self._members],
+        )
+        kept = [m for m, each in zip(self._members, lost, strict=True) if each > MOST_LOST]
         followed = set(map(id, self.followed_modules))
         modules = member.plan.planned.followed_modules
         group.begin([each for each in modules if id(each) not in followed])
         self._members = [*kept[-_MOST_PLANS + 1 :], member]
-        seconds = time.perf_counter() - begin
-        name = type(self._model).__name__
-        _logger.info(
-            "planned %s for %s in %.3g s; %d plans", name, shapes, seconds, len(self._members)
-        )
         if len(kept) >= _MOST_PLANS:
             self._warn()
-        return member
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -224,13 +233,8 @@ class Replanner:
             )
 
 
-def _member(shapes: ArgumentShapes, plan: PlanOfShapes) -> _Member:
-    modules: Sequence[nn.Module] = plan.planned.followed_modules
-    return _Member(shapes, plan, plan.follower(), frozenset(map(id, modules)))
-
-
 class _Hook:
-    """The hook of a model that has the plan chosen (See Rule 3); a copy does nothing."""
+    """The hook of a model that has the plan chosen (See Rule 4); a copy does nothing."""
 
     def __init__(self, replanner: Replanner | None = None) -> None:
         self._replanner = replanner

@@ -14,7 +14,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from recoup._core.compile import is_compiled
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.planning.blocks import name_blocks, with_links
@@ -25,17 +24,19 @@ from recoup.planning.frontier import Frontier
 from recoup.planning.inverting import with_inverses
 from recoup.planning.losses import losses_from
 from recoup.planning.offload_place import place_of
+from recoup.planning.options import PlanOptions
+from recoup.planning.other_shapes import OtherShapes
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.replanning import Replanner
-from recoup.planning.sizes import check_budget_of, checked_budget, standing_bytes
+from recoup.planning.sizes import checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import kinds_of_blocks, price_blocks
-from recoup.planning.step import Step
-from recoup.planning.tiling import checked_tiles, with_tiles
+from recoup.planning.step import Step, device_of
+from recoup.planning.tiling import with_tiles
 
-__all__ = ["frontier_of_call", "plan", "replanned"]
+__all__ = ["frontier_of_call", "plan", "plan_of_call"]
 
 
 @overload
@@ -141,11 +142,12 @@ def plan(
             along the sequence. The loss and the gradients are then those of the model to rounding,
             not to the bit; where the output layer is in tiles, they cannot be differentiated again,
             and logits that the model returns are computed when they are read.
-        replan: whether a training step with other shapes of arguments makes a plan of its own when
-            it is called, if no plan that was made so far keeps it within the budget, or if one of
-            its own could be more than 4 % faster. So larger batches keep to the budget, too, or
-            raise a BudgetError before anything has run. `loss` must then serve other shapes.
-            Logger ``recoup.planning.replanning`` tells which shapes are planned.
+        replan: whether a training step with other shapes of arguments follows a plan that was made
+            for others, if one keeps it within the budget and none of its own could be more than 4 %
+            faster, or else makes one when it is called. A plan that was not made for larger shapes
+            is tried first, in one step. So larger batches keep to the budget, too, or raise a
+            BudgetError before anything has run. `loss` must then serve other shapes. Logger
+            ``recoup.planning.replanning`` tells which shapes are planned.
         example_kwargs: keyword arguments of the model.
 
     Returns:
@@ -173,54 +175,51 @@ def plan(
     Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to train deep
     neural networks with limited memory" (2019).
     """
-    budget_bytes = None if budget is None else checked_budget(budget)
-    if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"`exact` is {exact!r}, but must be True or False.")
-    if replan:
-        _check_replan(model, budget, compile)
-        if blocks is not None and not isinstance(blocks, str):
-            blocks = list(blocks)
-
-    def frontier(
-        args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Any] | None = loss
-    ) -> Frontier:
-        return frontier_of_call(
-            model, model, args, kwargs, loss=loss, blocks=blocks, budget_of=budget_of,
-            optimizer=optimizer, holds_output=holds_output, compile=compile,
-            guard=None if exact else DriftGuard(), offload_to=offload_to, tiles=tiles,
-        )  # fmt: skip
-
-    found = frontier(example_args, example_kwargs)
-    if budget_bytes is None:
-        return found
-    made = found.plan(budget_bytes)
-    if not replan:
-        return made
-    served = None if loss is None else _of_other_shapes(loss)
-    return replanned(
-        made,
-        example_args,
-        example_kwargs,
-        lambda args, kwargs: frontier(args, kwargs, served).plan(budget_bytes),
+    options = PlanOptions(
+        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles
     )
+    if budget is not None:
+        return plan_of_call(
+            model, model, example_args, example_kwargs, budget, options, replan=replan
+        )
+    if replan:
+        raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
+    return frontier_of_call(model, model, example_args, example_kwargs, options)
 
 
-def replanned(
-    first: Plan,
+def plan_of_call(
+    model: nn.Module,
+    call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    make: Callable[[tuple[Any, ...], dict[str, Any]], Plan],
+    budget: int | str,
+    options: PlanOptions,
+    *,
+    replan: bool = False,
 ) -> Plan:
-    """Return a plan that makes plans for other shapes, too (NOTE [ Plans for several shapes ]).
+    """Return the plan for steps that call the model, or a function around it.
 
     Args:
-        first: the plan for the example arguments; it is changed.
-        args: these arguments.
-        kwargs: the keyword arguments.
-        make: a function from other arguments to a plan for them.
+        model: the model.
+        call: the model itself, or a function that calls it.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        budget: a number of bytes.
+        options: the options of the plan.
+        replan: whether the plan makes plans for other shapes (NOTE [ Plans for several shapes ]).
+
+    Raises:
+        BudgetError: no plan keeps to the budget.
+        ValueError: an argument is invalid.
+        ReplayError: as for `plan`.
     """
-    first.replanner = Replanner(first.model, first, args, kwargs, make)
-    return first
+    budget_bytes = checked_budget(budget)
+    if not replan:
+        return frontier_of_call(model, call, args, kwargs, options).plan(budget_bytes)
+    others = OtherShapes(model, call, budget_bytes, options, frontier_of_call)
+    made = frontier_of_call(model, call, args, kwargs, options).plan(budget_bytes)
+    made.replanner = Replanner(model, made, args, kwargs, others)
+    return made
 
 
 def frontier_of_call(
@@ -228,32 +227,31 @@ def frontier_of_call(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    loss: Callable[[Any], Any] | None = None,
-    blocks: str | Iterable[str | nn.Module] | None = None,
-    budget_of: Literal["step", "total"] = "step",
-    optimizer: torch.optim.Optimizer | None = None,
-    holds_output: bool = True,
-    compile: bool | str = False,  # noqa: A002
+    options: PlanOptions,
     guard: DriftGuard | None = None,
-    offload_to: str | os.PathLike[str] | None = None,
-    tiles: bool | int = False,
 ) -> Frontier:
-    """Return the plans for steps that call the model, or a function around it, as `plan` does.
+    """Return the plans for steps that call the model, or a function around it.
 
-    Args beyond those of `plan`:
-        call: the function.
-        guard: the drift guard of plans that invert blocks; None for none that do.
+    Args:
+        model: the model.
+        call: the model itself, or a function that calls it.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        options: the options of the plans.
+        guard: the drift guard of plans that invert blocks; None for one of their own, if they may.
     """
-    check_budget_of(budget_of)
-    _check_arguments(model, loss, budget_of, optimizer)
-    backend, tiles = backend_of(compile), checked_tiles(tiles)
+    _check_model(model)
     check_hooks_work()
-    standing = standing_bytes(model, optimizer) if budget_of == "total" else 0
+    if guard is None and not options.exact:
+        guard = DriftGuard()
+    backend, tiles, blocks = backend_of(options.compile), options.tiles, options.blocks
+    is_total = options.budget_of == "total"
+    standing = standing_bytes(model, options.optimizer) if is_total else 0
     (standing,) = map(int, largest_among_ranks(model, [standing]))
-    device = _device_of(model)
-    place = place_of(offload_to, device)
-    step = Step(model, call, args, kwargs, losses_from(loss), holds_output, place=place)
+    device = device_of(model)
+    place = place_of(options.offload_to, device)
+    losses = losses_from(options.loss)
+    step = Step(model, call, args, kwargs, losses, options.holds_output, place=place)
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
         named = named or blocks_that_are_called(step)
@@ -283,57 +281,9 @@ def frontier_of_call(
     return Frontier(priced, device, standing)
 
 
-def _check_replan(model: Any, budget: int | str | None, compile: bool | str) -> None:  # noqa: A002
-    if budget is None:
-        raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
-    if compile:
-        raise ValueError(
-            "`replan` is True with `compile`, but compiled blocks are measured and timed for one "
-            "shape. Leave one of them out, or pad batches to the shape of the example."
-        )
-    if isinstance(model, nn.Module) and is_compiled(model):
-        raise ValueError(
-            f"`replan` is True, but `model` is a compiled {type(model).__name__}, which does not "
-            "show its arguments before its forward. Plan before compiling it, or leave `replan` "
-            "out."
-        )
-
-
-def _of_other_shapes(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a loss whose errors say that it has to serve other shapes."""
-
-    def served(output: Any) -> Any:
-        try:
-            return loss(output)
-        except Exception as error:
-            raise ValueError(
-                f"`loss` failed for a batch of another shape than the example ({error}). With "
-                "replan=True it must serve every shape: let the model return its loss, read sizes "
-                "and targets from the output, or let `loss` read the targets of the current batch "
-                "from an object that the training loop updates before it calls the model."
-            ) from error
-
-    return served
-
-
-def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
-    if loss is not None and not callable(loss):
-        raise ValueError(
-            f"`loss` is {loss!r}, but must be a function from what the model returns to a scalar "
-            "tensor or a tuple of them."
-        )
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ValueError(
-            f"`optimizer` is {optimizer!r}, but must be a torch.optim.Optimizer, such as "
-            "torch.optim.Adam(model.parameters())."
-        )
-    if optimizer is not None and budget_of == "step":
-        raise ValueError(
-            '`optimizer` is given, but its state counts only with budget_of="total". Leave it out, '
-            "or set that."
-        )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             "`model` has parameters on the meta device. Allocate them first: "
@@ -344,10 +294,3 @@ def _check_arguments(model: Any, loss: Any, budget_of: str, optimizer: Any) -> N
             "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
             "ranks. Plan for `model.module`, on every rank."
         )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cuda":
-            return tensor.device
-    return torch.device("cpu")

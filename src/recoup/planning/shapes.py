@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._core.pytree import flatten
 
@@ -18,7 +19,8 @@ class ArgumentShapes(NamedTuple):
 
     Args:
         family: what is the same for all calls that one plan may serve: the names of the arguments,
-            their flags and strings, the types of their tensors, and the autocast in force.
+            their flags and strings, the types of their tensors, the autocast in force, and which
+            parameters require gradients.
         shapes: the shape of each tensor.
     """
 
@@ -38,19 +40,31 @@ class ArgumentShapes(NamedTuple):
         pairs = zip(self.shapes, other.shapes, strict=True)
         return min((_numel(theirs) / max(_numel(own), 1) for own, theirs in pairs), default=1.0)
 
+    def growth_to(self, other: ArgumentShapes) -> float:
+        """Return how many times as many bytes a step of `other` may take, roughly.
+
+        They grow with the square of a dimension that is larger (attention). It is infinite for a
+        call of another family.
+        """
+        if self.family != other.family:
+            return math.inf
+        pairs = zip(self.shapes, other.shapes, strict=True)
+        return max((_growth(mine, theirs) for mine, theirs in pairs), default=math.inf)
+
     def __str__(self) -> str:
         shown = [" x ".join(map(str, shape)) or "scalar" for shape in self.shapes]
         return ", ".join(dict.fromkeys(shown))
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ArgumentShapes:
-    """Return the shapes of the arguments of a call.
+def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ArgumentShapes:
+    """Return the shapes of the arguments of a call of `model`.
 
     Numbers are left out, since they count steps and batches.
     """
     named: list[tuple[str, Any]] = [*((str(place), value) for place, value in enumerate(args))]
     named += sorted(kwargs.items())
     family: list[object] = [*map(_autocast, ("cpu", "cuda"))]
+    family.append(tuple(parameter.requires_grad for parameter in model.parameters()))
     shapes: list[tuple[int, ...]] = []
     for name, value in named:
         tensors, tree = flatten(value)
@@ -68,8 +82,10 @@ def _autocast(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
+def _growth(shape: tuple[int, ...], other: tuple[int, ...]) -> float:
+    ratios = [theirs / max(mine, 1) for mine, theirs in zip(shape, other, strict=True)]
+    return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
+
+
 def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return math.prod(shape)

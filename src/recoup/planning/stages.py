@@ -101,8 +101,9 @@ class PricedBlocks(NamedTuple):
 
     @property
     def kept_seconds(self) -> float:
-        """The time of a step of the blocks where all keep their whole tapes."""
-        return self.seconds or 3 * self.points[-1].seconds  # backward takes twice a forward
+        """The time of a step in which all blocks keep their whole tapes."""
+        unseen = sum(call.work for call in self.calls if call.is_estimated)
+        return self.seconds or self.measured.work + 3 * unseen  # backward takes twice a forward
 
     def seconds_of(self, point: Point) -> float:
         """Return the time of a step of the blocks that follows a plan."""
@@ -186,6 +187,7 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
         ValueError: no forward calls them.
     """
     step, measured, sequences = measure_most(step, blocks, device)
+    (measured.work,) = largest_among_ranks(step.model, [measured.work])
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
         raise ValueError(

@@ -11,6 +11,9 @@ Rule 3. A plan with a head in tiles is another kind of blocks: it is measured, r
         compared with the plain step. Where no cross entropy reads the head, there is none.
 Rule 4. Within a checkpoint that runs the model again, where the compiler looks at frames, and in
         transforms of torch.func the head runs as it is.
+Rule 5. A mean is a sum whose summands are divided by their number before they are differentiated,
+        as torch does it, so that the gradient of the hidden states has its bits where kernels
+        compute rows alike. In float16, where that may underflow, the sums are divided afterwards.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ __all__ = ["TiledHead", "find_head"]
 
 _LEAST_ROWS = 64  # of a tile: a product of fewer is slow
 _MOST_ROWS = 1024
+_TINY = 1e-30  # numbers as small as a gradient over the number of targets
 
 
 class TiledHead:
@@ -119,19 +123,22 @@ class TiledHead:
             return NotImplemented
         logits.check()
         tiles = cast("Sequence[Tensor]", target.split(self.rows))
-        weights, divisor = [1.0] * len(tiles), 1.0
+        weights, divisor, of_tile = [1.0] * len(tiles), 1.0, reduction
         if reduction == "mean":
             counts = torch.stack([(tile != ignore_index).sum() for tile in tiles])
             weights = cast("list[float]", counts.to(torch.float64).tolist())
             divisor = sum(weights)
             if not divisor:
                 return NotImplemented  # a mean of nothing is what torch makes of it
+            if torch.finfo(logits.made_in).smallest_normal < _TINY:  # See Rule 5
+                weights = [float(weight > 0) / divisor for weight in weights]
+                divisor, of_tile = 1.0, "sum"
 
         def loss(rows: Tensor, target: Tensor) -> Tensor:
             piece = logits.piece(rows)
             self.eps = max(self.eps, torch.finfo(piece.dtype).eps, torch.finfo(logits.made_in).eps)
             return F.cross_entropy(
-                piece, target, ignore_index=ignore_index, reduction=reduction,
+                piece, target, ignore_index=ignore_index, reduction=of_tile,
                 label_smoothing=label_smoothing,
             )  # fmt: skip
 

@@ -35,7 +35,16 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
     """
 
     def planned(kind: PricedBlocks) -> Plan:
-        return _rehearsed(kind, device, budget_bytes, standing)
+        try:
+            return _rehearsed(kind, device, budget_bytes, standing)
+        except BudgetError as error:
+            if kind.guard is None:
+                raise
+            too_small = error
+        try:  # inverses may take more bytes than was predicted
+            return _rehearsed(_without_inverses(kind), device, budget_bytes, standing)
+        except BudgetError as error:
+            raise min(error, too_small, key=lambda each: each.least_bytes) from None
 
     expect_plain(kind, device)
     try:
@@ -48,21 +57,23 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
     for what, other in _simpler(kind):
         with suppress(DifferentStepError, BudgetError):
             plan = planned(other)
-            warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=5)
+            warnings.warn(f"The plan {what}. With the one first chosen: {difference}", stacklevel=6)
             return plan
     raise difference
 
 
 def _simpler(kind: PricedBlocks) -> Iterator[tuple[str, PricedBlocks]]:
     """Yield the same blocks with fewer ways, and what plans for them do."""
-    costs = kind.costs
     if kind.guard is not None:
-        costs = [replace(cost, is_invertible=False) for cost in costs]
-        kind = kind._replace(guard=None).with_costs(costs)
+        kind = _without_inverses(kind)._replace(guard=None)
         yield "inverts nothing", kind
-    costs = [replace(cost, variants=()) for cost in costs]
+    costs = [replace(cost, variants=()) for cost in kind.costs]
     yield "keeps no results of products", kind.with_costs(costs)
     yield "keeps all residuals", kind._replace(points=kind.points[-1:])
+
+
+def _without_inverses(kind: PricedBlocks) -> PricedBlocks:
+    return kind.with_costs([replace(cost, is_invertible=False) for cost in kind.costs])
 
 
 def seconds_under(plan: Plan, kind: PricedBlocks) -> float:

@@ -8,6 +8,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError
+from recoup.invertible import AdditiveCoupling, Chain
 from tests.neighbours.planned import Net, loss_of
 
 
@@ -73,6 +74,22 @@ def test_sequences_and_keywords():
     assert found.kwargs["input"].shape == (2, found.size, 16)
 
 
+@pytest.mark.slow
+def test_blocks_that_may_be_inverted_never_train_less():
+    torch.manual_seed(0)
+    halves = lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())  # noqa: E731
+    net = Chain(*(AdditiveCoupling(halves(), halves()) for _ in range(6))).double()
+    build = lambda size: torch.ones(size, 16, dtype=torch.float64)  # noqa: E731
+    options = {"budget": "256 KiB", "least": 192, "loss": lambda output: output[0].square().sum()}
+    exact = recoup.largest(build, net, **options)
+    found = recoup.largest(build, net, exact=False, **options)
+    assert found.size >= 0.99 * exact.size
+    assert found.plan.rehearsed_peak_bytes <= 256 * 2**10
+    assert "exact=False" not in str(found.plan)
+    less = recoup.largest(build, net, exact=False, most=192, **options)
+    assert "invert" in {row.way for row in less.plan.blocks}
+
+
 def test_a_bound_that_fits_is_found_with_few_probes():
     sizes = []
 
@@ -83,6 +100,19 @@ def test_a_bound_that_fits_is_found_with_few_probes():
     found = recoup.largest(build, model(), budget="1 GiB", least=2, most=100, loss=loss_of)
     assert found.size == 100
     assert len(set(sizes)) <= 8
+
+
+def test_a_model_that_takes_no_more_says_the_way_out():
+    class Positions(Net):
+        def forward(self, x):
+            if len(x) > 20:
+                raise IndexError("20 positions")
+            return super().forward(x)
+
+    with pytest.raises(IndexError, match="20 positions") as caught:
+        recoup.largest(batch, Positions(16, 3), budget="1 MiB", least=8, loss=loss_of)
+    assert "Size 16 ran" in caught.value.__notes__[0]
+    assert "`most`" in caught.value.__notes__[0]
 
 
 def test_errors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -17,11 +18,12 @@ from tests.planned_zoo import transformers_or_skip
 VOCABULARY = 4096
 
 
-def gpt2() -> nn.Module:
+def gpt2(dropout: float = 0.1, layers: int = 3) -> nn.Module:
     transformers = transformers_or_skip()
     config = transformers.GPT2Config(
-        n_embd=64, n_head=4, n_layer=3, vocab_size=VOCABULARY, n_positions=128, use_cache=False
-    )
+        n_embd=64, n_head=4, n_layer=layers, vocab_size=VOCABULARY, n_positions=128,
+        use_cache=False, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)  # the head is the embedding
 
 
@@ -74,6 +76,20 @@ def assert_close(got, want, tolerance):
     assert float((got[0] - want[0]).abs() / want[0].abs()) <= tolerance
 
 
+def errors(found, exact):
+    """How far each gradient is from that in float64, relative to its norm."""
+    return torch.stack([(a - b).norm() / b.norm() for a, b in zip(found[1], exact[1], strict=True)])
+
+
+def assert_as_exact(got, want, exact):
+    """Check that tiles are as near to float64 as the model without them is."""
+    eps = torch.finfo(torch.float32).eps
+    assert float((got[0] - exact[0]).abs()) <= 2 * eps * float(exact[0])
+    own, plain = errors(got, exact), errors(want, exact)
+    assert own.norm() <= 1.1 * plain.norm()
+    assert own.max() <= 1.1 * plain.max()
+
+
 def shifted_loss(tokens):
     def loss(logits):
         return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].flatten())
@@ -81,11 +97,12 @@ def shifted_loss(tokens):
     return loss
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("build", [functools.partial(gpt2, 0.0), llama], ids=["gpt2", "llama"])
 def test_a_language_model_in_fewer_bytes_than_its_logits(build):
     torch.manual_seed(0)
     model, (tokens, labels) = build(), batch()
     want = step(model, tokens, labels)
+    exact = step(copy.deepcopy(model).double(), tokens, labels)
     whole = recoup.plan(model, tokens, labels=labels)
     tiled = recoup.plan(model, tokens, labels=labels, tiles=True)
     budget = 1.02 * tiled.points[0].peak_bytes
@@ -94,8 +111,40 @@ def test_a_language_model_in_fewer_bytes_than_its_logits(build):
         plan = tiled.plan(bytes_)
         with plan.applied():
             assert recoup.measure(lambda: step(model, tokens, labels)).peak_bytes <= bytes_
-            # Sums of another order; with torch 2.11 they are up to 1.1e-6 off.
-            assert_close(step(model, tokens, labels), want, 2e-6)
+            assert_as_exact(step(model, tokens, labels), want, exact)
+
+
+def has_like_rows(model, rows):
+    """Whether products of this machine have the same rows, however many there are."""
+    gradient = torch.randn(len(rows), VOCABULARY)
+    weight = model.lm_head.weight.detach()
+    pairs = [(rows @ weight.T, lambda x: x @ weight.T), (gradient @ weight, lambda x: x @ weight)]
+    given = [rows, gradient]
+    return all(
+        torch.equal(whole, torch.cat([product(piece) for piece in value.split(64)]))
+        for (whole, product), value in zip(pairs, given, strict=True)
+    )
+
+
+@pytest.mark.parametrize("build", [functools.partial(gpt2, 0.0, 6), llama], ids=["gpt2", "llama"])
+def test_the_head_alone_rounds_otherwise(build):
+    """Bits of all other gradients are those without tiles; the head's are nearer to float64."""
+    torch.manual_seed(0)
+    model, (tokens, labels) = build(), batch()
+    if not has_like_rows(model, torch.randn(4 * 63, 64)):
+        pytest.skip("products of fewer rows round otherwise here")
+    want = step(model, tokens, labels)
+    exact = step(copy.deepcopy(model).double(), tokens, labels)
+    plan = recoup.plan(model, tokens, labels=labels, budget="8 MiB", tiles=True)
+    assert plan.planned.tiled is not None
+    with plan.applied():
+        got = step(model, tokens, labels)
+    head = model.lm_head.weight
+    for place, parameter in enumerate(model.parameters()):
+        if parameter is head:
+            assert errors(got, exact)[place] <= errors(want, exact)[place]
+        else:
+            assert torch.equal(got[1][place], want[1][place])
 
 
 def test_the_number_of_items_of_an_accumulated_batch():
@@ -336,6 +385,26 @@ def test_in_bfloat16_under_autocast():
             logits = model(tokens, labels=labels).logits
     assert logits.dtype == torch.bfloat16
     assert torch.equal(logits, logits.clone())
+
+
+def test_small_gradients_in_float16():
+    """A mean over many targets is divided at the end, where a gradient in 16 bits would vanish."""
+    torch.manual_seed(0)
+    model, num = Plain(8), 4096
+    tokens = torch.randint(VOCABULARY, (1, num))
+    scale = 2.0**16  # of a GradScaler
+
+    def loss(logits):
+        return scale * F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+    exact = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
+    model.half()
+    plan = recoup.plan(model, tokens, loss=loss, budget="64 MiB", tiles=True)
+    assert plan.planned.tiled is not None
+    with plan.applied():
+        got = torch.autograd.grad(loss(model(tokens)), list(model.parameters()))
+    for a, b in zip(got, exact, strict=True):
+        assert float((a.float() - b).norm() / b.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("tiles", [1, -2, "8", 2.0])
