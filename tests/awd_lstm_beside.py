@@ -25,6 +25,7 @@ class Beside(Callback):
         train: the training text ``(T,)`` as numbers.
         validation: the validation text.
         columns: number of columns of each.
+        nudge: what the first weights by hand are multiplied by, to see what rounding grows to.
         changed: settings of the training by hand that are not the recipe's, to see that it matters.
 
     Attributes:
@@ -35,8 +36,15 @@ class Beside(Callback):
     """
 
     def __init__(
-        self, train: Tensor, validation: Tensor, columns: tuple[int, int], **changed: float
+        self,
+        train: Tensor,
+        validation: Tensor,
+        columns: tuple[int, int],
+        *,
+        nudge: float = 1.0,
+        **changed: float,
     ) -> None:
+        self._nudge = nudge
         self._changed = changed
         self._train = side_by_side(train, columns[0])
         self._validation = side_by_side(validation, columns[1])
@@ -49,7 +57,8 @@ class Beside(Callback):
     def on_fit_start(self, trainer, pl_module) -> None:
         given = {**pl_module.hparams, **self._changed}
         settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
-        self.by_hand = PlainTraining(dict(pl_module.network.named_parameters()), settings)
+        weights = {name: p * self._nudge for name, p in pl_module.network.named_parameters()}
+        self.by_hand = PlainTraining(weights, settings)
 
     def on_train_start(self, trainer, pl_module) -> None:
         names = {id(p): name for name, p in pl_module.network.named_parameters()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -157,11 +158,11 @@ class PlainTraining:
             if kept is not None:
                 recurrent[n] = recurrent[n] * _scaled(kept, s.weight_dropout, recurrent[n])
 
-        losses: list[Tensor] = []
+        inputs = table[window[:-1]]
         raw: list[Tensor] = []
         dropped: list[Tensor] = []
-        for time in range(len(window) - 1):
-            x = _drop(table[window[time]], draws.activations[0], places[0], time)
+        for time in range(len(inputs)):
+            x = _drop(inputs[time], draws.activations[0], places[0], time)
             hidden = x
             for n in range(self.num_layers):
                 hidden, cell = _cell(weights, n, recurrent[n], x, state[n])
@@ -169,13 +170,13 @@ class PlainTraining:
                 x = _drop(hidden, draws.activations[n + 1], places[n + 1], time)
             raw.append(hidden)
             dropped.append(x)
-            losses.append(_nll(_logits(weights, x), window[time + 1]))
-        loss = torch.stack(losses).mean()
+        outputs = torch.stack(dropped)
+        loss = _nll(_logits(weights, outputs), window[1:]).mean()
         if s.activation_penalty:
-            loss = loss + s.activation_penalty * torch.stack(dropped).square().mean()
+            loss = loss + s.activation_penalty * outputs.square().mean()
         if s.temporal_penalty and len(raw) > 1:
-            changes = [after - before for before, after in zip(raw[:-1], raw[1:], strict=True)]
-            loss = loss + s.temporal_penalty * torch.stack(changes).square().mean()
+            changes = torch.stack([after - before for before, after in pairwise(raw)])
+            loss = loss + s.temporal_penalty * changes.square().mean()
         return loss, [(hidden.detach(), cell.detach()) for hidden, cell in state]
 
 
@@ -202,9 +203,9 @@ def _logits(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _nll(logits: Tensor, words: Tensor) -> Tensor:
-    """Return the negative log-likelihood ``(N,)`` of the words, in nats."""
-    right = logits.gather(1, words[:, None])[:, 0]
-    return torch.logsumexp(logits, dim=1) - right
+    """Return the negative log-likelihood of each word, in nats."""
+    right = logits.gather(-1, words.unsqueeze(-1)).squeeze(-1)
+    return torch.logsumexp(logits, dim=-1) - right
 
 
 def _drop(x: Tensor, kept: Tensor | None, p: float, time: int) -> Tensor:

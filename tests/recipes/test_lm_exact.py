@@ -30,10 +30,8 @@ def beside(tmp_path):
         folder.mkdir()
         for name, lines in (("train", LINES * 2), ("valid", LINES[::3]), ("test", LINES[:9])):
             (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-        run = prepare(
-            [*("--config", preset, "--data", str(folder), "--trainer.precision", precision)]
-            + [*SMALL, *options]
-        )
+        start = ("--config", preset, "--data", str(folder), "--trainer.precision", precision)
+        run = prepare([*start, *SMALL, *options])
         number = {token: n for n, token in enumerate(run.datamodule.vocabulary.tokens)}
         texts = [numbers_of(Path(folder, f"{part}.txt"), number) for part in ("train", "valid")]
         trainings = [Beside(*texts, (3, 2), **changed) for changed in changes]
