@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import exact_tables
 import tables
 from tables import mib, torch_sequential
 
@@ -51,6 +52,13 @@ def write() -> None:
     offload = results / "offload_cpu.json"
     if offload.exists():
         parts["Offloading"] = tables.offload_table(json.loads(offload.read_text()))
+    for name, title, table in (
+        ("language_model_exact", "A training, step by step", exact_tables.training_table),
+        ("mnist_bits", "Bits per dimension on MNIST", exact_tables.bits_table),
+    ):
+        path = results / f"{name}_cpu.json"
+        if path.exists():
+            parts[title] = table(json.loads(path.read_text()))
     _put(ROOT / "README.md", _summary(found))
     _put(
         ROOT / "docs" / "benchmarks.md",
