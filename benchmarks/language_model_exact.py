@@ -1,12 +1,13 @@
 """AWD-LSTM's training beside the same written out by hand, on a text of yours.
 
-    python benchmarks/language_model_exact.py wikitext-2/ [--steps 300] [--presets tiny ...]
+    python benchmarks/language_model_exact.py wikitext-2/ --precision 64-true --steps 20
+    python benchmarks/language_model_exact.py wikitext-2/ --vocab-size 10000   # float32, 300 steps
     python benchmarks/language_model_exact.py --draw      # the picture again
 
 The folder has a text for training and one for validation, tokenized before (`train.txt`,
 `valid.txt`). Both trainings have the same first weights and the same draws, so they differ by
-rounding alone: in float64 for the first steps, then in float32. A third one, by hand, begins from
-weights that are off by one rounding error, to show what rounding alone grows to.
+rounding alone. In float32 a third one, by hand, begins from weights that are off by one rounding
+error, to show what rounding alone grows to. Each run adds its rows to the results.
 """
 
 import argparse
@@ -34,11 +35,13 @@ PRESETS = ("tiny", "standard-lstm-200")
 ROUNDING = 1 + 2.0**-23
 
 
-def one(preset, folder, precision, num_steps, num_windows):
+def one(preset, folder, precision, num_steps, num_windows, vocab_size):
     """Train for some steps of the first epoch, validate, and return what differs."""
     args = ["--config", preset, "--data", str(folder), "--data.tokens", "whitespace"]
     args += ["--trainer.precision", precision, "--epochs", "1"]
     args += ["--trainer.limit_train_batches", str(num_steps)]
+    if vocab_size:
+        args += ["--data.max_vocab_size", str(vocab_size)]
     args += ["--trainer.limit_val_batches", str(num_windows)]
     with tempfile.TemporaryDirectory() as out:
         run = prepare([*args, "--out", out])
@@ -118,28 +121,32 @@ def _apart(ours, theirs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", help="a folder with a text")
-    parser.add_argument("--steps", type=int, default=300, help="in float32")
-    parser.add_argument("--double-steps", type=int, default=20, help="in float64")
+    parser.add_argument("--precision", choices=["32-true", "64-true"], default="32-true")
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--windows", type=int, default=100, help="of validation")
+    parser.add_argument("--vocab-size", type=int, help="at most; that of the preset if left out")
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--draw", action="store_true", help="only draw what was measured")
     arguments = parser.parse_args()
-    if arguments.draw:
-        found = json.loads(RESULT.read_text())
-        draw([row for row in found["runs"] if row["precision"] == "32-true"])
-        return
-    if arguments.folder is None:
+    if arguments.folder is None and not arguments.draw:
         parser.error("the folder of a text is needed")
-    result = {"suite": "language_model_exact", **conditions("cpu"), "runs": []}
-    lengths = {"64-true": arguments.double_steps, "32-true": arguments.steps}
-    for precision, num_steps in lengths.items():
-        for preset in arguments.presets:
-            row = one(preset, arguments.folder, precision, num_steps, arguments.windows)
-            result["runs"].append(row)
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
-            shown = {k: v for k, v in row.items() if not k.endswith("losses")}
-            print(json.dumps(shown), flush=True)
-    draw([row for row in result["runs"] if row["precision"] == "32-true"])
+    for preset in () if arguments.draw else arguments.presets:
+        lengths = (arguments.steps, arguments.windows, arguments.vocab_size)
+        row = one(preset, arguments.folder, arguments.precision, *lengths)
+        print(json.dumps({k: v for k, v in row.items() if not k.endswith("losses")}), flush=True)
+        result = {"suite": "language_model_exact", **conditions("cpu"), "runs": _with(row)}
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    rows = json.loads(RESULT.read_text())["runs"]
+    draw([row for row in rows if row["precision"] == "32-true"])
+
+
+def _with(row):
+    """Return all rows, the new one in place of an older one of its kind."""
+    rows = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else []
+    others = [r for r in rows if (r["preset"], r["precision"]) != (row["preset"], row["precision"])]
+    return sorted(
+        [*others, row], key=lambda r: (r["precision"] == "32-true", r["preset"] != "tiny")
+    )
 
 
 if __name__ == "__main__":

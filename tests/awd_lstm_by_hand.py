@@ -104,7 +104,9 @@ class PlainTraining:
         loss, self.state = self._loss(window, draws, self.state)
         names = list(self.weights)
         gradients = torch.autograd.grad(loss, [self.weights[name] for name in names])
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        # As torch clips: in float32 it makes the norm of millions of entries 1e-3 too small.
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
         clip = self.settings.clip
         share = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         rate = self.settings.learning_rate * num_steps / self.settings.bptt
