@@ -47,9 +47,9 @@ def training_table(found: dict) -> str:
         "cell by its gates, one step of time after the other), with the same first weights, "
         "lengths of windows and masks. Given are the largest relative differences of a loss, in "
         "the first steps and in all, and of a gradient as the optimizer sees it, over its largest "
-        "entry. In float64 there is none but rounding. In float32, steps of a rate of 20 double a "
-        "difference every five steps: two trainings by hand, from weights that are one rounding "
-        "error (1.2e-7) apart, part just as the recipe and the one by hand do."
+        "entry. In float64 there is none but rounding. In float32, steps of a rate of 20 magnify "
+        "rounding tenfold in ten to twenty steps: two trainings by hand, from weights that are one "
+        "rounding error (1.2e-7) apart, part just as the recipe and the one by hand do."
     )
     conditions = (
         f"<sub>The first windows of WikiText-2, {last['vocab_size']:,} different words; validation "

@@ -107,6 +107,7 @@ def draw(rows):
         axes[0].legend(loc="upper right", frameon=False, fontsize=9)
         finish(axes[0], "Loss of a training step, in nats", "Step")
         axes[1].set_yscale("log")
+        axes[1].set_ylim(3e-11, 1.0)  # with room for the legend
         axes[1].legend(loc="lower right", frameon=False, fontsize=8)
         finish(axes[1], "Difference of the losses, relative", "Step")
 
