@@ -35,6 +35,7 @@ SIZES = {
 }
 SHOWN = {"realnvp": "RealNVP", "glow": "Glow", "flowpp": "Flow++"}
 COLORS = {"realnvp": "#d55e00", "glow": "#0072b2", "flowpp": "#009e73"}
+ALPHA = 1e-6
 NUM_EPOCHS = 10
 NUM_STEPS = 422  # of an epoch
 NUM_DRAWS, NUM_PICTURES = 8, 1000
@@ -90,8 +91,10 @@ def draw(rows):
     def panel(axes):
         for row in rows:
             points = [each for each in row["curve"] if each["part"] == "training"]
-            label = f"{SHOWN[row['name']]}, margin {row['alpha']:g}: "
-            label += f"{row['test_bits_per_dim']:.3f} in test, {row['epochs']} epochs"
+            epochs = f"{row['epochs']} epoch{'s' if row['epochs'] > 1 else ''}"
+            label = f"{SHOWN[row['name']]}, {epochs}: {row['test_bits_per_dim']:.3f} in test"
+            if row["alpha"] != ALPHA:
+                label += f", margin {row['alpha']:g}"
             axes[0].plot(
                 [each["step"] / NUM_STEPS for each in points],
                 [each["bits_per_dim"] for each in points],
@@ -100,8 +103,8 @@ def draw(rows):
                 linewidth=1.6,
                 label=label,
             )
-        for bits, label in ((1.06, "Real NVP, published"), (1.05, "Glow, published")):
-            axes[0].axhline(bits, color=QUIET, linewidth=1.0, linestyle=(0, (1, 1)), label=label)
+        label = "published: Real NVP 1.06, Glow 1.05"
+        axes[0].axhline(1.055, color=QUIET, linewidth=1.6, linestyle=(0, (1, 1)), label=label)
         axes[0].set_ylim(1.0, 3.0)
         axes[0].set_xlim(0, None)
         axes[0].legend(loc="upper right", frameon=False, fontsize=9)
@@ -115,7 +118,7 @@ def main():
     parser.add_argument("name", nargs="?", choices=list(SIZES), help="of a flow")
     parser.add_argument("--data", type=Path, default=MNIST, help="an .npz file")
     parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
-    parser.add_argument("--alpha", type=float, default=1e-6, help="margin of the logit")
+    parser.add_argument("--alpha", type=float, default=ALPHA, help="margin of the logit")
     parser.add_argument("--memory", default="linear")
     parser.add_argument("--draw", action="store_true", help="only draw what was measured")
     arguments = parser.parse_args()
