@@ -31,7 +31,7 @@ PICTURE = ROOT / "docs" / "images" / "mnist_bits.png"
 SIZES = {
     "realnvp": {"num_levels": 2, "num_steps": 2, "width": 16, "depth": 2},
     "glow": {"num_levels": 2, "num_steps": 6, "width": 32},
-    "flowpp": {"num_levels": 2, "num_steps": 2, "width": 16, "depth": 1, "num_components": 4},
+    "flowpp": {"num_levels": 2, "num_steps": 1, "width": 16, "depth": 1, "num_components": 4},
 }
 SHOWN = {"realnvp": "RealNVP", "glow": "Glow", "flowpp": "Flow++"}
 COLORS = {"realnvp": "#d55e00", "glow": "#0072b2", "flowpp": "#009e73"}
