@@ -93,7 +93,7 @@ def one(name, memory, device="cpu"):
     args += ["--epochs", str(epochs), "--model.num_decay_steps", str(epochs * 422)]
     args += ["--model.num_warmup_steps", "100"]
     if name in ("realnvp", "glow"):
-        args += ["--model.learning_rate", "4e-3"]
+        args += ["--model.learning_rate", "4e-3", "--model.alpha", "0.05"]
     if name == "nice-exact":
         args += ["--model.exact", "true"]
     args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]

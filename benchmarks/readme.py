@@ -5,6 +5,7 @@ benchmarks/results; this does not measure.
 import json
 from pathlib import Path
 
+import exact_tables
 import plan_figure
 import plan_tables
 import tables
@@ -51,9 +52,14 @@ def write() -> None:
         "Flows on MNIST": tables.mnist_table(found["mnist"]),
         "Tiles": tables.tiles_table(found["tiles"]),
     }
-    offload = results / "offload_cpu.json"
-    if offload.exists():
-        parts["Offloading"] = tables.offload_table(json.loads(offload.read_text()))
+    for name, title, table in (
+        ("offload", "Offloading", tables.offload_table),
+        ("language_model_exact", "A training, step by step", exact_tables.training_table),
+        ("mnist_bits", "Bits per dimension on MNIST", exact_tables.bits_table),
+    ):
+        path = results / f"{name}_cpu.json"
+        if path.exists():
+            parts[title] = table(json.loads(path.read_text()))
     _put(ROOT / "README.md", _summary(found))
     _put(
         ROOT / "docs" / "benchmarks.md",

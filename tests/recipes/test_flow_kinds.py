@@ -13,6 +13,7 @@ from PIL import Image
 
 from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.cli import main
+from recoup.recipes.flow.builders import build_flow
 from recoup.recipes.flow.density import density_picture, log_density
 from recoup.recipes.flow.trained import load_data, load_flow
 
@@ -69,6 +70,13 @@ def test_each_flow_learns_points(flow, capsys):
     assert "density of moons" in capsys.readouterr().out
     with Image.open("samples.png") as image:
         assert image.width > 900
+
+
+@pytest.mark.parametrize("name", ["glow", "realnvp", "flowpp", "iresnet"])
+def test_the_margin_of_the_logit_is_a_setting(name):
+    shape = {"shape": (1, 4, 4), "levels": 17, "num_classes": None, "memory": "linear"}
+    built = [build_flow(name, **shape, settings=each) for each in ({}, {"alpha": 1e-6})]
+    assert [flow.chain[0].alpha for flow in built] == [0.05, 1e-6]
 
 
 def test_points_of_ones_own_whatever_their_scale(capsys):

@@ -55,6 +55,11 @@ def write_pictures(folder, *shapes):
             "`--model.num_levels` is 1, but realnvp on points has no such setting",
         ),
         (
+            ["--data", "moons", "--model.flow", "flowpp", "--model.alpha", "0.1"],
+            "`--model.alpha` is 0.1, but flowpp on points has no such setting",
+        ),
+        (["--model.alpha", "0.5"], "`alpha` is 0.5, but must be at least 0 and below 0.5"),
+        (
             ["--model.flow", "iresnet", "--model.conditional", "true"],
             "`--model.conditional` is true, but iresnet takes no labels. Use one of glow",
         ),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from recoup.invertible import Logit, Normalize
+from recoup.invertible import Dequantize, Logit, Normalize
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4, 5)])
@@ -51,6 +51,19 @@ def test_logit_takes_back_latents_far_out():
     x, log_det = Logit(0.05).inverse(y)
     assert x.isfinite().all()
     torch.testing.assert_close(log_det, torch.tensor([-400.0 - 2 * math.log(0.9)]))
+
+
+@pytest.mark.parametrize("level", [0, 128, 255])
+def test_a_margin_of_a_millionth_is_exact_enough_for_256_levels(level):
+    """As published figures of MNIST have it: in float32, levels come back, and bits to 1e-4."""
+    torch.manual_seed(0)
+    noisy, logit = Dequantize(256), Logit(1e-6)
+    x = torch.full((50, 1, 28, 28), level)
+    y = noisy(x)[0]
+    latent, log_det = logit(y)
+    assert torch.equal(noisy.inverse(logit.inverse(latent)[0])[0], x.float())
+    wanted = logit(y.double())[1]
+    assert float((log_det - wanted).mean().abs()) / (784 * math.log(2)) < 1e-4
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 0.5, math.nan])

@@ -19,7 +19,7 @@ class _Kind:
 
     build: Callable[..., Flow]
     settings: tuple[str, ...]
-    for_pictures: tuple[str, ...] = ("num_levels",)
+    for_pictures: tuple[str, ...] = ("num_levels", "alpha")
     defaults: dict[str, Any] = field(default_factory=dict[str, Any])
     takes_points: bool = True
     takes_labels: bool = True
@@ -29,21 +29,21 @@ _SIZES = ("num_levels", "num_steps", "width", "depth")
 _KINDS: dict[str, _Kind] = {
     "glow": _Kind(
         Glow,
-        ("num_levels", "num_steps", "width", "coupling", "dropout"),
+        ("num_levels", "num_steps", "width", "coupling", "dropout", "alpha"),
         defaults={"num_levels": 2, "num_steps": 8},
         takes_points=False,
     ),
     "nice": _Kind(NICE, ("num_couplings", "width", "depth", "dropout", "exact")),
-    "realnvp": _Kind(RealNVP, (*_SIZES, "dropout"), defaults={"num_levels": 2}),
+    "realnvp": _Kind(RealNVP, (*_SIZES, "dropout", "alpha"), defaults={"num_levels": 2}),
     "flowpp": _Kind(
         FlowPlusPlus,
-        (*_SIZES, "num_components", "dropout", "variational"),
-        for_pictures=("num_levels", "variational"),
+        (*_SIZES, "num_components", "dropout", "alpha", "variational"),
+        for_pictures=("num_levels", "alpha", "variational"),
         defaults={"num_levels": 2},
     ),
     "iresnet": _Kind(
         IResNet,
-        (*_SIZES, "coefficient", "log_det"),
+        (*_SIZES, "coefficient", "log_det", "alpha"),
         defaults={"num_levels": 1},
         takes_labels=False,
     ),

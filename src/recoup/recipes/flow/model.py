@@ -46,6 +46,7 @@ class FlowTraining(LightningModule):
         coupling: Kind of coupling, for glow.
         dropout: Probability of dropout inside the networks.
         num_components: Number of logistics that are mixed, for flowpp.
+        alpha: Margin of the logit that comes first, for pictures and all but nice.
         variational: Whether the noise of dequantization is learned, for flowpp.
         coefficient: Bound on the Lipschitz constant of a block, for iresnet.
         log_det: How the log-determinant is computed, for iresnet.
@@ -74,6 +75,7 @@ class FlowTraining(LightningModule):
         coupling: Literal["affine", "additive"] | None = None,
         dropout: float | None = None,
         num_components: int | None = None,
+        alpha: float | None = None,
         variational: bool | None = None,
         coefficient: float | None = None,
         log_det: Literal["exact", "series", "unbiased"] | None = None,
