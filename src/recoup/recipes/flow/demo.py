@@ -117,7 +117,8 @@ def _check_imports() -> None:
 
 def _train(memory: str, out: Path, epochs: int | None) -> _Trained:
     """Train as ``recoup flow fit`` does."""
-    from recoup.recipes.flow.train import MONITOR, prepare
+    from recoup.recipes.flow.steps import MONITOR
+    from recoup.recipes.flow.train import prepare
     from recoup.recipes.progress import LossRecord, Progress
 
     args = ["--config", "glow-digits", "--memory", memory, "--out", str(out)]
