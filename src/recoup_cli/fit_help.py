@@ -11,7 +11,8 @@ Train a flow on pictures, or on points in the plane. Options, each as --name VAL
 
   --data PATH        a folder of pictures, an .npz of pictures or points, a .csv of points, moons,
                      rings or checkerboard; the built-in digits if left out
-  --memory MODE      what backward remembers: linear, sqrt, log, constant, or a number of slots
+  --memory MODE      what backward remembers: linear, sqrt, log, constant, a number of slots, or
+                     a number of bytes as "500 MiB"
   --epochs N         number of epochs (30)
   --batch-size N     pictures in a batch (64)
   --out DIR          folder of the run (runs/flow/fit-1, or the next number)

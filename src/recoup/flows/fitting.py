@@ -52,9 +52,10 @@ class Fitted:
     results: Mapping[str, Any]
 
     def __str__(self) -> str:
-        score = "not tested" if self.bits_per_dim is None else f"{self.bits_per_dim:.3f} bits/dim"
+        bits = self.bits_per_dim
         return (
-            f"{score} in test, after {self.epochs} epochs in {self.seconds:.1f} s, a step in "
+            f"{'not tested' if bits is None else f'{bits:.3f} bits/dim in test'}, after "
+            f"{self.epochs} epochs in {self.seconds:.1f} s, a step in "
             f"{format_bytes(self.peak_bytes)}"
         )
 

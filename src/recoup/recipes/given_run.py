@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from recoup.recipes.checks import check_at_least
 from recoup.recipes.progress import Progress
@@ -50,11 +50,13 @@ class GivenRun(TrainingRun):
         trainer: Mapping[str, Any],
     ) -> None:
         check_at_least(1, epochs=epochs, patience=patience)
+        _check_not_set(trainer, max_epochs="epochs", default_root_dir="out")
         self.model = model
         self.datamodule = data
         self.monitor = monitor
         given = dict(trainer)
         callbacks = given.pop("callbacks", None) or []
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         folder = checkpoint_folder(out)
         saving = ModelCheckpoint(**{"dirpath": folder, "monitor": monitor, **CHECKPOINT})
         stopping = EarlyStopping(**{"monitor": monitor, **EARLY_STOPPING, "patience": patience})
@@ -132,6 +134,15 @@ def fitted(
         if out is not None:
             write_results(run, results)
     return results
+
+
+def _check_not_set(trainer: Mapping[str, Any], **arguments: str) -> None:
+    """Raise a ValueError if the Trainer is given a setting that is an argument of its own."""
+    for setting, argument in arguments.items():
+        if setting in trainer:
+            raise ValueError(
+                f"`trainer` has `{setting}`, which is the argument `{argument}`. Give that."
+            )
 
 
 @contextmanager

@@ -121,8 +121,15 @@ class Progress(_EpochMetrics, RichProgressBar):
             self.progress.console.print(line, highlight=False, soft_wrap=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the bar, and give rich's console back as it is by default."""
+        """Remove the bar. Rich's own console, which Lightning lets write to stderr, is as before."""
         super().teardown(trainer, pl_module, stage)
+        rich.reconfigure()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Remove the bar, so that the error can be read."""
+        super().on_exception(trainer, pl_module, exception)
         rich.reconfigure()
 
     def _parts(self, metrics: dict[str, float]) -> list[str]:

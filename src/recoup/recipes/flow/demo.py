@@ -26,7 +26,8 @@ __all__ = ["MEMORIES", "build_step", "demo"]
 # import this file for `build_step` alone, and need neither.
 
 MEMORIES = ("linear", "sqrt", "constant")
-_DEPTHS = (4, 8, 16, 24, 32)
+_DEPTHS = (4, 8, 16, 24)
+_STEPS_OF_AN_EPOCH = 12  # 1437 digits in batches of 128
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class _Loss(torch.nn.Module):
         return self.flow.bits_per_dim(x)
 
 
-def demo(out: str | None = None, epochs: int | None = None) -> int:
+def demo(out: str | None = None, epochs: int = 15) -> int:
     """Train a Glow on the digits in linear, sqrt and constant memory, and compare the three.
 
     Prints a table and the curve of memory and time against depth, and draws pictures: samples,
@@ -70,7 +71,7 @@ def demo(out: str | None = None, epochs: int | None = None) -> int:
 
     Args:
         out: Folder for checkpoints and pictures; runs/flow/demo-1, or the next number, if None.
-        epochs: Number of epochs; that of the configuration glow-digits if None.
+        epochs: Number of epochs; the configuration glow-digits, which is trained, has 45.
 
     Returns:
         The exit code.
@@ -115,14 +116,15 @@ def _check_imports() -> None:
     importlib.import_module("matplotlib")
 
 
-def _train(memory: str, out: Path, epochs: int | None) -> _Trained:
-    """Train as ``recoup flow fit`` does."""
+def _train(memory: str, out: Path, epochs: int) -> _Trained:
+    """Train as ``recoup flow fit`` does, with a learning rate that falls to 0 at the end."""
     from recoup.recipes.flow.steps import MONITOR
     from recoup.recipes.flow.train import prepare
     from recoup.recipes.progress import LossRecord, Progress
 
     args = ["--config", "glow-digits", "--memory", memory, "--out", str(out)]
-    run = prepare([*args, *([] if epochs is None else ["--epochs", str(epochs)])])
+    length = ["--epochs", str(epochs), "--model.num_decay_steps", str(epochs * _STEPS_OF_AN_EPOCH)]
+    run = prepare([*args, *length])
     record = LossRecord()
     start = time.perf_counter()
     run.fit(record, progress=Progress(MONITOR, title=memory, lines=False))

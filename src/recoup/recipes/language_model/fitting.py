@@ -44,9 +44,10 @@ class Fitted:
     results: Mapping[str, Any]
 
     def __str__(self) -> str:
-        score = "not tested" if self.perplexity is None else f"perplexity {self.perplexity:.2f}"
+        score = self.perplexity
         return (
-            f"{score} in test, after {self.epochs} epochs in {self.seconds:.1f} s, a step in "
+            f"{'not tested' if score is None else f'perplexity {score:.2f} in test'}, after "
+            f"{self.epochs} epochs in {self.seconds:.1f} s, a step in "
             f"{format_bytes(self.peak_bytes)}"
         )
 
