@@ -122,6 +122,7 @@ def fitted(
             trainer=trainer,
         )
         check(run)
+        module.train()
         try:
             run.train(*([Progress(monitor)] if progress else []))
             if run.stopping.signum is not None:

@@ -121,7 +121,7 @@ class Progress(_EpochMetrics, RichProgressBar):
             self.progress.console.print(line, highlight=False, soft_wrap=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the bar. Rich's own console, which Lightning lets write to stderr, is as before."""
+        """Remove the bar; rich's own console, which Lightning sends to stderr, is as before."""
         super().teardown(trainer, pl_module, stage)
         rich.reconfigure()
 
