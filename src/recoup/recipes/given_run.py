@@ -54,17 +54,16 @@ class GivenRun(TrainingRun):
         self.model = model
         self.datamodule = data
         self.monitor = monitor
-        given = dict(trainer)
+        given: dict[str, Any] = {**TRAINER, "devices": 1, **trainer}
+        given |= {"max_epochs": epochs, "default_root_dir": out}
         callbacks = given.pop("callbacks", None) or []
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         folder = checkpoint_folder(out)
-        saving = ModelCheckpoint(**{"dirpath": folder, "monitor": monitor, **CHECKPOINT})
-        stopping = EarlyStopping(**{"monitor": monitor, **EARLY_STOPPING, "patience": patience})
+        saving = ModelCheckpoint(folder, monitor=monitor, **CHECKPOINT)
+        settings: dict[str, Any] = {**EARLY_STOPPING, "patience": patience}
+        stopping = EarlyStopping(monitor, **settings)
         with quiet_lightning():
-            self.trainer = Trainer(
-                **{**TRAINER, "devices": 1, **given, "max_epochs": epochs, "default_root_dir": out},
-                callbacks=[*callbacks, saving, stopping],
-            )
+            self.trainer = Trainer(**given, callbacks=[*callbacks, saving, stopping])
         if self.trainer.world_size > 1:
             raise ValueError(
                 f"`trainer` asks for {self.trainer.world_size} processes, but a call trains in one."

@@ -19,15 +19,18 @@ from recoup.recipes.stopping import Stopping, StopRun
 __all__ = ["CHECKPOINT", "EARLY_STOPPING", "TRAINER", "TrainingRun"]
 
 # Settings of every run that are not Lightning's.
-TRAINER = {
+TRAINER: dict[str, Any] = {
     "max_epochs": 30,
     "logger": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
-CHECKPOINT = {"filename": "best", "enable_version_counter": False}
-EARLY_STOPPING = {"patience": 20, "strict": False}  # A run may be too short to validate.
+CHECKPOINT: dict[str, Any] = {"filename": "best", "enable_version_counter": False}
+EARLY_STOPPING: dict[str, Any] = {
+    "patience": 20,
+    "strict": False,
+}  # A run may be too short to validate.
 
 
 class TrainingRun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -15,8 +15,6 @@ from recoup.recipes.flow.steps import MONITOR, TRAINER, FlowSteps, measured_step
 from recoup.recipes.given_run import fitted
 
 __all__ = ["train_given"]
-
-_FRACTION = 0.1
 
 
 def train_given(
@@ -35,22 +33,24 @@ def train_given(
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a flow, and return the results. `recoup.flows.fit` explains the arguments."""
-    parts = {"images": data, "validation": validation, "test": test}
-    given = {name: part for name, part in parts.items() if not isinstance(part, (int, float))}
-    pairs = {name: _checked(flow, name, cast("Batch", part)) for name, part in given.items()}
-    fractions = {
-        f"{name}_fraction": _FRACTION if name in given else float(cast("float", parts[name]))
-        for name in ("validation", "test")
+    given = {"images": data, "validation": validation, "test": test}
+    parts = {
+        name: _checked(flow, name, part)
+        for name, part in given.items()
+        if not isinstance(part, (int, float))
     }
     samples = Samples(
         "`images`",
         flow.levels,
-        **{_PARTS[name]: rows for name, (rows, _) in pairs.items()},  # pyright: ignore[reportArgumentType]
-        labels={_PARTS[name]: labels for name, (_, labels) in pairs.items() if labels is not None},
+        parts["images"][0],
+        validation=parts["validation"][0] if "validation" in parts else None,
+        test=parts["test"][0] if "test" in parts else None,
+        labels={_PARTS[name]: labels for name, (_, labels) in parts.items() if labels is not None},
     )
     batches = SampleBatches(
         samples,
-        **fractions,
+        validation_fraction=_fraction(validation),
+        test_fraction=_fraction(test),
         batch_size=batch_size,
         seed=seed,
         conditional=flow.num_classes is not None,
@@ -71,6 +71,11 @@ def train_given(
 
 
 _PARTS = {"images": "train", "validation": "validation", "test": "test"}
+
+
+def _fraction(part: float | Batch) -> float:
+    """Return a fraction; that of the recipe for a part of its own, which is not cut off."""
+    return float(part) if isinstance(part, (int, float)) else 0.1
 
 
 def _checked(flow: Flow, name: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
