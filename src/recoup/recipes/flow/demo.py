@@ -26,7 +26,7 @@ __all__ = ["MEMORIES", "build_step", "demo"]
 # import this file for `build_step` alone, and need neither.
 
 MEMORIES = ("linear", "sqrt", "constant")
-_DEPTHS = (4, 8, 16, 24)
+_DEPTHS = (4, 8, 16)
 _STEPS_OF_AN_EPOCH = 12  # 1437 digits in batches of 128
 
 
@@ -149,7 +149,7 @@ def _compare(trained: dict[str, _Trained]) -> None:
             for name, parameter in flow.named_parameters()
             if parameter.grad is not None
         }
-        measured = recoup.measure(step, device="cpu", repeats=10)
+        measured = recoup.measure(step, device="cpu", repeats=5)
         result.peak_bytes = measured.peak_bytes
         # CPU time, which other programs on the machine disturb less than wall time.
         result.step_seconds = measured.cpu_seconds or 0.0
@@ -260,7 +260,7 @@ def _curve() -> Curve:
             "recoup.recipes.flow.demo:build_step",
             _DEPTHS,
             MEMORIES,
-            repeats=5,
+            repeats=3,
             progress=lambda point: bar.update(
                 task, advance=1, note=f"depth {point.depth}, {point.memory}"
             ),
