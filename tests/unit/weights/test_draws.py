@@ -572,9 +572,21 @@ def test_groups_of_eight_entries_are_uniform(numel):
 @pytest.mark.parametrize("numel", [2**18, 2**20])
 def test_noise_is_gaussian(numel, dtype):
     for seed in (0, 1):
-        x = normals(numel, seed, dtype)
-        for part in (x, x[: numel // 2], x[numel // 2 :]):
+        for part in normals(numel, seed, dtype).tensor_split(2):
             assert are_gaussian(part)
+
+
+def test_what_is_not_random_is_seen():
+    x, generator = normals(2**17, 0), torch.Generator().manual_seed(0)
+    for wrong in (x + 0.02, 1.02 * x, x.abs(), x.clamp(-3.0, 3.0), x + 0.05 * (x.square() - 1)):
+        assert not are_gaussian(wrong)
+    other = torch.randn(2**17, generator=generator)
+    assert not are_uncorrelated(x, other + 0.02 * x)
+    assert not has_share(mask((2**17,), 0, 0.31) == 0, 0.3)
+    bits = torch.randint(256, (2**17,), generator=generator)
+    assert are_even(torch.bincount(bits, minlength=256))
+    assert not are_even(torch.bincount(bits // 2 + 64 * (bits > 250), minlength=128))
+    assert not are_even(torch.arange(2**17).bincount(minlength=2**17)[:256] * 512)
 
 
 def test_tails_are_long():

@@ -63,7 +63,7 @@ class _Loss(torch.nn.Module):
         return self.flow.bits_per_dim(x)
 
 
-def demo(out: str | None = None, epochs: int = 15) -> int:
+def demo(out: str | None = None, epochs: int = 10) -> int:
     """Train a Glow on the digits in linear, sqrt and constant memory, and compare the three.
 
     Prints a table and the curve of memory and time against depth, and draws pictures: samples,
