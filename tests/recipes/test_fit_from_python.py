@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import json
 import os
 import signal
@@ -254,3 +255,9 @@ def test_the_extra_is_named_where_it_is_missing(fit, make, monkeypatch):
     monkeypatch.delattr(language_model, "given", raising=False)
     with pytest.raises(ImportError, match=r'needs lightning.*pip install "recoup\[recipes\]"'):
         fit(make())
+
+
+def test_the_example_of_a_language_model_runs():
+    """Examples of recipes are not among those of `tests/api/test_doctests.py`."""
+    done = doctest.testmod(language_model.fitting)
+    assert (done.failed, done.attempted > 5) == (0, True)
