@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import tables
-from tables import mib, torch_sequential
+from tables import mib
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
@@ -25,6 +25,7 @@ def write() -> None:
         "drift",
         "flows",
         "mnist",
+        "tiles",
     )
     results = ROOT / "benchmarks" / "results"
     paths = {name: results / f"{name}_cpu.json" for name in names}
@@ -44,10 +45,8 @@ def write() -> None:
         "Drift": tables.drift_table(found["drift"]),
         "Flows beside other libraries": tables.flows_table(found["flows"]),
         "Flows on MNIST": tables.mnist_table(found["mnist"]),
+        "Tiles": tables.tiles_table(found["tiles"]),
     }
-    tiles = results / "tiles_cpu.json"
-    if tiles.exists():
-        parts["Tiles"] = tables.tiles_table(json.loads(tiles.read_text()))
     offload = results / "offload_cpu.json"
     if offload.exists():
         parts["Offloading"] = tables.offload_table(json.loads(offload.read_text()))
@@ -59,96 +58,69 @@ def write() -> None:
 
 
 def _summary(found: dict) -> str:
-    """Return the table of the README: a row for each claim, beside the best other library."""
-    memory = {
-        (r["name"], r["dropout"]): r["peak_bytes"]["64"] for r in found["couplings"]["memory"]
-    }
-    seconds = {r["name"]: r["median_over_plain"] for r in found["couplings"]["seconds"]}
-    sequential = {(r["name"], r["layers"]): r for r in found["chains"]["sequential"]}
-    sqrt, peer = sequential["recoup sqrt", 100], torch_sequential(sequential)
+    """Return the figures of the README in words, each with what others take."""
     sums = {r["name"]: r["peak_bytes"] for r in found["gradients"]["sums"]}
     long_windows = found["language_model"]["long_windows"]
     glow = {(r["name"], r["num_steps"]): r for r in found["flows"]["glow"]}
-    runs = {(r["name"], r["memory"]): r for r in found["mnist"]["runs"]}
-    linear, constant = runs["realnvp", "linear"], runs["realnvp", "constant"]
     gains = [g for g in found["plans"]["gains"] if not g["name"].startswith("least peak")]
     compiled = [g for g in found["compiled"]["gains"] if not g["name"].startswith("least peak")]
-    models = " and ".join(dict.fromkeys(g["model"].partition(",")[0] for g in compiled))
+    models = [*dict.fromkeys(g["model"].partition(",")[0] for g in compiled)]
     overs = [g["ours_over_rival"] for g in compiled if g["ours_over_rival"] is not None]
+    heads = {r["name"]: r for r in found["tiles"]["head"]}
+    head = heads["recoup.tiled_loss"]
     weights = {
         name: dict(row)[name]
         for row in found["weights"]["memory"]
         if (row["layer"], row["dtype"]) == ("Linear 4096x4096", "float32")
         for name in ("torch parametrize", "recoup")
     }
-    rows = [
-        (
-            "peak of a step of 64 invertible conv blocks",
-            (
-                f"plain {mib(memory['plain', 0.0])} MiB, revtorch "
-                f"{memory['revtorch', 0.0] / 2**20:.1f}"
-            ),
-            (
-                f"{memory['recoup constant', 0.0] / 2**20:.1f} MiB "
-                f"({memory['recoup constant', 0.1] / 2**20:.1f} with dropout), "
-                f"{seconds['recoup constant']:.2f} of the plain time"
-            ),
+    num_won = sum(g["is_won"] for g in compiled)
+    won = "all" if num_won == len(compiled) else str(num_won)
+    figures = {
+        "In the same memory, faster": (
+            f"there were {len(compiled)} other ways to train {', '.join(models[:-1])} and "
+            f"{models[-1]}, `torch.compile` at 7 budgets among them. In the bytes that each takes, "
+            f"`recoup.plan(compile=True)` was at least as fast as {won} of them, in "
+            f"{min(overs):.2f} to {max(overs):.2f} of their time; without a compiler, it was as "
+            f"fast as {sum(g['is_won'] for g in gains)} of {len(gains)}."
         ),
-        (
-            "peak of a training step of a Glow of 32 steps",
-            (
-                f"nflows {glow['nflows', 16]['peak_bytes'] / 2**20:.1f} MiB, FrEIA "
-                f"{glow['FrEIA', 16]['peak_bytes'] / 2**20:.1f}"
-            ),
-            f"{glow['recoup constant', 16]['peak_bytes'] / 2**20:.1f} MiB at any depth",
+        "A tenth of a loss": (
+            f"GPT-2's output layer and loss over 4096 tokens take {mib(head['peak_bytes'])} MiB "
+            f"in place of {mib(heads['plain']['peak_bytes'])}, at {head['over_plain']:.2f} of the "
+            "time."
         ),
-        (
-            "RealNVP on MNIST, 5 epochs: test bits/dim, peak",
-            f"linear {linear['test_bits_per_dim']:.3f}, {mib(linear['peak_bytes'])} MiB",
-            f"constant {constant['test_bits_per_dim']:.3f}, {mib(constant['peak_bytes'])} MiB",
+        "Any depth": (
+            f"a normalizing flow of 32 steps trains in {size(glow['recoup constant', 16])} MiB, "
+            f"and so does a deeper one; nflows takes {size(glow['nflows', 16])}, FrEIA "
+            f"{size(glow['FrEIA', 16])}."
         ),
-        (
-            "100 layers, `sqrt`: peak in states and tapes, forwards",
-            f"torch {peer['peak_units']:.0f}, {peer['num_forwards']}",
-            f"{sqrt['peak_units']:.0f}, {sqrt['num_forwards']}",
+        "Noise for nothing": (
+            f"dropout on the weight of a `Linear(4096, 4096)` keeps {mib(weights['recoup'])} MiB "
+            f"for backward; torch's parametrization keeps {mib(weights['torch parametrize'])}."
         ),
-        (
-            "training GPT-2 and ResNet-50 in fewer bytes",
-            f"{len(gains)} other ways",
-            f"a plan in the same bytes is as fast as {sum(g['is_won'] for g in gains)} of them",
+        "Long windows": (
+            f"an AWD-LSTM over windows of 2000 steps trains in "
+            f"{mib(long_windows[3]['peak_bytes'])} MiB in place of "
+            f"{mib(long_windows[1]['peak_bytes'])}."
         ),
-        (
-            f"the same for {models}, with `compile=True`",
-            f"{len(compiled)} other ways, torch.compile at 7 budgets among them",
-            (
-                f"in the same bytes {min(overs):.2f} to {max(overs):.2f} of the time of "
-                f"{sum(g['is_won'] for g in compiled)} of them"
-            ),
+        "Sums of gradients": (
+            f"16 backwards over 128 MiB of weights, merged before one step, peak at "
+            f"{mib(sums['recoup'])} MiB; merging dictionaries takes "
+            f"{mib(sums['merged out of place (candle)'])}."
         ),
-        (
-            "kept by weight dropout, Linear 4096x4096",
-            f"torch parametrize {mib(weights['torch parametrize'])} MiB",
-            f"{mib(weights['recoup'])} MiB",
-        ),
-        (
-            "peak of 16 summed backwards over 128 MiB of weights",
-            f"candle's merge {mib(sums['merged out of place (candle)'])} MiB",
-            f"{mib(sums['recoup'])} MiB",
-        ),
-        (
-            "peak of AWD-LSTM, windows of 2000 steps",
-            f"torch {mib(long_windows[1]['peak_bytes'])} MiB",
-            f"{mib(long_windows[3]['peak_bytes'])} MiB",
-        ),
-    ]
-    lines = ["| | others | recoup |", "|---|---|---|", *(f"| {' | '.join(r)} |" for r in rows)]
+    }
     couplings = found["couplings"]
     conditions = (
         f"<sub>{couplings['device_name']}, two cores, torch {couplings['versions']['torch']}, "
-        "peaks by the allocator's events. `make bench` measures again; [all tables and their "
-        "conditions](docs/benchmarks.md) also show where others are faster.</sub>"
+        "peaks by the allocator's events. `make bench` measures again; "
+        "[all tables and their conditions](docs/benchmarks.md).</sub>"
     )
+    lines = [f"- **{title}**: {text}" for title, text in figures.items()]
     return "\n".join([*lines, "", conditions])
+
+
+def size(row: dict) -> str:
+    return f"{row['peak_bytes'] / 2**20:.1f}"
 
 
 def _put(path: Path, table: str) -> None:

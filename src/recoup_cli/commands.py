@@ -5,85 +5,75 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from recoup_cli import fit_help
-from recoup_cli.arguments import help_of, options_in
-from recoup_cli.fit_arguments import SHORT_NAMES, Fit, check_arguments
-from recoup_cli.mistakes import MistakeError, missing_module, near, report
-from recoup_cli.signatures import package_folder
+from recoup_cli import options
+from recoup_cli.fit_arguments import FLOW, LANGUAGE_MODEL, Fit, long_names
+from recoup_cli.mistakes import MistakeError, check_checkpoint, missing_module, report
+from recoup_cli.parser import Parser
 from recoup_cli.version import version_line
 
 __all__ = ["FLOW", "LANGUAGE_MODEL", "main"]
 
-_USAGE = """\
-usage: recoup COMMAND [options]
 
-Training that remembers less. Commands:
-
-  recoup flow fit        train a flow on pictures, points, or the built-in digits
-  recoup flow evaluate   say how well it codes pictures that it has not seen
-  recoup flow sample     draw from it: pictures, or the density of points
-  recoup flow demo       train in three memory modes, and compare them
-  recoup lm fit          train a language model on your text, or on Python's documentation
-  recoup lm evaluate     say how well it predicts text that it has not seen
-  recoup lm generate     let it write
-  recoup curve           measure memory and time against depth, for any builder
-  recoup explain         say what a plan does with a model, for a number of bytes
-  recoup --version       say which recoup, Python and torch these are
-
-Each says more with --help."""
-
-FLOW = Fit(
-    "recipes/flow",
-    "FlowTraining",
-    "Images",
-    fit_help.FLOW,
-    sources=("moons", "rings", "checkerboard"),
-)
-LANGUAGE_MODEL = Fit(
-    "recipes/language_model",
-    "LanguageModelTraining",
-    "Texts",
-    fit_help.LANGUAGE_MODEL,
-    short_names={**SHORT_NAMES, "--weight-noise": "--model.weight_noise"},
-    default_config="tiny",
-)
-
-
-@dataclass(frozen=True)
-class _Command:
-    """A command.
+class _Command(NamedTuple):
+    """A command, or a group of them.
 
     Attributes:
-        module: Module to import when the command runs, below ``recoup.recipes``.
-        function: Function of the module to call.
-        fit: Description of the arguments, if the command trains.
+        help: What it does.
+        target: Module below ``recoup.recipes``, and its function to call; a group has none.
+        add_options: Adds the options, which are the arguments of the function.
+        fit: In place of that, the description of a command that trains, whose function takes the
+            command line as it is.
+        usage: What follows the name.
     """
 
-    module: str
-    function: str
+    help: str
+    target: str = ""
+    add_options: Callable[[Parser], None] | None = None
     fit: Fit | None = None
-
-    @property
-    def source(self) -> Path:
-        folder = package_folder("recoup") or Path()
-        return folder.joinpath("recipes", *self.module.split(".")).with_suffix(".py")
+    usage: str = "[options]"
 
 
 _COMMANDS = {
-    "flow fit": _Command("flow.train", "train", FLOW),
-    "flow evaluate": _Command("flow.evaluate", "evaluate"),
-    "flow sample": _Command("flow.sample", "sample"),
-    "flow demo": _Command("flow.demo", "demo"),
-    "lm fit": _Command("language_model.train", "train", LANGUAGE_MODEL),
-    "lm evaluate": _Command("language_model.evaluate", "evaluate"),
-    "lm generate": _Command("language_model.generate", "generate"),
-    "curve": _Command("curve_command", "curve_command"),
-    "explain": _Command("explain_command", "explain_command"),
+    "flow": _Command("normalizing flows: fit, evaluate, sample, demo", usage="COMMAND [options]"),
+    "flow fit": _Command(FLOW.help, "flow.train:train", fit=FLOW),
+    "flow evaluate": _Command(
+        "say how well a flow codes pictures that it has not seen",
+        "flow.evaluate:evaluate",
+        options.add_flow_evaluate,
+    ),
+    "flow sample": _Command(
+        "draw from a flow: pictures, or the density of points",
+        "flow.sample:sample",
+        options.add_sample,
+    ),
+    "flow demo": _Command(
+        "train in three memory modes, and compare them", "flow.demo:demo", options.add_demo
+    ),
+    "lm": _Command("language models: fit, evaluate, generate", usage="COMMAND [options]"),
+    "lm fit": _Command(LANGUAGE_MODEL.help, "language_model.train:train", fit=LANGUAGE_MODEL),
+    "lm evaluate": _Command(
+        "say how well a language model predicts text that it has not seen",
+        "language_model.evaluate:evaluate",
+        options.add_lm_evaluate,
+    ),
+    "lm generate": _Command(
+        "let a language model write", "language_model.generate:generate", options.add_generate
+    ),
+    "curve": _Command(
+        "measure memory and time against depth, for any builder",
+        "curve_command:curve_command",
+        options.add_curve,
+        usage="BUILD [options]",
+    ),
+    "explain": _Command(
+        "say what a plan does with a model, for a number of bytes",
+        "explain_command:explain_command",
+        options.add_explain,
+        usage="BUILD [options]",
+    ),
 }
 
 
@@ -111,67 +101,65 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Sequence[str]) -> int:
-    if args[:1] == ["--version"]:
-        print(version_line())
-        return 0
-    name, rest = _named(args)
-    command = _COMMANDS.get(name)
-    is_help = "-h" in rest or "--help" in rest
-    if command is None:
-        print(_USAGE)
-        return 0
-    if command.fit is not None:
-        if is_help:
-            print(_help(command.fit))
-            return 0
-        check_arguments(rest, command.fit)
-        return _imported(command)(rest)
-    about: Any = {
-        "prog": f"recoup {name}",
-        "file": command.source,
-        "function": command.function,
-    }
-    if is_help:
-        print(help_of(**about))
-        return 0
-    options = options_in(rest, **about)
-    return _imported(command)(**options)
-
-
-def _named(args: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the longest command name that `args` begin with, and the rest; "" means help."""
-    for length in (2, 1):
-        name = " ".join(args[:length])
-        if name in _COMMANDS:
-            return name, args[length:]
-    wants_help = {"-h", "--help", "help"}
-    if not args or args[0] in wants_help:
-        return "", ()
-    is_group = args[0] in {name.partition(" ")[0] for name in _COMMANDS}
-    if is_group and (len(args) == 1 or args[1] in wants_help):
-        return "", ()
-    given = " ".join(args[:2])
-    raise MistakeError(
-        f"there is no command `{given}`.{near(given, _COMMANDS) or near(args[0], _COMMANDS)} The "
-        f"commands are {', '.join(_COMMANDS)}."
-    )
-
-
-def _imported(command: _Command) -> Any:
-    """Import and return the function of a command; this imports torch, which takes seconds."""
     try:
-        module = importlib.import_module(f"recoup.recipes.{command.module}")
+        target, arguments = _parsed(args)
+    except SystemExit:  # a parser has printed the help or the version
+        return 0
+    except ValueError as error:
+        raise MistakeError(str(error)) from None
+    module, _, function = target.partition(":")
+    try:
+        imported = importlib.import_module(f"recoup.recipes.{module}")  # torch takes seconds
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "recoup":
             raise
         raise MistakeError(missing_module(error)) from error
-    return getattr(module, command.function)
+    return getattr(imported, function)(**arguments)
 
 
-def _help(fit: Fit) -> str:
-    """Return the help of ``fit``, with a line for each family of configurations."""
-    names = sorted(path.stem for path in fit.configs.glob("*.yaml"))
-    firsts = dict.fromkeys(name.partition("-")[0] for name in names)
-    lines = [", ".join(name for name in names if name.startswith(f"{first}-")) for first in firsts]
-    listed = "".join(f"\n                       {line}" for line in lines if line)
-    return fit.help.replace("{configs}", listed)
+def _parsed(args: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the function to call, and its arguments.
+
+    Raises:
+        MistakeError: When the parser refuses an argument.
+        ValueError: When a file is not there.
+        SystemExit: When the arguments ask for help.
+    """
+    known, rest = _parser().parse_known_args(args)
+    given = vars(known)
+    parser, command = given.pop("parser"), given.pop("command")
+    if command.fit is not None:
+        long_names(rest, command.fit)  # finds what it can before the import
+        return command.target, {"args": rest}
+    if rest:
+        parser.refuse(rest)
+    if not command.target:
+        parser.parse_args(["--help"])
+    if "checkpoint" in given:
+        check_checkpoint(given["checkpoint"], "--checkpoint")
+    return command.target, given
+
+
+def _parser() -> Parser:
+    about = _Command("training that remembers less", usage="COMMAND [options]")
+    top = Parser(prog="recoup", about=about.help, usage=about.usage)
+    top.set_defaults(command=about)
+    version = "say which recoup, Python and torch these are"
+    top.add_argument("--version", action="version", version=version_line(), help=version)
+    groups = {"": top.add_subparsers(title="commands", metavar="COMMAND")}
+    for name, command in _COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        parser = groups[group].add_parser(
+            last,
+            prog=f"recoup {name}",
+            about=command.help,
+            help=command.help,
+            usage=command.usage,
+            add_help=command.fit is None,
+        )
+        parser.set_defaults(command=command)
+        if not command.target:
+            groups[name] = parser.add_subparsers(title="commands", metavar="COMMAND")
+        elif command.add_options is not None:
+            command.add_options(parser)
+    return top

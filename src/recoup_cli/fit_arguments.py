@@ -1,45 +1,28 @@
-"""Arguments of ``fit``: short names, configurations, and a check before Lightning is imported.
+"""Arguments of ``fit``: options for every day, which become settings of Lightning's command line.
 
-The check finds unknown options, and values of the wrong type for options of the recipes.
-Lightning's command line then parses and checks the arguments.
+Its settings, such as ``--trainer.max_epochs``, are hundreds, and it must import their classes to
+know them, which takes seconds. So options are checked here, and settings are left to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import argparse
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from recoup_cli.mistakes import MistakeError, check_checkpoint, near
-from recoup_cli.signatures import Option, package_folder, signature_of
+from recoup_cli.mistakes import check_checkpoint, near
+from recoup_cli.parser import Parser, positive_int
 
-__all__ = ["SHORT_NAMES", "Fit", "check_arguments", "check_epochs", "given_in", "long_names"]
+__all__ = ["FLOW", "LANGUAGE_MODEL", "Fit", "check_epochs", "given_in", "long_names"]
 
-# Short names are expanded before parsing: each setting has one name in configuration files, and
-# all full names of Lightning's command line work.
-SHORT_NAMES = {
-    "--data": "--data.path",
-    "--memory": "--model.memory",
-    "--epochs": "--trainer.max_epochs",
-    "--batch-size": "--data.batch_size",
-    "--out": "--trainer.default_root_dir",
-    "--seed": "--seed_everything",
-    "--threads": "--num_threads",
+# How settings of Lightning's command line begin: with these, and a dot if they have parts.
+_SECTIONS = {
+    *("trainer", "model", "data", "checkpoint", "early_stopping"),
+    *("seed_everything", "num_threads", "print_config"),
 }
-_OF_THE_RUN = {
-    *("--config", "--resume", "--finetune", "--num_threads", "--seed_everything"),
-    *("--print_config", "--help", "--help-all", "-h"),
-    *("--trainer", "--model", "--data", "--checkpoint", "--early_stopping"),
-}
-_BEGUN_FROM = ("--resume", "--finetune")
-_WITHOUT_VALUE = {"--print_config", "--help", "--help-all", "-h"}
-# File and class of each section of Lightning's options; unchecked if Lightning lacks the file.
-_OF_LIGHTNING = {
-    "trainer": ("trainer/trainer.py", "Trainer"),
-    "checkpoint": ("callbacks/model_checkpoint.py", "ModelCheckpoint"),
-    "early_stopping": ("callbacks/early_stopping.py", "EarlyStopping"),
-}
-_Sections = dict[str, dict[str, Option]]
 
 
 @dataclass(frozen=True)
@@ -47,80 +30,118 @@ class Fit:
     """The command ``fit`` of a recipe.
 
     Attributes:
-        folder: Folder of the recipe, in the package.
-        model: Name of the class of the model, in ``model.py``.
-        data: Name of the class of the data, in ``data.py``.
-        help: Text of ``--help``, with ``{configs}`` for the configurations.
+        name: Name of the recipe on the command line.
+        folder: Folder of the recipe, in ``recoup.recipes``.
+        help: What the command does.
+        data: What ``--data`` takes.
+        memory: What ``--memory`` takes.
+        batch_size: What ``--batch-size`` counts.
+        settings: Lines about settings of the recipe for ``--help``.
         sources: Values of ``--data`` that are not paths.
-        short_names: Short names of settings.
-        default_config: The configuration to use if the arguments name none.
+        options: Options of this recipe alone: names, and arguments of `add_argument`.
+        default_configs: The configurations to use if the arguments name none.
     """
 
+    name: str
     folder: str
-    model: str
-    data: str
     help: str
+    data: str
+    memory: str
+    batch_size: str
+    settings: str
     sources: tuple[str, ...] = ()
-    short_names: Mapping[str, str] = field(default_factory=lambda: SHORT_NAMES)
-    default_config: str | None = None
-
-    @property
-    def path(self) -> Path:
-        """The folder of the recipe."""
-        return (package_folder("recoup") or Path()) / self.folder
+    options: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    default_configs: tuple[str, ...] = ()
 
     @property
     def configs(self) -> Path:
         """The folder of the configurations that come with the recipe."""
-        return self.path / "configs"
+        return Path(__file__).parents[1] / "recoup" / "recipes" / self.folder / "configs"
+
+    @property
+    def config_names(self) -> list[str]:
+        """The names of the configurations that come with the recipe."""
+        return sorted(path.stem for path in self.configs.glob("*.yaml"))
+
+
+FLOW = Fit(
+    "flow",
+    "flow",
+    "train a flow on pictures, points, or the built-in digits",
+    data="a folder of pictures, an .npz of pictures or points, a .csv of points, moons, rings or "
+    "checkerboard; the built-in digits if left out",
+    memory="what backward remembers: linear, sqrt, log, constant, a number of slots, or a number "
+    'of bytes as "500 MiB"',
+    batch_size="pictures in a batch (64)",
+    settings="""\
+  --model.flow NAME  glow, nice, realnvp, flowpp or iresnet (glow)
+  --model.conditional true
+                     learn the density given the label, for data with labels
+  --data.size N      crop and resize the pictures to N x N
+  --data.levels N    number of grey levels to train on (those of the pictures)
+  --model.num_levels, --model.num_steps, --model.width, --model.depth, --model.dropout
+                     the flow: scales, steps at each, channels in its networks, ...
+  --model.learning_rate, --model.optimizer, --early_stopping.patience, ...""",
+    sources=("moons", "rings", "checkerboard"),
+)
+LANGUAGE_MODEL = Fit(
+    "lm",
+    "language_model",
+    "train an AWD-LSTM on your text, or on Python's documentation",
+    data="a text file, or a folder with train.txt, valid.txt and test.txt; the documentation of "
+    "Python if left out",
+    memory='what backward remembers: linear, sqrt, or a number of bytes as "500 MiB"',
+    batch_size="columns of text that are read side by side",
+    settings="""\
+  --data.tokens KIND words, whitespace (for texts that are tokenized) or characters
+  --data.min_count, --data.max_vocab_size, --data.bptt, --data.eval_batch_size, ...
+  --model.embed_size, --model.hidden_size, --model.num_layers, --model.weight_dropout, ...
+  --model.learning_rate, --model.clip, --model.averaging, --early_stopping.patience, ...""",
+    options={
+        "--weight-noise": {
+            "dest": "model.weight_noise",
+            "type": float,
+            "metavar": "STD",
+            "help": "variational noise on weights, from --model.weight_noise_start on",
+        }
+    },
+    default_configs=("tiny",),
+)
 
 
 def long_names(args: Sequence[str], fit: Fit) -> list[str]:
-    """Expand short names, and find configurations that come with the recipe.
+    """Return the arguments for Lightning's command line: its names, and paths of configurations.
+
+    Files come first, so that options go before what is in them.
 
     Raises:
-        ValueError: When a configuration is neither a file nor part of the recipe.
+        MistakeError: When an option is unknown, or its value is wrong.
+        ValueError: When there is no such configuration, checkpoint or data.
     """
-    long: list[str] = []
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        name = fit.short_names.get(name, name)
-        long += [name, value] if equals else [name]
-    begun = {"--config", *_BEGUN_FROM} & set(long)
-    if fit.default_config is not None and not begun:
-        long = ["--config", fit.default_config, *long]
-    for index in range(1, len(long)):
-        if long[index - 1] == "--config" and not Path(long[index]).exists():
-            long[index] = _shipped(long[index], fit)
-    return long
+    parser = _parser(fit)
+    known, rest = parser.parse_known_args(args)
+    given = vars(known)
+    del given["parser"]
+    if given.pop("help_all", False):
+        return ["--help"]
+    unknown = [arg for arg in rest[:1] if not arg.startswith("-")]
+    unknown += [arg for arg in rest if arg.startswith("--") and _section(arg) not in _SECTIONS]
+    if unknown:
+        parser.refuse(unknown[:1])
+    for option in ("resume", "finetune"):
+        if option in given:
+            check_checkpoint(given[option], f"--{option}")
+    _check_data(given.get("data.path", "null"), fit)
+    begun = {"config", "resume", "finetune"} & given.keys()
+    configs = given.pop("config", [] if begun else fit.default_configs)
+    files = [f"--config={_file(config, fit)}" for config in configs]
+    return [*files, *(f"--{name}={value}" for name, value in given.items()), *rest]
 
 
-def _shipped(name: str, fit: Fit) -> str:
-    path = fit.configs / f"{name}.yaml"
-    if path.is_file():
-        return str(path)
-    if "\n" in name or ": " in name:
-        return name  # the settings themselves, not a file
-    names = sorted(path.stem for path in fit.configs.glob("*.yaml"))
-    raise ValueError(
-        f"`--config` is {name}, which is neither a file nor one of {', '.join(names)}."
-        f"{near(name, names)} Give one of these."
-    )
-
-
-def check_arguments(args: Sequence[str], fit: Fit) -> None:
-    """Raise if the arguments have mistakes that can be found without importing the recipe.
-
-    Raises:
-        MistakeError: When there is a mistake.
-    """
-    if "--help-all" in args:
-        return
-    try:
-        given = dict(_pairs(long_names(args, fit), args, fit))
-        _check_values(given, fit)
-    except ValueError as error:
-        raise MistakeError(str(error)) from None
+def given_in(args: Sequence[str], setting: str) -> bool:
+    """Return whether arguments with long names give a setting, or a part of it."""
+    names = [arg.partition("=")[0].rstrip("+") for arg in args]
+    return any(name == f"--{setting}" or name.startswith(f"--{setting}.") for name in names)
 
 
 def check_epochs(max_epochs: int | None, *, is_bounded: bool) -> None:
@@ -132,96 +153,71 @@ def check_epochs(max_epochs: int | None, *, is_bounded: bool) -> None:
         )
 
 
-def _pairs(long: Sequence[str], args: Sequence[str], fit: Fit) -> Iterator[tuple[str, str | None]]:
-    """Yield the options with their values; raise at an unknown option."""
-    sections = _sections(fit)
-    index = 0
-    while index < len(long):
-        option = long[index]
-        has_value = option not in _WITHOUT_VALUE and index + 1 < len(long)
-        value = long[index + 1] if has_value and not long[index + 1].startswith("--") else None
-        if not _is_known(option, sections):
-            unknown = option if value is None else f"{option} {value}"
-            names = [*fit.short_names, *_OF_THE_RUN, *_full_names(sections)]
-            raise MistakeError(
-                f"there is no option `{unknown}`.{near(option, names)} See `--help` for those "
-                "that there are."
-            )
-        section, _, name = option.removeprefix("--").partition(".")
-        known = sections.get(section, {}).get(name)
-        if value is not None and known is not None and section not in _OF_LIGHTNING:
-            _check_type(known, value, option)
-        yield option, value
-        index += 1 if value is None else 2
+def _section(arg: str) -> str:
+    return arg.removeprefix("--").partition("=")[0].partition(".")[0]
 
 
-def _sections(fit: Fit) -> _Sections:
-    files = {
-        "model": (fit.path / "model.py", fit.model),
-        "data": (fit.path / "data.py", fit.data),
-    }
-    lightning = package_folder("lightning")
-    if lightning is not None:
-        for section, (file, kind) in _OF_LIGHTNING.items():
-            files[section] = (lightning / "pytorch" / file, kind)
-    return {
-        section: {option.name: option for option in signature_of(file, kind)[1]}
-        for section, (file, kind) in files.items()
-        if file.is_file()
-    }
-
-
-def _full_names(sections: _Sections) -> list[str]:
-    return [f"--{section}.{name}" for section, options in sections.items() for name in options]
-
-
-def _is_known(option: str, sections: _Sections) -> bool:
-    if option in _OF_THE_RUN:
-        return True
-    section, dot, rest = option.removeprefix("--").partition(".")
-    if section.startswith("print_"):
-        return True  # an option of the parser
-    if not option.startswith("--") or not dot or f"--{section}" not in _OF_THE_RUN:
-        return False
-    return section not in sections or rest.partition(".")[0].rstrip("+") in sections[section]
-
-
-def _check_type(option: Option, value: str, shown: str) -> None:
-    """Raise if `value` is a word but no choice of the option; the parser checks numbers."""
-    is_word = value.isalpha() and value.lower() not in ("inf", "infinity", "nan")
-    if option.choices and not option.is_many and is_word:
-        option.value(value, shown)
-
-
-def _check_values(given: Mapping[str, str | None], fit: Fit) -> None:
-    epochs = given.get("--trainer.max_epochs")
-    if epochs is not None and _is_number(epochs):
-        bounds = {"--trainer.max_steps", "--trainer.max_time", "--config"}
-        check_epochs(int(epochs), is_bounded=bool(bounds & given.keys()))
-    elif epochs is not None and epochs.isalpha() and epochs.lower() not in ("null", "none"):
-        raise MistakeError(f"`--trainer.max_epochs` is {epochs}, but must be one of null, int.")
-    threads = given.get("--num_threads")
-    if threads is not None and _is_number(threads) and int(threads) < 1:
-        raise ValueError(f"`--threads` is {threads}, but must be at least 1.")
-    if all(given.get(option) for option in _BEGUN_FROM):
-        raise ValueError("`--resume` and `--finetune` are both given. Give one of them.")
-    data = given.get("--data.path")
-    if data is not None and data not in (*fit.sources, "null") and not Path(data).exists():
+def _check_data(data: str, fit: Fit) -> None:
+    if data not in (*fit.sources, "null") and not Path(data).exists():
         raise ValueError(
             f"`--data` is {data}, which does not exist.{near(data, fit.sources)} See `--help` for "
             "what it takes."
         )
-    for option in _BEGUN_FROM:
-        path = given.get(option)
-        if path is not None:
-            check_checkpoint(path, option)
 
 
-def _is_number(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
+def _file(config: str, fit: Fit) -> str:
+    """Return the path of a configuration, or the settings themselves."""
+    if "\n" in config or ": " in config or Path(config).exists():
+        return config
+    if config in fit.config_names:
+        return str(fit.configs / f"{config}.yaml")
+    raise ValueError(
+        f"`--config` is {config}, which is neither a file nor one of "
+        f"{', '.join(fit.config_names)}.{near(config, fit.config_names)} Give one of these."
+    )
 
 
-def given_in(args: Sequence[str], setting: str) -> bool:
-    """Return whether arguments with long names give a setting, or a part of it."""
-    names = [arg.partition("=")[0].rstrip("+") for arg in args]
-    return any(name == f"--{setting}" or name.startswith(f"--{setting}.") for name in names)
+def _parser(fit: Fit) -> Parser:
+    """Return the parser of ``fit``; the `dest` of an option is the setting that it stands for."""
+    parser = Parser(
+        prog=f"recoup {fit.name} fit",
+        about=fit.help,
+        usage="[options]",
+        epilog=_epilog(fit),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    number: Any = {"type": positive_int, "metavar": "N"}
+    out = f"folder of the run (runs/{fit.name}/fit-1, or the next number)"
+    seed = "seed of weights, order, noise and dropout (0)"
+    resume = "go on from a checkpoint, with its settings, in its folder"
+    finetune = "begin a new run with the weights of a checkpoint, and its settings"
+    config = "settings from a file, or of the recipe, as below"
+    add = parser.add_argument
+    add("--data", dest="data.path", metavar="PATH", help=fit.data)
+    add("--memory", dest="model.memory", metavar="MODE", help=fit.memory)
+    add("--epochs", dest="trainer.max_epochs", help="number of epochs", **number)
+    add("--batch-size", dest="data.batch_size", help=fit.batch_size, **number)
+    for name, settings in fit.options.items():
+        add(name, **settings)
+    add("--out", dest="trainer.default_root_dir", metavar="DIR", help=out)
+    add("--seed", dest="seed_everything", type=int, metavar="N", help=seed)
+    add("--threads", dest="num_threads", help="threads on CPU", **number)
+    begun = parser.add_mutually_exclusive_group()
+    begun.add_argument("--resume", metavar="CKPT", help=resume)
+    begun.add_argument("--finetune", metavar="CKPT", help=finetune)
+    add("--config", action="append", metavar="FILE", help=config)
+    add("--help-all", action="store_const", const=True, help="explain all settings")
+    return parser
+
+
+def _epilog(fit: Fit) -> str:
+    listed = textwrap.fill(", ".join(fit.config_names), 76, break_on_hyphens=False)
+    return f"""\
+configurations of the recipe, for --config:
+{textwrap.indent(listed, "  ")}
+
+settings, of which these are some:
+{fit.settings}
+  --trainer.accelerator, --trainer.devices, --trainer.precision, ...
+                     any setting of Lightning's Trainer
+  --print_config     print all settings, as a file for --config"""

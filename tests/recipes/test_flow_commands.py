@@ -146,8 +146,5 @@ def test_curve_is_a_command(monkeypatch, capsys):
         "build": "chain:build",
         "depths": [4, 8],
         "memories": ["linear", "3"],
-        "device": "cpu",
-        "repeats": 3,
         "csv": Path("points.csv"),
-        "figure": None,
     }

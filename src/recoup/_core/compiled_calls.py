@@ -5,14 +5,18 @@ NOTE [ Compiled for each kind ]
 Rule 1. The compiler keeps what it compiles with the code of a function, and stops at eight versions
         of one code. So a function that is compiled for modules of many kinds gets a code of its own
         for each kind. Whether a version fits is for the compiler's guards to say, not for the kind.
-Rule 2. If compiling fails, the function runs as it is. If that fails too, it is the user's mistake
+Rule 2. The compiler would look at each call whether the functions, classes and modules that the
+        code of torch and of recoup names are still the same: half of what it looks at, and a tenth
+        of a small step. Nobody replaces those; what user code names is looked at.
+Rule 3. If compiling fails, the function runs as it is. If that fails too, it is the user's mistake
         and nobody's limitation, and the next call is compiled.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -84,7 +88,7 @@ class CompileSettings(NamedTuple):
             fullgraph=True,
             dynamic=self.dynamic,
             backend=self.backend,
-            options=dict(self.options) or None,
+            options={"guard_filter_fn": _worth_guarding, **dict(self.options)},
         )
 
 
@@ -106,7 +110,7 @@ class Compiled:
         self.failure: Exception | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function, compiled if possible (See Rule 2)."""
+        """Call the function, compiled if possible (See Rule 3)."""
         if self.failure is not None:
             return self._plain(*args)
         message = _why_disabled()
@@ -137,6 +141,22 @@ def reason_of(error: Exception) -> str:
 def is_compilable_here() -> bool:
     """Whether the compiler works here: under a dispatch mode code runs as it is."""
     return not compiles_nothing() and not torch.compiler.is_compiling()
+
+
+def _worth_guarding(entries: Sequence[Any]) -> list[bool]:
+    """Return which guards of the compiler are checked in each call (See Rule 2)."""
+    return [not (entry.is_global and _is_lasting(entry)) for entry in entries]
+
+
+def _is_lasting(entry: Any) -> bool:
+    if not entry.has_value or not isinstance(entry.value, _LASTING):
+        return False
+    # A module that is imported by the code that is compiled, or a global of that code itself.
+    _, is_of_module, name = entry.name.partition("G['__import_")
+    return not is_of_module or name.startswith(("torch_dot_", "recoup_dot_"))
+
+
+_LASTING = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 def _failures() -> tuple[type[Exception], ...]:

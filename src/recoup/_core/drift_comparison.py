@@ -18,7 +18,8 @@ Rule 3. A state is compared before autograd uses anything computed from it, or t
         stages are always compared: each stands for several modules.
 Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
         that stage, but before the first stage that changes it, whose inverse returns it. If stages
-        are skipped, that one may be among them, so then the whole state is sketched.
+        are skipped, that one may be among them, so then the whole state is sketched. After a stage
+        that is always compared it is enough to skip no stage that such a tensor comes to.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class DriftComparison:
         "_not_inverted",
         "_num_skipped",
         "_num_stages",
+        "_owes",
         "_sketches",
         "_sum",
         "_tables",
@@ -72,6 +74,7 @@ class DriftComparison:
         self._not_inverted: tuple[int, ...] = ()
         self._every = _EVERY if guard._is_calm(self._num_stages) else 1
         self._num_skipped = 0
+        self._owes = False  # whether the last stage passed on tensors that were not sketched
         self._sketches: dict[int, tuple[Tensor | list[float] | None, ...]] = {}
         self._tables: dict[tuple[object, ...], _Table | None] = {}
         self._is_autocast = _is_autocast()
@@ -96,9 +99,12 @@ class DriftComparison:
             output: its output.
             is_always: whether it is compared wherever others are skipped.
         """
-        if index % self._every and index - 1 in self._inverted and not is_always:
+        is_compared = is_always or self._owes or not index % self._every
+        if not is_compared and index - 1 in self._inverted:
             return
-        passed = {id(value) for value in output} if self._every == 1 else set[int]()
+        is_enough = is_always or self._every == 1
+        passed = {id(value) for value in output} if is_enough else set[int]()
+        self._owes = any(id(value) in passed for value in state)
         sketches = (None if id(v) in passed else self._sketch(index, v) for v in state)
         # On other devices this would wait for the numbers.
         self._sketches[index] = tuple(

@@ -215,7 +215,7 @@ class CompiledStage(OneCallStage):
         if self._is_plain:
             outputs = step_code.compute(self.step.parts, state[0], self._context(inputs))
         elif is_answered() and torch.is_grad_enabled():
-            self._wants_context = inputs[-1].requires_grad
+            self._wants_context = self.num_inputs > 1 and inputs[-1].requires_grad
             outputs = self.as_node(inputs, self._learned)
         else:
             outputs = self.compute(inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -40,34 +39,16 @@ def report_mistake(error: Exception) -> int:
 MISTAKES = (argparse.ArgumentError, ValueError, OSError, ImportError, RecoupError)
 _MISTAKES_OF_LIGHTNING = {"MisconfigurationException"}  # by name: its import takes seconds
 
-_SETTING = re.compile(r'Parser key "(?P<name>[^"]+)": (?P<what>.*)')
-_EXPECTED = re.compile(r"Expected an? (?:<class '(\w+)'>|typing\.Literal\[([^]]*)\])")
-_GIVEN = re.compile(r"(?:Given|Got) value: (.*)$")
-
 
 def one_line(error: Exception) -> str:
-    """Return the message of an error in one line, with the option names of the command line."""
+    """Return the message of an error in one line, with what to do."""
     if isinstance(error, ModuleNotFoundError):
         return missing_module(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}."
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, argparse.ArgumentError):
+        return f"{text}. See `--help-all`."
     if type(error).__name__ in _MISTAKES_OF_LIGHTNING:
         return f"{text} Change the settings of the Trainer, or leave them out."
-    if text.startswith("the following arguments are required: "):
-        return f"`--{text.rpartition(': ')[2].replace(', ', '`, `--')}` is needed. See `--help`."
-    if text.startswith("unrecognized arguments: "):
-        unknown = text.removeprefix("unrecognized arguments: ")
-        return f"there is no option `{unknown}`. See `--help` for those that there are."
-    setting = _SETTING.match(text)
-    if setting is None:
-        return text
-    # Messages of the parser about types, in plain words.
-    expected = list(dict.fromkeys(kind or names for kind, names in _EXPECTED.findall(text)))
-    given = _GIVEN.search(text)
-    if not expected or given is None:
-        return f"`--{setting['name']}`: {setting['what']}"
-    choices = ", ".join("null" if kind == "NoneType" else kind for kind in expected)
-    return (
-        f"`--{setting['name']}` is {given[1]}, but must be {'one of ' * (',' in choices)}{choices}."
-    )
+    return text

@@ -79,6 +79,7 @@ class PreparedRun(TrainingRun, LightningCLI):
                     "usage": f"recoup {recipe} fit [options]",
                     "description": (model_class.__doc__ or "").strip().splitlines()[0],
                     "exit_on_error": False,
+                    "allow_abbrev": False,
                 },
                 args=long_names(args, fit),
                 run=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 __all__ = ["table"]
@@ -12,12 +13,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     Example:
         >>> print(table(["memory", "MiB"], [["linear", "12.0"], ["sqrt", "3.4"]]))
-        memory   MiB
-        ------  ----
-        linear  12.0
-        sqrt     3.4
+        memory    MiB
+        ─────────────
+        linear   12.0
+        sqrt      3.4
     """
-    first, *others = (max(map(len, column)) for column in zip(header, *rows, strict=True))
-    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
-    lines = [header, ["-" * width for width in (first, *others)], *rows]
-    return "\n".join(form.format(*line).rstrip() for line in lines)
+    # Imported here, as the builder of the demo's curve lives beside a table, and needs torch alone.
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    lines = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for number, name in enumerate(header):
+        lines.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        lines.add_row(*row)
+    # No lines are broken: the width is that of the table.
+    console = Console(file=io.StringIO(), width=10**4, markup=False, emoji=False)
+    with console.capture() as shown:
+        console.print(lines)
+    return shown.get().rstrip()

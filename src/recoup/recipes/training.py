@@ -133,7 +133,7 @@ def fit_command(
     Returns:
         The exit code.
     """
-    run = prepare(["--help" if arg == "--help-all" else arg for arg in args])
+    run = prepare(args)
     run.fit(opening=description(run))
     if run.trainer.is_global_zero:
         if run.best is not None:

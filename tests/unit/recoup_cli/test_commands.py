@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
+import collections.abc
+import importlib
 import inspect
 import json
 import subprocess
 import sys
 from importlib.metadata import version
-from typing import get_args, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
 from recoup_cli import main
 from recoup_cli.commands import _COMMANDS, FLOW, LANGUAGE_MODEL
-from recoup_cli.signatures import signature_of
+from recoup_cli.fit_arguments import given_in, long_names
+from recoup_cli.parser import Parser
 
 MISTAKES = {
-    "flow fitt": "Did you mean `flow fit`?",
-    "flaw fit": "there is no command `flaw fit`. Did you mean `flow fit`?",
-    "explian": "Did you mean `explain`?",
-    "flow fit --memroy sqrt": "no option `--memroy sqrt`. Did you mean `--memory`?",
-    "flow fit --data.batch_sise=3": "Did you mean `--data.batch_size`?",
-    "flow fit --trainer.max_epoch 3": "Did you mean `--trainer.max_epochs`?",
+    "flow fitt": "argument COMMAND: invalid choice: 'fitt'",
+    "flaw fit": "argument COMMAND: invalid choice: 'flaw'",
+    "explian": "See `recoup --help`.",
+    "--vresion": "no option `--vresion`. Did you mean `--version`? See `recoup --help`.",
+    "flow --foo": "no option `--foo`. See `recoup flow --help`.",
+    "flow fit --memroy sqrt": "no option `--memroy`. Did you mean `--memory`?",
+    "flow fit --memroy=sqrt": "no option `--memroy=sqrt`. Did you mean `--memory`?",
+    "flow fit --data.size 8 --epoch 3": "no option `--epoch`. Did you mean `--epochs`?",
+    "flow fit --modle.width 8": "no option `--modle.width`. See `recoup flow fit --help`.",
     "flow fit sqrt": "no option `sqrt`",
-    "flow fit --model.coupling odd": "is odd, but must be one of null, 'affine', 'additive'",
-    "flow fit --epochs many": "`--trainer.max_epochs` is many, but must be one of null, int",
-    "flow fit --epochs -1": "`--epochs` is -1, but must be at least 1",
-    "flow fit --epochs=0": "`--epochs` is 0, but must be at least 1",
-    "flow fit --threads 0": "`--threads` is 0",
+    "flow fit --seed 1 sqrt": "no option `sqrt`. See `recoup flow fit --help`.",
+    "flow fit --epochs many": "argument --epochs: many is not a whole number of at least 1",
+    "flow fit --epochs -1": "argument --epochs: -1 is not a whole number of at least 1",
+    "flow fit --epochs=0": "argument --epochs: 0 is not a whole number of at least 1",
+    "flow fit --threads 0": "argument --threads: 0 is not",
+    "flow fit --batch-size 0": "argument --batch-size: 0 is not",
+    "flow fit --seed x": "argument --seed: invalid int value: 'x'. See `recoup flow fit --help`.",
     "flow fit --data nowhere": "`--data` is nowhere, which does not exist",
     "flow fit --data moon": "Did you mean `moons`?",
     "flow fit --config glow-digit": "Did you mean `glow-digits`?",
     "flow fit --resume nowhere.ckpt": "`--resume` is nowhere.ckpt, but there is no such file",
     "lm fit --config tyny": "Did you mean `tiny`?",
-    "lm fit --weight-noise much": "`--model.weight_noise` is much, but must be float",
-    "lm fit --resume a --finetune b": "are both given",
-    "lm fit --epochs 0": "`--epochs` is 0, but must be at least 1",
-    "flow evaluate": "`--checkpoint` is needed",
-    "flow sample --nmu 3": "no option `--nmu 3`. Did you mean `--num`?",
-    "flow sample --num few": "`--num` is few, but must be one of null, int",
+    "lm fit --weight-noise much": "argument --weight-noise: invalid float value: 'much'",
+    "lm fit --resume a --finetune b": "argument --finetune: not allowed with argument --resume",
+    "lm fit --epochs 0": "argument --epochs: 0 is not a whole number of at least 1",
+    "flow evaluate": "the following arguments are required: --checkpoint",
+    "flow evaluate --checkpoint": "argument --checkpoint: expected one argument",
+    "flow demo --epohs 3": "no option `--epohs 3`. Did you mean `--epochs`?",
+    "flow sample --num few": "argument --num: invalid int value: 'few'",
     "lm generate --checkpoint nowhere": "`--checkpoint` is nowhere, but there is no such file",
-    "curve": "`build` is needed",
-    "curve a:b --depths 4 x": "`--depths` is x, but must be int",
-    "explain": "`build` is needed",
+    "curve": "the following arguments are required: BUILD. See `recoup curve --help`.",
+    "curve a:b --depths 4 x": "argument --depths: invalid int value: 'x'",
+    "explain": "the following arguments are required: BUILD",
     "flow demo --epochs": "argument --epochs: expected one argument",
 }
-HELPS = ["", "--help", "--version", "flow", *(f"{name} --help" for name in _COMMANDS)]
+HELPS = ["", "--help", "--version", "flow", "lm", *(f"{name} --help" for name in _COMMANDS)]
 HEAVY = {"torch", "recoup", "lightning", "jsonargparse", "matplotlib", "numpy", "sklearn", "yaml"}
 
 
@@ -63,19 +72,68 @@ def test_a_mistake_is_one_line(line, capsys):
 def test_help_begins_with_how_to_call_it_and_what_it_does(name, capsys):
     assert main([*name.split(), "--help"]) == 0
     usage, blank, what, *_ = capsys.readouterr().out.splitlines()
-    build = " BUILD" if name in ("curve", "explain") else ""
-    assert usage == f"usage: recoup {name or 'COMMAND'}{build} [options]"
+    what_follows = {"curve": " BUILD", "explain": " BUILD"}
+    what_follows |= dict.fromkeys(("", "flow", "lm"), " COMMAND")
+    assert usage == f"usage: {f'recoup {name}'.strip()}{what_follows.get(name, '')} [options]"
     assert blank == ""
     assert what[0].isupper()
-    assert "." in what
+    assert what.endswith(".")
+
+
+def test_a_wrong_command_names_those_that_there_are(capsys):
+    assert main(["flow", "fitt"]) == 2
+    choices = capsys.readouterr().err.partition("choose from ")[2].replace("'", "")
+    assert choices == "fit, evaluate, sample, demo). See `recoup flow --help`.\n"
+
+
+def test_help_names_all_commands(capsys):
+    for group in ("", "flow", "lm"):
+        assert main([*group.split(), "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert main(group.split()) == 0
+        assert capsys.readouterr().out == shown
+        names = [name.rpartition(" ") for name in _COMMANDS]
+        listed = [line.split()[0] for line in shown.splitlines() if line.startswith("    ")]
+        assert listed == [last for first, _, last in names if first == group]
 
 
 def test_help_says_what_is_needed_and_what_holds_if_an_option_is_left_out(capsys):
     assert main(["lm", "evaluate", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--checkpoint CKPT The .ckpt file of a trained model (needed)." in shown
-    assert "0.662 if left out." in shown
+    assert "--checkpoint CKPT the .ckpt file of a trained model (needed)" in shown
+    assert "how sharply it tells outputs apart (0.662)" in shown
     assert "None" not in shown
+
+
+def atoms(hint):
+    """The types that a hint is made of, with that of a sequence of them."""
+    parts = {atom for part in get_args(hint) for atom in atoms(part)}
+    return parts | {get_origin(hint) or hint}
+
+
+FUNCTIONS = [name for name, command in _COMMANDS.items() if command.add_options is not None]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_options_are_the_arguments_of_the_function(name, capsys):
+    module, _, function = _COMMANDS[name].target.partition(":")
+    function = getattr(importlib.import_module(f"recoup.recipes.{module}"), function)
+    parser = Parser(prog="recoup", about="x", usage="")
+    _COMMANDS[name].add_options(parser)
+    options = {action.dest: action for action in parser._actions if action.dest != "help"}
+    parameters = inspect.signature(function).parameters
+    assert set(options) == set(parameters)
+    hints = get_type_hints(function)
+    for option, action in options.items():
+        assert (parameters[option].default is inspect.Parameter.empty) == action.required
+        shown = parameters[option].default
+        if not action.required and shown not in (None, "", False):
+            shown = " ".join(map(str, shown)) if isinstance(shown, tuple) else shown
+            assert action.help.endswith(f"({shown})")
+        types = atoms(hints[option])
+        kind = bool if action.nargs == 0 else action.type or str
+        assert kind in types
+        assert (action.nargs == "+") == (collections.abc.Sequence in types)
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -95,7 +153,7 @@ def test_python_m_recoup_is_the_command():
     assert run("--version").stdout.startswith("recoup ")
     wrong = run("explian")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("recoup: error: there is no command `explian`.")
+    assert wrong.stderr.startswith("recoup: error: argument COMMAND: invalid choice: 'explian'")
 
 
 def run(code, *args):
@@ -217,41 +275,43 @@ def test_n13_a_device_that_is_not_there_is_one_line(tmp_path, capsys, device):
     assert f"`--device` is {device}, which torch cannot use" in capsys.readouterr().err
 
 
-def atoms(hint):
-    """The types and values that a hint is made of."""
-    if hint is type(None):
-        return {None}
-    if isinstance(hint, type) or not get_args(hint):
-        return {hint}
-    return {atom for part in get_args(hint) for atom in atoms(part)}
-
-
-def test_options_that_are_read_from_the_source_are_those_of_python():
-    from recoup.recipes.flow.data import Images
-    from recoup.recipes.flow.model import FlowTraining
-    from recoup.recipes.language_model.data import Texts
-    from recoup.recipes.language_model.model import LanguageModelTraining
-
-    kinds = (
-        (FLOW, "model.py", FlowTraining),
-        (FLOW, "data.py", Images),
-        (LANGUAGE_MODEL, "model.py", LanguageModelTraining),
-        (LANGUAGE_MODEL, "data.py", Texts),
-    )
-    for fit, file, kind in kinds:
-        _, options = signature_of(fit.path / file, kind.__name__)
-        parameters = inspect.signature(kind).parameters
-        assert [option.name for option in options] == list(parameters)
-        hints = get_type_hints(kind.__init__)
-        for option in options:
-            default = parameters[option.name].default
-            assert option.default == (None if default is inspect.Parameter.empty else default)
-            if option.choices and not option.is_many:
-                assert set(option.choices) == atoms(hints[option.name])
-            assert option.help
-
-
 def test_sources_are_the_toy_densities():
     from recoup.recipes.flow.points import TOYS
 
     assert set(FLOW.sources) == set(TOYS)
+
+
+def test_options_of_fit_become_settings_after_files():
+    args = (
+        "--model.width 8 --data=moons --epochs 3 --config glow-digits --model.exact true --seed 1"
+    )
+    long = long_names(args.split(), FLOW)
+    assert long == [
+        f"--config={FLOW.configs / 'glow-digits.yaml'}",
+        *("--data.path=moons", "--trainer.max_epochs=3", "--seed_everything=1"),
+        *("--model.width", "8", "--model.exact", "true"),
+    ]
+    assert given_in(long, "trainer.max_epochs")
+    assert not given_in(long, "trainer.max")
+
+
+def test_settings_are_left_to_lightning():
+    args = ["--trainer", '{"devices": 1}', "--print_config=skip_null", "--seed_everything", "3"]
+    assert long_names(args, FLOW) == args
+    assert long_names(args, LANGUAGE_MODEL)[1:] == args
+    assert long_names(["--epochs", "3", "--help-all"], FLOW) == ["--help"]
+
+
+def test_a_configuration_is_a_file_or_settings_before_it_is_one_of_the_recipe(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "glow-digits").write_text("")
+    for config in ("glow-digits", "model: {width: 8}", "a:\n  b: 3"):
+        assert long_names(["--config", config], FLOW) == [f"--config={config}"]
+    tiny = f"--config={LANGUAGE_MODEL.configs / 'tiny.yaml'}"
+    assert long_names([], LANGUAGE_MODEL) == [tiny]
+    assert long_names(["--config", "tiny", "--config=tiny"], LANGUAGE_MODEL) == [tiny, tiny]
+    (tmp_path / "some.ckpt").write_text("")
+    for option in ("--resume", "--finetune"):
+        assert long_names([option, "some.ckpt"], LANGUAGE_MODEL) == [f"{option}=some.ckpt"]
