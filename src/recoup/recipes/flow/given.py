@@ -66,7 +66,7 @@ def train_given(
         out=out,
         progress=progress,
         trainer={**TRAINER, **(trainer or {})},
-        memory=flow.memory,
+        memory=getattr(flow.memory, "name", flow.memory),  # that of a schedule
     )
 
 
