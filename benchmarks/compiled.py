@@ -4,10 +4,9 @@ import argparse
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import plan_figure
 import torch
 from couplings import peak_and_held
 from plan_models import COMPILED, Case
@@ -188,16 +187,15 @@ def _ratio(taken: list[float], reference: list[float]) -> float:
     return statistics.median(map(operator.truediv, taken, reference))
 
 
-def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
-    """Yield the tables, again with each model; the picture is of the CPU."""
-    yield "flows", flow_rows(device)
+def suite(device: str, models: Sequence[str] | None = None) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables, again with each model; those of some models have no flows."""
+    if models is None:
+        yield "flows", flow_rows(device)
     found: dict[str, list[dict]] = {}
-    for model, build in COMPILED.items():
-        for name, rows in tables(model, build, device).items():
+    for model in models or COMPILED:
+        for name, rows in tables(model, COMPILED[model], device).items():
             found[name] = found.get(name, []) + rows
         yield from found.items()
-    if device == "cpu":
-        plan_figure.write(found["compiled"], plan_figure.PATH.with_name("compiled.png"))
 
 
 if __name__ == "__main__":

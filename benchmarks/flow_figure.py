@@ -43,7 +43,7 @@ def _curves(axes, runs):
                 linewidth=width,
                 alpha=0.5 if memory == "linear" else 1.0,
                 label=f"{names[name]}, {memory}: {run['test_bits_per_dim']:.3f} in test, "
-                f"{run['peak_bytes'] / 2**20:.0f} MiB",
+                f"peak {run['peak_bytes'] / 2**20:.0f} MiB",
             )
     axes.set_ylim(1.7, 2.75)
     axes.set_xlim(0, None)
@@ -64,10 +64,12 @@ def _peaks(axes, rows):
         ends.append((peaks[-1], label, color if is_ours else INK))
     for peak, label, color in ends:
         axes.annotate(
-            label, (16, peak), xytext=(6, -3), textcoords="offset points", color=color, fontsize=9.5
-        )
+            label, (16, peak), xytext=(8, -3), textcoords="offset points", color=color,
+            fontsize=9.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over the grid
+        )  # fmt: skip
     axes.set_ylim(0, 16)
-    axes.set_xlim(0, 20.5)
+    axes.set_xlim(0, 21.5)
     axes.set_xticks([2, 8, 16])
     finish(axes, "Peak of a training step (MiB)", "Steps of a Glow at each of two scales")
 

@@ -1,4 +1,4 @@
-"""The two models that plans are made for: a GPT-2 of 12 layers and a ResNet-50, sized down."""
+"""The models that plans are made for: a GPT-2, Llamas, a ViT and a ResNet-50, sized down."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +21,10 @@ class Case:
     loss: Callable
     owner: nn.Module
     name: str
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -60,7 +64,13 @@ def gpt2(device: str, num_layers: int = 12, dropout: float = 0.1, batch_size: in
     return Case(model, kwargs, _loss_of, model.transformer, "h")
 
 
-def llama(device: str, num_layers: int = 12, batch_size: int = 6) -> Case:
+def llama(
+    device: str,
+    num_layers: int = 12,
+    batch_size: int = 6,
+    length: int = 256,
+    vocab_size: int = 2048,
+) -> Case:
     """A Llama of the size of the GPT-2, which has no dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,14 +80,19 @@ def llama(device: str, num_layers: int = 12, batch_size: int = 6) -> Case:
         hidden_size=256,
         intermediate_size=688,
         num_attention_heads=8,
-        max_position_embeddings=256,
-        vocab_size=2048,
+        max_position_embeddings=length,
+        vocab_size=vocab_size,
         use_cache=False,
         attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(config).to(device).train()
-    ids = torch.randint(config.vocab_size, (batch_size, 256), device=device)
+    ids = torch.randint(config.vocab_size, (batch_size, length), device=device)
     return Case(model, {"input_ids": ids, "labels": ids}, _loss_of, model.model, "layers")
+
+
+def llama_of_many_words(device: str) -> Case:
+    """A Llama of 6 layers whose logits, of Llama's 32,000 words, take more than all its blocks."""
+    return llama(device, num_layers=6, batch_size=2, length=1024, vocab_size=32_000)
 
 
 def vit(device: str, num_layers: int = 12, batch_size: int = 8) -> Case:
@@ -193,11 +208,13 @@ class CrossEntropy:
         return F.cross_entropy(logits, self.labels)
 
 
-MODELS = {"GPT-2, 12 layers": gpt2, "ResNet-50": resnet}
+MANY_WORDS = "Llama, 32,000 words"
+MODELS = {"GPT-2, 12 layers": gpt2, "ResNet-50": resnet, MANY_WORDS: llama_of_many_words}
 # The same with few blocks and without dropout, for checks of what draws and rounds otherwise.
 SMALL = {
     "GPT-2, 12 layers": lambda device: gpt2(device, num_layers=3, dropout=0.0, batch_size=2),
     "ResNet-50": lambda device: resnet(device, (1, 1, 1, 1), width=16, batch_size=8, size=64),
+    MANY_WORDS: lambda device: llama(device, num_layers=3, batch_size=2),
 }
 # Those that are also planned compiled.
 COMPILED = {"GPT-2, 12 layers": gpt2, "Llama": llama, "ViT": vit, "ResNet-50": resnet}

@@ -1,11 +1,13 @@
 """Other ways to train in fewer bytes: functions that change a `Case` and return its forward.
 
-What each needs: torch alone for all but two. "transformers" is for models of that library;
-"torch_remat" is installed alone by `make bench`, and left out where it is missing.
+What each needs: torch alone for all but three. "transformers" is for models of that library,
+"accelerate" comes with it; "torch_remat" is installed alone by `make bench`, and left out where it
+is missing.
 """
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from plan_models import Case
@@ -101,13 +103,83 @@ torch_selective = _around(
 )
 
 
-def transformers(case: Case) -> Forward:
-    """Do what the trainer of transformers does for `gradient_checkpointing=True`."""
-    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-        if hasattr(case.model, name):
-            getattr(case.model, name)({"use_reentrant": False})
-            return case.forward
-    raise NotForThisError("It is no model of transformers.")
+def transformers(every_n_layers: int = 1, *, offload: bool = False) -> Callable[[Case], Forward]:
+    """Do what the trainer of transformers does for `gradient_checkpointing=True`.
+
+    Args:
+        every_n_layers: the first of so many layers is a checkpoint, the others keep all.
+        offload: whether what checkpoints keep waits in pinned host memory.
+    """
+
+    def change(case: Case) -> Forward:
+        if not hasattr(case.model, "activation_checkpointing_enable"):
+            raise NotForThisError("It is no model of transformers.")
+        if offload and case.device.type == "cpu":
+            raise NotForThisError("It pins memory, for which torch needs an accelerator.")
+        case.model.activation_checkpointing_enable(
+            {"use_reentrant": False}, every_n_layers=every_n_layers, offload=offload
+        )
+        return case.forward
+
+    return change
+
+
+def accelerate(*, offload: bool) -> Callable[[Case], Forward]:
+    """Do what accelerate does for `activation_checkpointing` with FSDP2, without the shards."""
+
+    def change(case: Case) -> Forward:
+        from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+        from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+        _require_no_draws(case)
+        plugin = SimpleNamespace(
+            auto_wrap_policy=transformer_auto_wrap_policy,
+            transformer_cls_names_to_wrap=sorted({type(block).__name__ for block in case.blocks}),
+            activation_checkpointing_offload=offload,
+        )
+        fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), case.model)
+        return case.forward
+
+    return change
+
+
+def _require_no_draws(case: Case) -> None:
+    """Raise for a model with dropout, whose gradients would be of other masks than its loss."""
+    if any(isinstance(each, nn.Dropout) and each.p for each in case.model.modules()):
+        raise NotForThisError("It restores no random state: with dropout its gradients are wrong.")
+
+
+class _OffloadedCheckpoint(torch.autograd.Function):
+    """A block that runs again in backward, from an input that waits in host memory.
+
+    Written anew in the style of `Unsloth_Offloaded_Gradient_Checkpointer` of
+    https://github.com/unslothai/unsloth-zoo, which needs a GPU. On a CPU neither copies anything.
+    """
+
+    @staticmethod
+    def forward(ctx, call, x):
+        ctx.call, ctx.device = call, x.device
+        ctx.save_for_backward(x.to("cpu", non_blocking=True))
+        return call(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.to(ctx.device, non_blocking=True).detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.call(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+def unsloth(case: Case) -> Forward:
+    """Put a checkpoint in the style of Unsloth around each block."""
+    _require_no_draws(case)
+
+    def call(block, x, *args, **kwargs):
+        return _OffloadedCheckpoint.apply(lambda x: block(x, *args, **kwargs), x)
+
+    return _around(call)(case)
 
 
 def compiled(budget: float) -> Callable[[Case], Forward]:
@@ -158,7 +230,7 @@ def torch_remat(*kept: str) -> Callable[[Case], Forward]:
             raise NotForThisError("It is not installed.") from error
 
         # Without a hook for them dropout's masks would be drawn anew, in silence.
-        hooks = (_Draws(next(case.model.parameters()).device.type),)
+        hooks = (_Draws(case.device.type),)
         if not all(hasattr(block, name) for block in case.blocks for name in kept):
             raise NotForThisError(f"Its blocks have no {', '.join(kept)}.")
         for block in case.blocks:
@@ -215,7 +287,12 @@ RIVALS: dict[str, Callable[[Case], Forward]] = {
         f"checkpoint_sequential, {segments}": torch_checkpoint_sequential(segments)
         for segments in (2, 3, 4, 6)
     },
-    "transformers": transformers,
+    "transformers": transformers(),
+    **{f"transformers, every {n}": transformers(n) for n in (2, 3)},
+    "transformers, offload": transformers(offload=True),
+    "accelerate": accelerate(offload=False),
+    "accelerate, offload": accelerate(offload=True),
+    "Unsloth's style": unsloth,
     **{f"torch.compile, {budget}": compiled(budget) for budget in BUDGETS},
     "torch_remat": torch_remat(),
     "torch_remat, attention kept": torch_remat("attn"),

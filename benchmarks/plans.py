@@ -1,42 +1,64 @@
 """`recoup.plan` beside other ways to train in fewer bytes: peak and time of a step."""
 
+import functools
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-import plan_figure
 import torch
 from couplings import peak_and_held
-from plan_models import MODELS, SMALL, Case
+from plan_heads import HEADS, NUM_TILES
+from plan_models import MANY_WORDS, MODELS, SMALL, Case
 from plan_rivals import RIVALS, Forward, NotForThisError
-from torch import Tensor, nn
+from torch import Tensor
 
 import recoup
 from recoup.errors import BudgetError
+from recoup.planning.frontier import Frontier, FrontierPoint
 
-# Equally spaced; as they are, one at each rival's peak besides.
-NUM_BUDGETS = {"recoup": 4, "recoup, blocks compiled": 3}
+Around = Callable[[], AbstractContextManager]
+# What each of our ways gives `recoup.plan`, and how many equally spaced budgets it is measured at
+# beside the peaks of the others.
+OURS: dict[str, dict] = {"recoup": {}, "recoup, blocks compiled": {"compile": True}}
+NUM_BUDGETS = {"recoup": 4, "recoup, blocks compiled": 2}
+# Where a loss in pieces saves most of the bytes; the other logits are small.
+MORE_RIVALS = {MANY_WORDS: HEADS}
+OPTIONS = {MANY_WORDS: {"tiles": NUM_TILES}}
+# The compiler takes longer over this whole model than anybody would wait.
+NOT_COMPILED = {"ResNet-50"}
 SEED = 1
+ROUNDS = 4
 # Relative to the norm of plain's gradients. The compiler rounds otherwise.
 TOLERANCE, COMPILER_TOLERANCE = 1e-5, 1e-3
 # How much the fastest rounds of one and the same step differ: less is neither gain nor loss.
 NOISE = 0.02
 
 
+def clock() -> float:
+    """Return wall time, or the processor time of one thread, which others on it disturb less."""
+    is_alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    return time.process_time() if is_alone else time.perf_counter()
+
+
 class Contestant:
     """A model under one way to train it: its step, and the measurements."""
 
-    def __init__(self, name: str, case: Case, forward: Forward, **found) -> None:
+    def __init__(
+        self, name: str, case: Case, forward: Forward, around: Around = nullcontext, **found
+    ) -> None:
         self.name = name
         self.case = case
         self.forward = forward
+        self.around = around  # enters what holds for a step, its backward included
         self.found = {"name": name, **found}
         self.seconds: list[float] = []
 
     def step(self) -> None:
         torch.manual_seed(SEED)
-        self.forward().backward()
+        with self.around():
+            self.forward().backward()
 
     def clear(self) -> None:
         self.case.model.zero_grad()
@@ -56,23 +78,31 @@ class Contestant:
 
     def time(self, device: str) -> None:
         _wait(device)
-        start = time.perf_counter()
+        start = clock()
         self.step()
         _wait(device)
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(clock() - start)
         self.clear()
 
 
 # -- rivals ----------------------------------------------------------------------------------------
 
 
-def rivals(model: str, device: str) -> Iterator[Contestant]:
-    for name, change in RIVALS.items():
+def rivals(model: str, device: str, left_out: list[dict]) -> Iterator[Contestant]:
+    """Yield the other ways, and write down why others are left out."""
+    for name, change in rivals_of(model).items():
         case = MODELS[model](device)
         try:
+            if model in NOT_COMPILED and name.startswith("torch.compile"):
+                raise NotForThisError("It takes too long to compile.")
             yield Contestant(name, case, change(case))
         except NotForThisError as error:
             print(f"   {model}, {name}: left out. {error}", flush=True)
+            left_out.append({"model": model, "name": name, "reason": str(error)})
+
+
+def rivals_of(model: str) -> dict[str, Callable[[Case], Forward]]:
+    return RIVALS | MORE_RIVALS.get(model, {})
 
 
 def check(contestant: Contestant, model: str, expected: Tensor, device: str) -> None:
@@ -83,36 +113,47 @@ def check(contestant: Contestant, model: str, expected: Tensor, device: str) -> 
     is_compiled = "compile" in contestant.name
     found = contestant.gradient()  # run in any case, since it warms up
     if is_compiled:
-        expected = Contestant("", case := SMALL[model](device), case.forward).gradient()
-        case = SMALL[model](device)
-        found = Contestant("", case, _small_forward(contestant.name, case)).gradient()
-    error = float((found - expected).norm() / expected.norm())
+        error = _small_error(contestant.name, model, device)
+    else:
+        error = float((found - expected).norm() / expected.norm())
     bound = COMPILER_TOLERANCE if is_compiled else TOLERANCE
     assert error <= bound, f"{model}, {contestant.name}: gradients differ by {error:.1e}."
     contestant.found["gradient_error"] = error
 
 
-def _small_forward(name: str, case: Case) -> Forward:
+@functools.cache
+def _small_error(name: str, model: str, device: str) -> float:
+    case = SMALL[model](device)
+    expected = Contestant("", case, case.forward).gradient()
+    case = SMALL[model](device)
     if name in RIVALS:
-        return RIVALS[name](case)
-    OURS[name](case.blocks)
-    whole = _plan(case, "1 TiB")
-    _plan(case, (whole.least_bytes + whole.most_bytes) // 2).apply()
-    return case.forward
+        contestant = Contestant("", case, RIVALS[name](case))
+    else:
+        frontier = _frontier(case, **OURS[name])
+        least, most = frontier.points[0].peak_bytes, frontier.points[-1].peak_bytes
+        plan = frontier.plan((least + most) // 2)
+        contestant = Contestant("", case, case.forward, plan.applied)
+    return float((contestant.gradient() - expected).norm() / expected.norm())
 
 
 # -- ours ------------------------------------------------------------------------------------------
 
 
 def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterator[Contestant]:
-    """Measure plans at budgets from the least to the most, and at the peak of each other way."""
-    whole = _plan(_case_of(name, model, device), "1 TiB")
-    rivals_bytes = rivals_bytes if name == "recoup" else []
-    for budget in budgets(whole.least_bytes, whole.most_bytes, NUM_BUDGETS[name], rivals_bytes):
-        case = _case_of(name, model, device)
+    """Yield plans at budgets from the least to the most, and at the peak of each other way.
+
+    All are of one model and one frontier; equal plans for several budgets are yielded once.
+    """
+    case = MODELS[model](device)
+    frontier = _frontier(case, **OURS[name], **OPTIONS.get(model, {}))
+    print(frontier, flush=True)
+    most = frontier.points[-1].peak_bytes
+    wanted = budgets(frontier.least_bytes, most, NUM_BUDGETS[name], rivals_bytes)
+    known = set()
+    for budget in one_for_each_point(wanted, frontier.points):
         start = time.perf_counter()
         try:
-            plan = _plan(case, budget)
+            plan = frontier.plan(budget)
         except BudgetError as error:  # at our own least: it shows in `gains`
             print(f"   {model}, {name}: no plan. {error}", flush=True)
             continue
@@ -121,8 +162,20 @@ def ours(name: str, model: str, device: str, rivals_bytes: list[int]) -> Iterato
             "predicted_bytes": plan.predicted_peak_bytes,
             "planning_seconds": time.perf_counter() - start,
         }
-        plan.apply()
-        yield Contestant(name, case, case.forward, **found)
+        if OURS[name] and not any("compiled" in row.way for row in plan.blocks):
+            continue  # one of those that are measured without these options
+        key = (plan.actions, tuple(row.way for row in plan.blocks), plan.rehearsed_peak_bytes)
+        if key not in known:
+            known.add(key)
+            yield Contestant(name, case, case.forward, plan.applied, **found)
+
+
+def one_for_each_point(budgets: list[int], points: Sequence[FrontierPoint]) -> list[int]:
+    """Return the budgets, but of those with the same fastest point on the frontier the smallest."""
+    found: dict[int, int] = {}
+    for budget in sorted(budgets):
+        found.setdefault(sum(point.peak_bytes <= budget for point in points), budget)
+    return list(found.values())
 
 
 def budgets(least: int, most: int, num: int, rivals_bytes: list[int]) -> list[int]:
@@ -135,38 +188,18 @@ def budgets(least: int, most: int, num: int, rivals_bytes: list[int]) -> list[in
     return sorted(set(found))
 
 
-def _case_of(name: str, model: str, device: str) -> Case:
-    case = MODELS[model](device)
-    OURS[name](case.blocks)
-    return case
-
-
-def _plan(case: Case, budget):
-    kwargs = {"loss": case.loss, "holds_output": False, **case.kwargs}
-    return recoup.plan(case.model, budget=budget, **kwargs)
-
-
-def _as_they_are(blocks: list[nn.Module]) -> None:
-    del blocks
-
-
-def _compiled(blocks: list[nn.Module]) -> None:
-    for block in blocks:
-        block.compile(dynamic=False, recompile_limit=64)  # alike blocks share their code
-
-
-# For each name, a function that prepares the blocks before a plan is made.
-OURS: dict[str, Callable[[list[nn.Module]], None]] = {
-    "recoup": _as_they_are,
-    "recoup, blocks compiled": _compiled,
-}
+def _frontier(case: Case, **options) -> Frontier:
+    kwargs = {"loss": case.loss, "holds_output": False, **options, **case.kwargs}
+    return recoup.plan(case.model, **kwargs)
 
 
 # -- all of it -------------------------------------------------------------------------------------
 
 
-def rows(model: str, device: str, rounds: int = 4) -> list[dict]:
+def tables(model: str, device: str, rounds: int = ROUNDS) -> dict[str, list[dict]]:
+    """Return the rows of all ways, what a plan gains, and which ways are left out and why."""
     contestants: list[Contestant] = []
+    left_out: list[dict] = []
 
     case = MODELS[model](device)
     expected = Contestant("", case, case.forward).gradient()
@@ -177,13 +210,16 @@ def rows(model: str, device: str, rounds: int = 4) -> list[dict]:
         print("  ", *(f"{k}={v}" for k, v in contestant.found.items()), flush=True)
         contestants.append(contestant)
 
-    for contestant in rivals(model, device):
+    for contestant in rivals(model, device, left_out):
         add(contestant)
     peaks = [contestant.found["peak_bytes"] for contestant in contestants]
     for name in OURS:
+        if model in NOT_COMPILED and "compile" in OURS[name]:
+            continue
         for contestant in ours(name, model, device, peaks):
             add(contestant)
-    return timed(model, contestants, device, rounds)
+    found = timed(model, contestants, device, rounds)
+    return {"plans": found, "gains": gains(found), "left_out": left_out}
 
 
 def timed(model: str, contestants: list[Contestant], device: str, rounds: int) -> list[dict]:
@@ -250,15 +286,13 @@ def gains(rows: list[dict], prefix: str = "recoup") -> list[dict]:
     return found
 
 
-def suite(device: str) -> Iterator[tuple[str, list[dict]]]:
-    """Yield the tables, again with each model; the picture is of the CPU, as the README is."""
-    found: list[dict] = []
-    for model in MODELS:
-        found = found + rows(model, device)
-        yield "plans", found
-        yield "gains", gains(found)
-    if device == "cpu":
-        plan_figure.write(found)
+def suite(device: str, models: Sequence[str] = tuple(MODELS)) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the tables, again with each model."""
+    found: dict[str, list[dict]] = {}
+    for model in models:
+        for name, rows in tables(model, device).items():
+            found[name] = found.get(name, []) + rows
+        yield from found.items()
 
 
 def _wait(device: str) -> None:

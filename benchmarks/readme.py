@@ -1,8 +1,12 @@
-"""Write the tables of the README and the documentation from benchmarks/results."""
+"""Write the tables of the README and the documentation, and the pictures of plans, from
+benchmarks/results; this does not measure.
+"""
 
 import json
 from pathlib import Path
 
+import plan_figure
+import plan_tables
 import tables
 from tables import mib
 
@@ -11,7 +15,7 @@ BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 
 
 def write() -> None:
-    """Put the tables between the marks, or leave all files alone if a result is missing."""
+    """Put the tables between the marks and draw, or leave all alone if a result is missing."""
     names = (
         "couplings",
         "chains",
@@ -40,8 +44,8 @@ def write() -> None:
         "A language model": tables.language_model_table(
             found["language_model"], found["language_model_curve"]
         ),
-        "Plans": tables.plans_table(found["plans"]),
-        "Compiled plans": tables.compiled_table(found["compiled"]),
+        "Plans": plan_tables.plans_table(found["plans"]),
+        "Compiled plans": plan_tables.compiled_table(found["compiled"]),
         "Drift": tables.drift_table(found["drift"]),
         "Flows beside other libraries": tables.flows_table(found["flows"]),
         "Flows on MNIST": tables.mnist_table(found["mnist"]),
@@ -55,6 +59,9 @@ def write() -> None:
         ROOT / "docs" / "benchmarks.md",
         "\n\n".join(f"## {title}\n\n{part}" for title, part in parts.items()),
     )
+
+    plan_figure.write(found["plans"], "plans")
+    plan_figure.write(found["compiled"], "compiled", plan_figure.PATH.with_name("compiled.png"))
 
 
 def _summary(found: dict) -> str:
@@ -127,3 +134,7 @@ def _put(path: Path, table: str) -> None:
     text = path.read_text()
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     path.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+
+
+if __name__ == "__main__":
+    write()

@@ -4,10 +4,12 @@
         compiled tiles offload drift flows]
     python benchmarks/run.py language_model_curve    # an hour for an epoch on two cores
     python benchmarks/run.py mnist                   # an hour on one core
+    python benchmarks/run.py plans --models ResNet-50    # beside what the file has of other models
 
 Memory is counted (`recoup.measure`), time is processor time of one thread with the contestants in
 turn; that of weights, of the language model, of plans, of tiles and of offloading is wall time of
-all cores. Numbers are valid for the machine and the versions in the file.
+all cores. Beside other work, processor time of one thread says more: `--threads 1` for plans.
+Numbers are valid for the machine and the versions in the file.
 """
 
 import argparse
@@ -47,7 +49,7 @@ ON_ALL_CORES = {
 def conditions(device: str) -> dict:
     versions = {"python": platform.python_version()}
     rivals = ("memcnn", "revtorch", "revlib", "returnn", "pytorch-nlp", "torch_remat")
-    rivals += ("nflows", "normflows", "FrEIA", "zuko")
+    rivals += ("nflows", "normflows", "FrEIA", "zuko", "accelerate", "trl")
     for package in ("torch", *rivals, "transformers"):
         try:
             versions[package] = metadata.version(package)
@@ -76,17 +78,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suites", nargs="*", choices=[[], *SUITES, *LONG_SUITES], default=[])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", nargs="+", help="of plans or compiled: no others")
+    parser.add_argument("--threads", type=int, help="of suites that are timed on all cores")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="a folder")
     arguments = parser.parse_args()
-    num_cores = torch.get_num_threads()
+    num_cores = arguments.threads or torch.get_num_threads()
+    chosen = {"models": arguments.models} if arguments.models else {}
     for name in arguments.suites or SUITES:
         print(f"== {name}", flush=True)
         torch.set_num_threads(num_cores if name in ON_ALL_CORES else 1)
         result = {"suite": name, **conditions(arguments.device)}
         path = arguments.results / f"{name}_{arguments.device}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        for key, rows in importlib.import_module(name).suite(arguments.device):
-            result[key] = rows
+        known = json.loads(path.read_text()) if chosen and path.exists() else {}
+        if known:
+            result = beside(known, result, arguments.models)
+        for key, rows in importlib.import_module(name).suite(arguments.device, **chosen):
+            kept = [row for row in known.get(key, ()) if row["model"] not in chosen["models"]]
+            result[key] = kept + rows if kept else rows
             path.write_text(json.dumps(result, indent=1) + "\n")  # what is stopped leaves a part
             if isinstance(rows, list):
                 print(f"-- {key}")
@@ -94,6 +103,12 @@ def main() -> None:
                     print("  ", *(f"{k}={_short(v)}" for k, v in row.items()), flush=True)
     if arguments.device == "cpu":
         readme.write()
+
+
+def beside(known: dict, conditions: dict, models: list[str]) -> dict:
+    """Return what a file has of other models, with the conditions of these models beside it."""
+    of_models = known.get("conditions_of", {}) | dict.fromkeys(models, conditions)
+    return known | {"conditions_of": of_models}
 
 
 def _short(value) -> str:

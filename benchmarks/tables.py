@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, from the results of each benchmark."""
+"""The tables of docs/benchmarks.md, from the results of each benchmark; of plans: plan_tables."""
 
 NAMES = (
     "plain",
@@ -246,85 +246,6 @@ def mnist_table(found: dict) -> str:
     return "\n".join([*lines, "", sentence, "", conditions])
 
 
-def plans_table(found: dict) -> str:
-    """Return a figure, the number of ways that a plan beats, and a row for each way."""
-    gains = [gain for gain in found["gains"] if not gain["name"].startswith("least peak")]
-    least = [
-        f"{gain['model']} {mib(gain['ours_bytes']) if gain['ours_bytes'] else 'none'} MiB "
-        f"(others {mib(gain['peak_bytes'])})"
-        for gain in found["gains"]
-        if gain["name"].startswith("least peak")
-    ]
-    num_won = sum(gain["is_won"] for gain in gains)
-    sentence = (
-        f"`recoup.plan` beside {len(gains)} ways to train GPT-2 and a ResNet-50 in fewer bytes: in "
-        f"as many bytes it is as fast as or faster than {num_won} of them (within 2 percent). "
-        f"Least peak: {', '.join(least)}.\n\n"
-        "GPT-2 has 12 layers of 256 units, a vocabulary of 2048, dropout 0.1, and batches of 6 "
-        "times 256 tokens; the ResNet-50 has half the width, and "
-        "batches of 64 images of 128 x 128. Bold means that the plan is at least as fast, within 2 "
-        "percent. torch.compile was measured with GPT-2 only: the ResNet took too long to compile."
-    )
-    figure = "![Time of a step against its peak](images/plans.png)"
-    return "\n".join([figure, "", sentence, "", _plans_rows(found)])
-
-
-def compiled_table(found: dict) -> str:
-    """Return a row for each other way, and the fastest plan that takes no more bytes."""
-    lines = [
-        "| a training step | peak MiB | over plain | error | `compile=True` in as many bytes |",
-        "|---|---|---|---|---|",
-    ]
-    rows = {(row["model"], row["name"]): row for row in found["compiled"]}
-    least = []
-    for gain in found["gains"]:
-        over = gain["ours_over_rival"]
-        if gain["name"].startswith("least peak"):
-            least.append(
-                f"{gain['model']} {mib(gain['ours_bytes'])} MiB beside {mib(gain['peak_bytes'])}"
-            )
-            continue
-        rival = rows[gain["model"], gain["name"]]
-        ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
-        cells = [
-            f"{gain['model']}: {gain['name']}",
-            mib(gain["peak_bytes"]),
-            f"{rival['ratio']:.2f}",
-            f"{rival['gradient_error']:.0e}",
-            f"**{ours}**" if gain["is_won"] else ours,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    sentence = (
-        "`recoup.plan(model, compile=True)` beside the ways of the table above, and the compiler "
-        "with `activation_memory_budget` as given (the model compiled whole; of the ResNet each "
-        "block, since the whole took too long). The error is the distance of the gradients, under "
-        "one seed, from those of the way's own first row: dropout masks are drawn alike at all "
-        "budgets of the compiler, so a large one means that backward used other masks than "
-        f"forward (hollow marks). Ours are at most {max(_own_errors(found)):.0e}. "
-        f"Least peak, beside the least of the others: {', '.join(least)}."
-    )
-    flows = [
-        "| a step of the demo's Glow | peak MiB | time over linear | over linear compiled |",
-        "|---|---|---|---|",
-    ]
-    for row in found["flows"]:
-        over = f"{row['over_linear']:.2f} | {row['over_linear_compiled']:.2f}"
-        name = f"{row['num_steps']} steps, {row['name']}"
-        flows.append(f"| {name} | {mib(row['peak_bytes'], 2)} | {over} |")
-    conditions = (
-        "<sub>Forward, loss and backward; peaks by the allocator's events; wall time on "
-        f"{found['num_threads']} threads, the fastest of 5 rounds in turn (of the Glow the median "
-        f"ratio of 30). {found['device_name']}, {found['date']}, torch "
-        f"{found['versions']['torch']}, transformers {found['versions']['transformers']}.</sub>"
-    )
-    figure = "![Time of a step against its peak, compiled](images/compiled.png)"
-    return "\n".join([figure, "", sentence, "", *lines, "", *flows, "", conditions])
-
-
-def _own_errors(found: dict) -> list[float]:
-    return [row["gradient_error"] for row in found["compiled"] if row["name"] == "recoup"]
-
-
 def tiles_table(found: dict) -> str:
     shape, versions = found["shape"], found["versions"]
     num_rows = shape["batch"] * shape["length"]
@@ -404,37 +325,6 @@ def flows_table(found: dict) -> str:
         "scales with 8 steps each on 3x16x16; processor time of one thread, median of interleaved "
         f"rounds. {found['device_name']}, {found['date']}, torch {versions['torch']}, {libraries}."
         "</sub>"
-    )
-    return "\n".join([*lines, "", conditions])
-
-
-def _plans_rows(found: dict) -> str:
-    """Return a row for each other way, and the fastest plan that takes no more bytes."""
-    lines = [
-        "| a training step | peak MiB | time over plain | `recoup.plan` in as many bytes |",
-        "|---|---|---|---|",
-    ]
-    rows = {(row["model"], row["name"]): row for row in found["plans"]}
-    for gain in found["gains"]:
-        over = gain["ours_over_rival"]
-        if gain["name"].startswith("least peak"):
-            continue
-        rival = rows[gain["model"], gain["name"]]
-        ours = "does not fit" if over is None else f"{over * rival['ratio']:.2f}"
-        compiled = " (blocks compiled)" if "compiled" in (gain["ours"] or "") else ""
-        cells = [
-            f"{gain['model']}: {gain['name']}",
-            mib(gain["peak_bytes"]),
-            f"{rival['ratio']:.2f}",
-            f"**{ours}**{compiled}" if gain["is_won"] else f"{ours}{compiled}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = found["versions"]
-    conditions = (
-        "<sub>Forward, loss and backward; peaks by the allocator's events, beyond what is alive "
-        f"before; wall time on {found['num_threads']} threads, the fastest of 4 rounds in turn. "
-        f"{found['device_name']}, {found['date']}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, torch_remat {versions['torch_remat']}.</sub>"
     )
     return "\n".join([*lines, "", conditions])
 

@@ -13,6 +13,7 @@ from recoup.memory import curve, measure, residuals
 from recoup.planning.largest import largest
 from recoup.planning.plan import applied_plans
 from recoup.planning.search import plan
+from recoup.planning.step_timeline import timeline
 from recoup.regions.checkpoint import checkpoint
 from recoup.regions.offloading import offloading
 from recoup.regions.recompute import recompute
@@ -49,6 +50,7 @@ __all__ = [
     "step",
     "tiled",
     "tiled_loss",
+    "timeline",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

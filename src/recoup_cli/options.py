@@ -122,5 +122,6 @@ def add_explain(parser: Parser) -> None:
     add("--loss", help="a function from what the model returns to a scalar, given as BUILD is")
     add("--device", **_DEVICE)
     add("--figure", help="draw the plan, or all: .png, .svg or .pdf", **_FILE)
+    add("--html", help="a page of the memory of a step, event by event: .html", **_FILE)
     add("--compile", action="store_true", help="let blocks run compiled where that pays")
     add("--tiles", action="store_true", help="let the output layer and MLPs run in tiles")

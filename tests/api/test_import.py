@@ -38,6 +38,7 @@ PUBLIC = {
     "step",
     "tiled",
     "tiled_loss",
+    "timeline",
     "weight_dropout",
     "weight_noise",
     "weight_norm",

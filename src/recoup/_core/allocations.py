@@ -63,6 +63,10 @@ class Allocations:
     of libraries that do not use torch's allocator, and frees of memory from before. The counts are
     complete when the context has ended.
 
+    Args:
+        levels: a list to which the bytes alive after each allocation and each free are appended,
+            before the next mark takes its numbers; None to record no such list.
+
     Example:
         >>> import torch
         >>> from recoup._core.allocations import Allocations
@@ -73,8 +77,9 @@ class Allocations:
         1028
     """
 
-    def __init__(self) -> None:
+    def __init__(self, levels: list[int] | None = None) -> None:
         self.current_bytes = 0
+        self._levels = levels
         self._peak_bytes = 0  # since the last mark
         self._num_alive: Counter[int] = Counter()  # by size
         self._marks: dict[str, Callable[[int, int], None]] = {}
@@ -106,6 +111,7 @@ class Allocations:
     def _take(self, events: Sequence[tuple[str, int]]) -> None:
         """Count allocations and frees (negative sizes), and call the marks among `events`."""
         current, peak, num_alive = self.current_bytes, self._peak_bytes, self._num_alive
+        levels = self._levels
         for name, size in events:
             if size > 0:
                 num_alive[size] += 1
@@ -114,9 +120,13 @@ class Allocations:
             elif num_alive[-size]:  # See Rule 4
                 num_alive[-size] -= 1
                 current += size
-            elif name in self._marks:
-                self._marks.pop(name)(peak, current)
-                peak = current
+            else:
+                if name in self._marks:
+                    self._marks.pop(name)(peak, current)
+                    peak = current
+                continue
+            if levels is not None:
+                levels.append(current)
         self.current_bytes, self._peak_bytes = current, peak
 
 

@@ -1,8 +1,8 @@
-"""The ends of an autograd graph: the leaves that can be found from its outputs."""
+"""The nodes of an autograd graph, and its ends: the leaves that can be found from its outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,7 +10,9 @@ from torch import Tensor
 from recoup._core.pytree import flatten
 from recoup._core.restoring import Undoing, restoring
 
-__all__ = ["Ends", "ends_of", "hidden_leaves"]
+__all__ = ["Ends", "ends_of", "hidden_leaves", "nodes_of", "when_node_runs"]
+
+_ACCUMULATES = "AccumulateGrad"
 
 
 class Ends(NamedTuple):
@@ -26,30 +28,47 @@ class Ends(NamedTuple):
     checkpoints: list[Any]
 
 
-def ends_of(outputs: Iterable[Tensor]) -> Ends:
+def ends_of(outputs: Sequence[Tensor]) -> Ends:
     """Return the ends of the graph of `outputs`; a node takes about a microsecond."""
-    leaves: list[Tensor] = []
+    leaves = [each for each in outputs if each.grad_fn is None and each.requires_grad]
     checkpoints: list[Any] = []
-    waiting: list[Any] = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            waiting.append(output.grad_fn)
-        elif output.requires_grad:
-            leaves.append(output)
-    seen: set[Any] = set(waiting)
+    for node in nodes_of(outputs):
+        kind: str = type(node).__name__
+        if kind == _ACCUMULATES:
+            leaves.append(node.variable)
+        elif "CheckpointFunction" in kind:
+            checkpoints.append(node)
+    return Ends(leaves, checkpoints)
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield each node of the graph of `outputs` once."""
+    found = (each.grad_fn for each in outputs if each.grad_fn is not None)
+    waiting: list[Any] = list(dict.fromkeys(found))
+    seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        kind: str = type(node).__name__
-        if kind == "AccumulateGrad":
-            leaves.append(node.variable)
-            continue
-        if "CheckpointFunction" in kind:
-            checkpoints.append(node)
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return Ends(leaves, checkpoints)
+
+
+def when_node_runs(node: Any, call: Callable[[int], None]) -> None:
+    """Call `call` whenever a backward comes to a node, with the number of nodes made before it.
+
+    Nodes that accumulate gradients have no such number, and call nothing.
+    """
+    if type(node).__name__ == _ACCUMULATES:
+        return
+    num_before: int = node._sequence_nr()
+
+    def begins(gradients: object) -> None:
+        del gradients
+        call(num_before)
+
+    node.register_prehook(begins)
 
 
 @restoring

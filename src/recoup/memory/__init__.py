@@ -8,13 +8,17 @@ from recoup.memory.curves import Curve, curve
 from recoup.memory.meter import Measurement, measure
 from recoup.memory.points import Point
 from recoup.memory.size import format_bytes, parse_bytes
+from recoup.memory.step_line import Peak, StepLine, Stretch
 
 __all__ = [
     "Curve",
     "Measurement",
+    "Peak",
     "Point",
     "Residual",
     "Residuals",
+    "StepLine",
+    "Stretch",
     "curve",
     "format_bytes",
     "load_builder",

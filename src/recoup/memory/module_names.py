@@ -27,9 +27,13 @@ class RunningModules:
     Args:
         modules: roots of module trees that are known beforehand; others become known when they run.
             Modules of a tree within another tree are named by the outer one.
+        changed: called when another module is the innermost; None for nothing.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], changed: Callable[[], None] | None = None
+    ) -> None:
+        self._changed = changed
         self._thread = threading.get_ident()
         self._running: list[nn.Module] = []
         self._paths: dict[int, ModulePath] = {}
@@ -49,6 +53,7 @@ class RunningModules:
                 if not self._running or id(module) not in self._paths:
                     self._know(module)  # again: functional_call gives it other parameters
                 self._running.append(module)
+                self._tell()
 
         @never_compiled
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -56,6 +61,7 @@ class RunningModules:
             is_mine = threading.get_ident() == self._thread
             if is_mine and self._running and self._running[-1] is module:
                 self._running.pop()
+                self._tell()
 
         entering = register_module_forward_pre_hook(enter)
         leaving = register_module_forward_hook(leave, always_call=True)
@@ -75,6 +81,10 @@ class RunningModules:
         for root in self._roots:
             self._know(root)  # lazy parameters have a shape by now
         return self._tensors.values()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed()
 
     def _know(self, module: nn.Module) -> None:
         if id(module) not in self._paths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -22,14 +22,12 @@ class Span:
     Args:
         peak_bytes: the most bytes alive at one time.
         end_bytes: the bytes alive at the second mark.
+        levels: the bytes alive after each allocation and each free, if the timeline records them.
     """
 
     peak_bytes: int = 0
     end_bytes: int = 0
-
-    def fill(self, peak_bytes: int, end_bytes: int) -> None:
-        """Set the numbers."""
-        self.peak_bytes, self.end_bytes = peak_bytes, end_bytes
+    levels: Sequence[int] = ()
 
 
 class _Counter(Protocol):
@@ -51,10 +49,13 @@ class Timeline:
 
     Args:
         counter: the context that counts them.
+        levels: the list to which it appends the bytes alive after each event, and from which spans
+            take theirs; None if it does not.
     """
 
-    def __init__(self, counter: _Counter) -> None:
+    def __init__(self, counter: _Counter, levels: list[int] | None = None) -> None:
         self._counter = counter
+        self._levels = levels
         self._spans: list[Span] = []
 
     @property
@@ -66,8 +67,14 @@ class Timeline:
         """End the current span and begin the next one; return the span that ended."""
         span = Span()
         self._spans.append(span)
-        self._counter.mark(span.fill)
+        self._counter.mark(lambda peak_bytes, end_bytes: self._fill(span, peak_bytes, end_bytes))
         return span
+
+    def _fill(self, span: Span, peak_bytes: int, end_bytes: int) -> None:
+        span.peak_bytes, span.end_bytes = peak_bytes, end_bytes
+        if self._levels is not None:
+            span.levels = tuple(self._levels)
+            self._levels.clear()
 
     def __enter__(self) -> Self:
         self._counter.__enter__()
@@ -80,16 +87,21 @@ class Timeline:
             self._counter.__exit__(*exc_info)
 
 
-def timeline(device: torch.device) -> Timeline:
+def timeline(device: torch.device, *, records_levels: bool = False) -> Timeline:
     """Return a timeline of the bytes on a device, "cpu" or CUDA.
 
     On CPU those are the bytes that the allocator reports to a profiler. A thread can have only one:
     while another profiler is active, storages are tracked, and a warning says what is not counted.
+
+    Args:
+        device: the device.
+        records_levels: whether spans have `levels`, which only that profiler can tell.
     """
     if device.type == "cuda":
         return Timeline(_CudaCounter(device))
     if can_follow():
-        return Timeline(Allocations())
+        levels: list[int] | None = [] if records_levels else None
+        return Timeline(Allocations(levels), levels)
     warnings.warn(
         "A profiler runs in this thread, so bytes are counted by the tensors that operators "
         "return. What kernels allocate for a moment is left out, which can be a third of the "

@@ -66,7 +66,7 @@ def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
             axes.plot(sizes[-1:], line.times[-1:], "o", color=color, markersize=5)
         axes.set_xlim(0, None)
         axes.legend(loc="upper right", frameon=False, fontsize=9.5)
-        finish(axes, "Predicted time of a step", f"Peak of a step ({name})")
+        finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({name})")
 
     path.write_bytes(rendered(draw_panel, path.suffix, (6.0, 4.2), num_panels=1))
     return path
@@ -149,4 +149,4 @@ def _frontier(axes: Any, plan: Plans, unit: int, name: str) -> None:
     )  # fmt: skip
     axes.set_ylim(min(0.99, *times), max(times) + 0.03 + 0.08 * (max(times) - 1.0))
     axes.set_xlim(0, 1.06 * sizes[-1])
-    finish(axes, "Predicted time of a step", f"Peak of a step ({name})")
+    finish(axes, "Predicted time of a step (1: everything kept)", f"Peak of a step ({name})")

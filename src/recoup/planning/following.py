@@ -308,15 +308,21 @@ class PlannedModel(NamedTuple):
     tiled: PartsFollower | None = None
     guard: DriftGuard | None = None
 
-    def follower(self, schedule: Schedule, sizes: ArgumentSizes | None = None) -> PlanFollower:
+    def follower(
+        self,
+        schedule: Schedule,
+        sizes: ArgumentSizes | None = None,
+        make: Callable[..., PlanFollower] = PlanFollower,
+    ) -> PlanFollower:
         """Return a follower of a schedule.
 
         Args:
             schedule: a schedule of the calls, and of one more stage: the code after them.
             sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
+            make: `PlanFollower`, or a function with its arguments that makes another kind.
         """
         stages = planned_stages(schedule, self.calls, self.guard)
-        return PlanFollower(self.root, stages, self.blocks, sizes, self.tiled)
+        return make(self.root, stages, self.blocks, sizes, self.tiled)
 
     @property
     def followed_modules(self) -> list[nn.Module]:
@@ -327,11 +333,17 @@ class PlannedModel(NamedTuple):
     def _whole_modules(self) -> list[nn.Module]:
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
-    def followed(self, schedule: Schedule) -> AbstractContextManager[None]:
+    def followed(
+        self, schedule: Schedule, make: Callable[..., PlanFollower] = PlanFollower
+    ) -> AbstractContextManager[None]:
         """Return a context in which the model follows a schedule, in steps that leave no trace.
 
         Steps tile the parts of the model themselves.
+
+        Args:
+            schedule: a schedule of the calls, and of one more stage: the code after them.
+            make: `PlanFollower`, or a function with its arguments that makes another kind.
         """
         guard = None if self.guard is None else self.guard.anew()
-        follower = self._replace(guard=guard).follower(schedule)
+        follower = self._replace(guard=guard).follower(schedule, make=make)
         return followed(self._whole_modules, follower)

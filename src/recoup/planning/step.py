@@ -29,7 +29,7 @@ from recoup.planning.verification import (
     outcome_of,
 )
 
-__all__ = ["Step", "peak_of", "plain_outcome", "seconds_of"]
+__all__ = ["Step", "device_of", "peak_of", "plain_outcome", "seconds_of"]
 
 Hook = Callable[..., None]
 
@@ -156,6 +156,14 @@ def seconds_of(step: Step) -> float:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter() - begin
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device whose bytes are counted: the GPU of a model that has a part on one."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cuda":
+            return tensor.device
+    return torch.device("cpu")
 
 
 def _remove_hooks(module: nn.Module, *hooks: Hook | None) -> None:

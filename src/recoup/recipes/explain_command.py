@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from recoup import plan
+from recoup import plan, timeline
 from recoup.memory import load_builder
+from recoup.memory.timeline_page import check_page
 from recoup.recipes.checks import device_checked
 from recoup.recipes.mistakes import MISTAKES, report_mistake
 from recoup_cli import MistakeError
@@ -31,6 +32,7 @@ def explain_command(
     figure: Path | None = None,
     compile: bool = False,  # noqa: A002
     tiles: bool = False,
+    html: Path | None = None,
 ) -> int:
     """Say what each block of a model does with its residuals to keep to a number of bytes.
 
@@ -46,12 +48,16 @@ def explain_command(
         figure: draw the plan, or all plans, into this file (.png, .svg or .pdf).
         compile: let blocks run compiled where that pays; says on stderr what is being compiled.
         tiles: let the output layer, with its loss, and MLPs run in tiles.
+        html: show the memory of one step, event by event, on this page (.html), with the plan and
+            without it: which module ran, and what becomes of its residuals.
 
     Returns:
         The exit code: 0, 2 if something was wrong with the arguments, or 1 if the builder, the
         model or the loss raised; both explained in one line on stderr.
     """
     try:
+        if html is not None:
+            check_page(html.suffix)  # before minutes of planning
         model, args, kwargs = _built(build, device)
         with _progress():
             of_loss = None if loss is None else cast("Any", load_builder(loss))
@@ -65,6 +71,10 @@ def explain_command(
         if figure is not None:
             figure.parent.mkdir(parents=True, exist_ok=True)
             print(f"figure: {made.figure(figure)}")
+        if html is not None:
+            chosen: Any = None if budget is None else made
+            shown = timeline(model, *args, plan=chosen, loss=of_loss, **kwargs)
+            print(f"timeline: {shown.page(html)}")
     except (MistakeError, *MISTAKES) as error:
         return report_mistake(error)
     except Exception as error:  # noqa: BLE001  # from the user's model or loss

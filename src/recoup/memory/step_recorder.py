@@ -1,0 +1,218 @@
+"""The recorder of a training step: which code runs whenever the bytes in memory change.
+
+NOTE [ What runs when bytes change ]
+
+Rule 1. The bytes are those of the meter, between marks: a mark is set wherever other code begins,
+        so that all events between two of them have one cause. Marks allocate nothing.
+Rule 2. In forward the cause is the innermost running module, and the call of a block around it.
+Rule 3. In backward it is what had made the node that runs: nodes are numbered in the order in which
+        they are made, and each mark of forward knows that number. A node that accumulates gradients
+        has no number, and belongs to the node before it.
+Rule 4. A module that runs in backward, or a block that says so, is a second run.
+Rule 5. Global hooks of modules would make the compiler compile anew, and so change the bytes. Where
+        anything is compiled, no modules are followed, and only calls of blocks are told apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, get_args
+
+from torch import Tensor, nn
+
+from recoup._core.compile import is_compiled
+from recoup._core.graph_ends import nodes_of, when_node_runs
+from recoup._core.save_observer import Way, observed_by
+from recoup._core.saved_tensors import num_nodes
+from recoup.memory.module_names import ModulePath, RunningModules, names_of
+from recoup.memory.step_line import Stretch
+from recoup.memory.timeline import Span, Timeline
+
+__all__ = ["BlockCall", "StepRecorder"]
+
+_WAYS: tuple[Way, ...] = get_args(Way)
+Losses = Callable[[Any], Sequence[Tensor]]
+
+
+class BlockCall(NamedTuple):
+    """A call of a block.
+
+    Args:
+        name: the qualified name of the block.
+        way: what a plan does with its residuals.
+    """
+
+    name: str
+    way: str
+
+
+class _Cause(NamedTuple):
+    """What runs.
+
+    Args:
+        what: the `what` of a `Stretch`.
+        path: the module; None outside any.
+        call: the index of the call of a block; None outside any.
+    """
+
+    what: str
+    path: ModulePath | None
+    call: int | None
+
+
+_BACKWARD = _Cause("backward", None, None)
+
+
+class StepRecorder:
+    """A recorder of one step (See Rule 1).
+
+    Args:
+        line: the timeline of the step, which its caller enters.
+        model: the model.
+        follows_modules: whether modules are told apart; False where code is compiled (See Rule 5).
+    """
+
+    def __init__(self, line: Timeline, model: nn.Module, *, follows_modules: bool) -> None:
+        self._line = line
+        self._modules = RunningModules([model], self._changed)
+        self._follows = follows_modules and not any(map(is_compiled, model.modules()))
+        self._what = "forward"
+        self._call: int | None = None
+        self._again: list[tuple[str, int]] = []
+        self._made_here = _BACKWARD  # by what had made the node that runs
+        self._cause = _Cause("forward", None, None)
+        self._spans: list[tuple[_Cause, Span]] = []
+        self._numbers: list[int] = [0]  # of nodes, where each cause of forward began
+        self._causes = [self._cause]
+        self._ways: dict[ModulePath, set[Way]] = {}
+
+    # -- during the step -------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Return a context for the step, within that of its timeline."""
+        with ExitStack() as contexts:
+            contexts.enter_context(observed_by(self))
+            if self._follows:
+                contexts.enter_context(self._modules.followed())
+            yield
+            self._mark(self._cause)
+
+    def observed(self, losses: Losses) -> Losses:
+        """Return `losses`, which tells the recorder where forward ends and backward begins."""
+
+        def taken(output: Any) -> Sequence[Tensor]:
+            self._what = "loss"
+            self._changed()
+            found = losses(output)
+            self._changed(_BACKWARD)
+            self._what = "backward"
+            for node in nodes_of(found):
+                when_node_runs(node, self._node_runs)
+            return found
+
+        return taken
+
+    @contextmanager
+    def within(self, call: int) -> Generator[None]:
+        """Return a context in which a call of a block runs in forward."""
+        before, self._call = self._call, call
+        self._changed()
+        try:
+            yield
+        finally:
+            self._call = before
+            self._changed()
+
+    @contextmanager
+    def again(self, what: str, call: int) -> Generator[None]:
+        """Return a context in which a call of a block "runs again", or its "inverse" runs."""
+        self._again.append((what, call))
+        self._changed()
+        try:
+            yield
+        finally:
+            self._again.pop()
+            self._changed()
+
+    def saved(self, tensor: Tensor, slot: Any, way: Way) -> None:
+        """Note a way that is not "keep" for the running module."""
+        del tensor, slot
+        path = self._modules.path
+        if path is not None and self._what != "backward":
+            self._ways.setdefault(path, set()).add(way)
+
+    def _node_runs(self, num_before: int) -> None:
+        made = self._causes[bisect_right(self._numbers, num_before) - 1]  # See Rule 3
+        what = "backward of the loss" if made.what == "loss" else "backward"
+        self._made_here = made._replace(what=what)
+        self._changed()
+
+    def _changed(self, cause: _Cause | None = None) -> None:
+        cause = cause or self._now()
+        if cause == self._cause:
+            return
+        self._mark(cause)
+        if self._what != "backward":
+            self._numbers.append(num_nodes())
+            self._causes.append(cause)
+
+    def _now(self) -> _Cause:
+        path = self._modules.path
+        if self._what != "backward":
+            return _Cause(self._what, path, self._call)
+        if self._again:
+            what, call = self._again[-1]
+            return _Cause(what, path, call)
+        if path is not None:  # See Rule 4
+            return _Cause("runs again", path, self._made_here.call)
+        return self._made_here
+
+    def _mark(self, cause: _Cause) -> None:
+        self._spans.append((self._cause, self._line.mark()))
+        self._cause = cause
+
+    # -- afterwards ------------------------------------------------------------------------
+
+    def stretches(
+        self, calls: Sequence[BlockCall] = (), tiled: Iterable[nn.Module] = ()
+    ) -> tuple[Stretch, ...]:
+        """Return the stretches of the step that have events, when its timeline has ended.
+
+        Args:
+            calls: the calls of blocks.
+            tiled: modules that run in tiles.
+        """
+        name_of = names_of(cause.path for cause, _ in self._spans if cause.path is not None)
+        in_tiles = {id(inner) for module in tiled for inner in module.modules()}
+        found: list[Stretch] = []
+        level = 0
+        for cause, span in self._spans:
+            what, path, call = cause
+            module = "-" if call is None else calls[call].name
+            if path is not None:
+                module = name_of(path)
+            way = self._way_of(cause, calls, in_tiles)
+            phase = "forward" if what in ("forward", "loss") else "backward"
+            levels = span.levels
+            if not levels and (span.peak_bytes, span.end_bytes) != (level, level):
+                levels = (span.peak_bytes, span.end_bytes)  # all that the counter knows
+            if levels:
+                found.append(Stretch(phase, what, module, way, levels))
+            level = span.end_bytes
+        return tuple(found)
+
+    def _way_of(self, cause: _Cause, calls: Sequence[BlockCall], in_tiles: Container[int]) -> str:
+        path, call = cause.path, cause.call
+        if call is not None:
+            way = calls[call].way
+        elif path is not None:
+            ways = self._ways.get(path, {"keep"})
+            way = ", ".join(way for way in _WAYS if way in ways)
+        else:
+            return ""
+        if path is not None and id(path[0].get_submodule(path[1])) in in_tiles:
+            way += ", tile"
+        return way

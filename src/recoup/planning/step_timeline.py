@@ -1,0 +1,288 @@
+"""`recoup.timeline`: the bytes in memory over a training step, with a plan and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from recoup._core.call import Call
+from recoup._core.saved_tensors import is_in_backward
+from recoup._core.stage import State
+from recoup.memory import format_bytes
+from recoup.memory.step_line import PHASES, StepLine
+from recoup.memory.step_recorder import BlockCall, StepRecorder
+from recoup.memory.tables import aligned
+from recoup.memory.timeline import timeline as meter
+from recoup.memory.timeline_page import Page, check_page, page_of
+from recoup.memory.whole_files import write_whole
+from recoup.planning.compiling import recompiling
+from recoup.planning.following import PlanFollower
+from recoup.planning.forwards import suspended
+from recoup.planning.losses import losses_from
+from recoup.planning.plan import Plan, applied_plans, own_forwards
+from recoup.planning.planned_stages import PlannedStage
+from recoup.planning.rehearsal import uncollected
+from recoup.planning.step import Step, device_of
+from recoup.planning.verification import has_room
+
+__all__ = ["StepTimeline", "timeline"]
+
+_NOTEBOOK_HEIGHT = 760  # pixels
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """The bytes in memory over a training step, as `recoup.timeline` returns it. Printable.
+
+    Args:
+        model: the class of the model.
+        plain: the step of the model as it is; None if there was no room to run it.
+        planned: the step that follows the plan; None without a plan.
+        budget_bytes: the budget of the plan; None without a plan.
+        plan: the text of the plan; "" without one.
+    """
+
+    model: str
+    plain: StepLine | None
+    planned: StepLine | None = None
+    budget_bytes: int | None = None
+    plan: str = ""
+
+    def __repr__(self) -> str:
+        return f"StepTimeline({self.model}: {self._peaks()})"
+
+    @property
+    def lines(self) -> tuple[StepLine, ...]:
+        """The lines that there are, the plain one first."""
+        return tuple(line for line in (self.plain, self.planned) if line is not None)
+
+    def page(self, path: str | Path) -> Path:
+        """Draw the step on a page of HTML that needs no other file, and tells what ran where.
+
+        The line under the pointer (or at the slider, by keyboard or touch) is explained: its bytes,
+        the module, and how backward gets what that module needs. Long lines are thinned; their
+        peaks are exact.
+
+        Args:
+            path: the path of the page, ending in .html.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: `path` has another ending.
+        """
+        check_page(Path(path).suffix)
+        return write_whole(Path(path), self._html().encode())
+
+    def __str__(self) -> str:
+        table = [("peak", *(line.name for line in self.lines))]
+        for phase in PHASES:
+            peaks = (line.peak(phase) for line in self.lines)
+            table.append((phase, *("-" if peak is None else str(peak) for peak in peaks)))
+        return "\n".join(aligned(table, left=range(3)))
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the page, in a frame."""
+        return (
+            f'<iframe srcdoc="{escape(self._html())}" title="Memory over a step of '
+            f'{escape(self.model)}" width="100%" height="{_NOTEBOOK_HEIGHT}" '
+            'style="border: 0"></iframe>'
+        )
+
+    def _peaks(self) -> str:
+        peaks = [f"{format_bytes(line.peak_bytes)} {line.name}" for line in self.lines]
+        budget = [] if self.budget_bytes is None else [f"budget {format_bytes(self.budget_bytes)}"]
+        return ", ".join([*peaks, *budget])
+
+    def _html(self) -> str:
+        summary = f"Peak of a training step: {self._peaks()}."
+        if self.plain is None:
+            summary += " There was no room to run the step as it is."
+        title = f"Memory over a step of {self.model}"
+        return page_of(Page(title, summary, self.lines, self.budget_bytes, self.plan))
+
+
+def timeline(
+    model: nn.Module,
+    *example_args: Any,
+    plan: Plan | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    holds_output: bool = True,
+    **example_kwargs: Any,
+) -> StepTimeline:
+    """Record the bytes in memory over a training step, event by event, and which module ran.
+
+    The step is run once as the model is, and once as it follows the plan, if there is one. Both
+    leave no trace, as the steps of `recoup.plan` do. Bytes are those of `recoup.measure`: the most
+    of the planned step are `Plan.rehearsed_peak_bytes`, for the arguments and the random state with
+    which the plan was made. On CUDA, and while a profiler of other code runs, the most and the last
+    bytes of each module are recorded rather than every event.
+
+    Where blocks run compiled, modules within them are not told apart, nor are others. The plain
+    step is left out if there is no room for it. A chain that plans itself does so in its first
+    forward, so run one before.
+
+    Args:
+        model: any module.
+        example_args: its arguments as in training.
+        plan: a plan for `model`; None for the one that it follows, if any.
+        loss: a function from the output of the model to a scalar, or several, as for `recoup.plan`.
+        holds_output: whether the training loop holds the output of the model while backward runs.
+        example_kwargs: keyword arguments of the model.
+
+    Returns:
+        The timeline. It prints as the peaks and where they are; its method `page` writes a page
+        of HTML to look into it.
+
+    Raises:
+        ValueError: an argument is invalid, or `plan` is one of another model.
+
+    Example:
+        >>> import recoup, torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "abcd"]
+        >>> model, x = torch.nn.Sequential(*blocks), torch.ones(256, 64)
+        >>> plan = recoup.plan(model, x, budget="400 KiB")
+        >>> found = recoup.timeline(model, x, plan=plan)
+        >>> print(found)
+        peak      as it is                        planned
+        forward   576 KiB (loss)                  320 KiB (loss)
+        backward  640 KiB (backward of the loss)  384 KiB (backward of the loss)
+        >>> found.planned.peak_bytes == plan.rehearsed_peak_bytes
+        True
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    plan = plan or next((each for each in applied_plans(model) if each.model is model), None)
+    if plan is not None and plan.model is not model:
+        raise ValueError(
+            f"`plan` is for another model, a {type(plan.model).__name__}. Make one for this "
+            f"{type(model).__name__}, or leave it out."
+        )
+    losses = losses_from(loss)
+    step = Step(model, model, example_args, example_kwargs, losses, holds_output)
+    with suspended(own_forwards(model)), uncollected():
+        if plan is None:
+            return StepTimeline(type(model).__name__, _line_of(step, "as it is"))
+        standing = plan.standing_bytes
+        most_bytes = plan.most_bytes - standing
+        plain = None
+        if has_room(device_of(model), most_bytes + most_bytes // 4):
+            plain = _line_of(step, "as it is", standing)
+        planned = _planned_line_of(step, plan)
+    return StepTimeline(type(model).__name__, plain, planned, plan.budget_bytes, str(plan))
+
+
+def _line_of(step: Step, name: str, standing_bytes: int = 0) -> StepLine:
+    """Run a step of a model that follows no plan."""
+    recorder = _recorded(step, follows_modules=True, following=lambda _: nullcontext())
+    return StepLine(name, recorder.stretches(), standing_bytes)
+
+
+def _planned_line_of(step: Step, plan: Plan) -> StepLine:
+    """Run a step of a model that follows a plan."""
+    planned = plan.planned
+    is_compiled = any(call.codes for call in planned.calls)
+    with recompiling() if is_compiled else nullcontext():
+        recorder = _recorded(
+            replace(step, tiled=planned.tiled),
+            follows_modules=not is_compiled,
+            following=lambda found: planned.followed(plan.schedule, partial(_Follower, found)),
+        )
+    calls = [BlockCall(block.name, block.way) for block in plan.blocks]
+    tiled = () if planned.tiled is None else planned.tiled.modules
+    return StepLine("planned", recorder.stretches(calls, tiled), plan.standing_bytes)
+
+
+def _recorded(
+    step: Step,
+    *,
+    follows_modules: bool,
+    following: Callable[[StepRecorder], AbstractContextManager[None]],
+) -> StepRecorder:
+    """Run a step, and return its recorder.
+
+    Args:
+        step: the step.
+        follows_modules: whether modules are told apart.
+        following: a function from the recorder to a context in which the model follows a plan.
+    """
+    line = meter(device_of(step.model), records_levels=True)
+    recorder = StepRecorder(line, step.model, follows_modules=follows_modules)
+    observed = replace(step, losses=recorder.observed(step.losses))
+    with following(recorder), observed.rehearsed(), line:
+        with recorder.recording():
+            gradients = observed.run()
+        del gradients
+        step.forget()
+    return recorder
+
+
+class _Follower(PlanFollower):
+    """A follower that tells the recorder of a step which call of a block runs."""
+
+    def __init__(self, recorder: StepRecorder, *args: Any) -> None:
+        super().__init__(*args)
+        self._recorder = recorder
+
+    def _run_stage(
+        self,
+        stage: PlannedStage,
+        now: Any,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        index: int = now.latest
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            if not is_in_backward():
+                return forward(*args, **kwargs)
+            with self._recorder.again("runs again", index):
+                return forward(*args, **kwargs)
+
+        # A block that keeps products runs again as a call of its own; others as `_RecordedCall`.
+        run = forward if stage.chosen is None else told
+        with self._recorder.within(index):
+            return super()._run_stage(stage, now, run, args, kwargs)
+
+    def _call_of(
+        self,
+        stage: PlannedStage,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        name = f"block `{stage.name}`"
+        return _RecordedCall(self._recorder, index, name, forward, args, kwargs, stage.module)
+
+
+class _RecordedCall(Call):
+    """A call that tells of its runs in backward."""
+
+    __slots__ = ("_index", "_recorder")
+
+    def __init__(self, recorder: StepRecorder, index: int, *args: Any) -> None:
+        super().__init__(*args)
+        self._recorder = recorder
+        self._index = index
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Run the call."""
+        if not self.has_run:
+            return super().forward(state)
+        with self._recorder.again("runs again", self._index):
+            return super().forward(state)
+
+    def inverse(self, state: State) -> State:
+        """Invert the call."""
+        with self._recorder.again("inverse", self._index):
+            return super().inverse(state)

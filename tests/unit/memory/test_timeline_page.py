@@ -1,0 +1,216 @@
+"""The page of a timeline: exact lines, escaped text, nothing from outside, and a browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from recoup.memory import StepLine, Stretch, format_bytes
+from recoup.memory.timeline_page import Page, check_page, page_of
+
+NASTY = "</script><img src=x onerror=\"document.title='broken'\">&amp;'\u2028"
+BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+in_a_browser = pytest.mark.skipif(
+    BROWSER is None, reason=f"no browser is found: none of {', '.join(BROWSERS)} is installed"
+)
+
+
+def line(name="as it is", module="net.0", standing=0):
+    forward = Stretch("forward", "forward", module, "keep", (100, 400, 300))
+    loss = Stretch("forward", "loss", "-", "", (350,))
+    again = Stretch("backward", "runs again", "net.1", "recompute", (500, 900))
+    back = Stretch("backward", "backward", module, "keep", (200, 64))
+    return StepLine(name, (forward, loss, again, back), standing)
+
+
+def page(*lines, budget=None, plan="", title="Memory over a step of Net"):
+    return page_of(Page(title, "Peaks.", lines or (line(),), budget, plan))
+
+
+def drawn(text, place=0):
+    """What the picture draws: the events, and the bytes after each of them."""
+    path = re.search(rf'id="line{place}" d="([^"]*)"', text)[1]
+    unit = int(re.search(r'data-unit="(\d+)"', text)[1])
+    return [(int(x), round(float(y) * unit)) for x, y in re.findall(r"H(\d+)V([-\d.e]+)", path)]
+
+
+def long_line(num=50_000):
+    draw = random.Random(0)
+    levels = [draw.randrange(10**9) for _ in range(num)]
+    return StepLine(
+        "long", tuple(Stretch(p, p, "m", "keep", levels) for p in ("forward", "backward"))
+    )
+
+
+def test_a_line_has_the_bytes_of_its_stretches():
+    found = line(standing=1000)
+    assert found.levels("forward") == [1100, 1400, 1300, 1350]
+    assert found.levels("backward") == [1500, 1900, 1200, 1064]
+    assert [(start, each.module) for start, each in found.starts("forward")] == [
+        (0, "net.0"),
+        (3, "-"),
+    ]
+    assert found.peak_bytes == 1900
+    assert str(found.peak("backward")) == "1.855 KiB in net.1 (runs again)"
+    assert StepLine("empty", ()).peak_bytes == 0
+    assert StepLine("empty", ()).peak("forward") is None
+
+
+def test_what_is_drawn_are_the_bytes():
+    found = line()
+    levels = [*found.levels("forward"), *found.levels("backward")]
+    assert drawn(page(found)) == list(enumerate(levels))
+
+
+def test_phases_are_equally_wide_for_all_lines():
+    short = StepLine(
+        "planned", (Stretch("forward", "forward", "m", "keep", (7,)), line().stretches[-1])
+    )
+    text = page(line(), short)
+    assert drawn(text, 1) == [(0, 7), (4, 200), (6, 64)]
+    assert 'class="band" d="M4 0H8V' in text
+
+
+def test_a_long_line_is_thinned_and_its_peaks_are_exact():
+    found = long_line()
+    text = page(found)
+    points = drawn(text)
+    assert max(y for _, y in points) == found.peak_bytes
+    forward = found.levels("forward")
+    assert points[0] == (0, forward[0])
+    for start in range(0, len(forward), 50):  # as many as fall together
+        within = [y for x, y in points if start <= x < start + 50]
+        assert max(within) == max(forward[start : start + 50])
+        assert min(within) == min(forward[start : start + 50])
+    assert all(y == forward[x % len(forward)] for x, y in points)
+    assert len(text) < 400_000
+
+
+def test_many_gigabytes_are_exact_and_within_what_browsers_draw():
+    levels = (3 * 2**36 + 7, 2**30 + 1, -513)
+    text = page(StepLine("large", (Stretch("forward", "forward", "m", "keep", levels),)))
+    assert [y for _, y in drawn(text)] == list(levels)
+    assert float(re.search(r'viewBox="0 0 \d+ (\S+)"', text)[1]) < 2**25
+
+
+def test_the_peaks_stand_in_a_table_and_at_the_lines():
+    planned = line("planned", standing=0)
+    text = page(line(standing=2**20), planned, budget=10**6)
+    table = re.search(r"<table>.*</table>", text, re.DOTALL)[0]
+    assert "1 MiB in net.1 (runs again)<br>1,049,476 bytes" in table
+    assert "900 B in net.1 (runs again)<br>900 bytes" in table
+    assert '<th scope="col">planned</th>' in table
+    assert f">as it is {format_bytes(2**20 + 900)}</span>" in text
+    assert ">planned 900 B</span>" in text
+    assert ">budget 976.6 KiB</span>" in text
+
+
+def test_a_budget_far_above_the_lines_is_not_drawn():
+    assert 'class="budget"' in page(budget=1000)
+    assert 'class="budget"' not in page(budget=2000)
+
+
+def test_names_are_escaped_wherever_they_stand():
+    text = page(line(NASTY, NASTY), plan=NASTY, title=NASTY)
+    assert "<img" not in text
+    assert text.count("</script>") == 2  # those of the page
+    assert html.escape(NASTY) in text
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1]
+    (found,) = json.loads(data)
+    assert found["name"] == NASTY
+    assert ["forward", NASTY, "keep"] in found["causes"]
+
+
+def test_the_page_needs_nothing_from_outside():
+    text = page(line(), line("planned"), budget=800, plan="a plan")
+    assert "default-src 'none'" in text
+    assert not re.findall(r"https?:|//[a-z]|url\(|@import|\bsrc=|\bhref=|<link", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'role="img" aria-label="' in text
+    assert 'aria-label="Event of the allocator"' in text
+
+
+def test_a_page_has_the_ending_of_one():
+    check_page(".HTML")
+    with pytest.raises(ValueError, match=r'`path` of the page ends in ".png", but must end in'):
+        check_page(".png")
+
+
+# -- in a browser ------------------------------------------------------------------------------
+
+
+def shown(tmp_path, text, *more):
+    """The document that a browser makes of a page, after its scripts."""
+    file = tmp_path / "page.html"
+    file.write_text(text, encoding="utf-8")
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
+    done = subprocess.run(
+        [BROWSER, *arguments, f"--user-data-dir={tmp_path / 'profile'}", *more, "--dump-dom",
+         file.as_uri()],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return done.stdout
+
+
+def with_script(text, script):
+    return text.replace("</body>", f"<script>{script}</script></body>")
+
+
+HOVER = """
+const box = plot.getBoundingClientRect();
+const seen = [];
+const look = () => seen.push([...document.querySelectorAll(".card")].map((c) => c.innerText));
+const point = (share) => plot.dispatchEvent(new PointerEvent("pointermove",
+  { clientX: box.left + share * box.width, clientY: box.top + 5 }));
+const places = () => [...plot.querySelectorAll(".cursor, .at")].map((e) => e.getAttribute("style"));
+look();
+point(5 / 8); look();
+const moved = places();
+point(1); look();
+slider.value = 1; slider.dispatchEvent(new Event("input")); look();
+const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+document.body.replaceChildren(JSON.stringify({ seen, wide, moved, title: document.title,
+  hidden: slider.hidden, spoken: slider.getAttribute("aria-valuetext") }));
+"""
+
+
+@in_a_browser
+def test_the_pointer_and_the_slider_tell_what_ran(tmp_path):
+    text = with_script(page(line(), line("planned", NASTY, 10**6), budget=800), HOVER)
+    body = re.search(r"<body>(.*)</body>", shown(tmp_path, text), re.DOTALL)[1]
+    found = json.loads(html.unescape(body))
+    at_peak, pointed, ended, moved = found["seen"]
+    assert at_peak[1].split("\n")[:2] == ["planned: 977.4 KiB (1,000,900 bytes)", "net.1"]
+    assert pointed[0].split("\n") == [
+        "as it is: 900 B (900 bytes)", "net.1", "runs again \u00b7 recompute \u00b7 allocates 400 B"
+    ]  # fmt: skip
+    assert ended[0].split("\n")[1:] == ["net.0", "backward \u00b7 keep \u00b7 frees 136 B"]
+    assert moved[0].split("\n") == [
+        "as it is: 400 B (400 bytes)", "net.0", "forward \u00b7 keep \u00b7 allocates 300 B",
+    ]  # fmt: skip
+    assert NASTY.replace("\u2028", "").strip() in moved[1].replace("\u2028", "").replace("\n", "")
+    height = int(1.14 * 1_000_900)
+    places = [f"left: 62.5%; bottom: {100 * y / height:.3f}" for y in (900, 1_000_900)]
+    assert found["moved"][0] == "left: 62.5%;"
+    for place, style in zip(places, found["moved"][1:], strict=True):
+        assert style.startswith(place[:-2])
+    assert found["title"] == "Memory over a step of Net"  # names run no code
+    assert not found["hidden"]
+    assert found["spoken"].startswith("as it is: 400 B, net.0, forward")
+
+
+@in_a_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1600])
+def test_the_page_fits_its_window(tmp_path, width):
+    text = with_script(page(line(), line("planned", "a" * 200), budget=800, plan="x" * 300), HOVER)
+    document = shown(tmp_path, text, f"--window-size={width},900")
+    body = re.search(r"<body>(.*)</body>", document, re.DOTALL)[1]
+    assert json.loads(html.unescape(body))["wide"] == 0
