@@ -70,7 +70,8 @@ FLOW = Fit(
     "train a flow on pictures, points, or the built-in digits",
     data="a folder of pictures, an .npz of pictures or points, a .csv of points, moons, rings or "
     "checkerboard; the built-in digits if left out",
-    memory="what backward remembers: linear, sqrt, log, constant, or a number of slots",
+    memory="what backward remembers: linear, sqrt, log, constant, a number of slots, or a number "
+    'of bytes as "500 MiB"',
     batch_size="pictures in a batch (64)",
     settings="""\
   --model.flow NAME  glow, nice, realnvp, flowpp or iresnet (glow)

@@ -62,7 +62,7 @@ def add_demo(parser: Parser) -> None:
     """Add the options of ``recoup flow demo``."""
     add = parser.add_argument
     add("--out", metavar="DIR", help="folder of the results (runs/flow/demo-1, or the next number)")
-    add("--epochs", help="number of epochs; that of glow-digits if left out", **_INT)
+    add("--epochs", help="number of epochs (10)", **_INT)
 
 
 def add_lm_evaluate(parser: Parser) -> None:

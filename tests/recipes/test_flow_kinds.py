@@ -176,4 +176,4 @@ def test_the_picture_shows_the_density_where_it_is():
 
 def test_n11_no_epoch_is_a_mistake(capsys):
     assert main(["flow", "fit", "--epochs", "0", "--out", "none"]) == 2
-    assert "`--epochs`" in capsys.readouterr().err
+    assert "--epochs" in capsys.readouterr().err

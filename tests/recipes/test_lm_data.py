@@ -54,6 +54,10 @@ def test_between_white_space(text):
         ("f(x[0]) == 3.14", "f ( x [ 0 ] ) == 3 . 14"),
         ("-- well... <unk> <a b>", "-- well ... <unk> < a b >"),
         ("naïve_name Überfluß 你好", "naïve_name Überfluß 你好"),
+        (
+            "cafe\u0301's \u0939\u093f\u0928\u094d\u0926\u0940.",
+            "cafe\u0301's \u0939\u093f\u0928\u094d\u0926\u0940 .",
+        ),
     ],
 )
 def test_words_and_marks(text, words):

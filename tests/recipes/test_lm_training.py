@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Callback
 
 from recoup.recipes.cli import main
 from recoup.recipes.language_model.averaging import TriggeredAveraging
-from recoup.recipes.language_model.model import Perplexity
 from recoup.recipes.language_model.network import LanguageModel
+from recoup.recipes.language_model.steps import Perplexity
 from recoup.recipes.progress import LossRecord
 from tests.recipes.conftest import TINY_LM
 from tests.recipes.test_flow_fit import same

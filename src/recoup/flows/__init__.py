@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recoup.flows.fitting import Fitted, fit
 from recoup.flows.flow import Flow
 from recoup.flows.flowplusplus import FlowPlusPlus
 from recoup.flows.glow import Glow
@@ -16,6 +17,7 @@ __all__ = [
     "NICE",
     "ConvNetwork",
     "DenseNetwork",
+    "Fitted",
     "Flow",
     "FlowPlusPlus",
     "Glow",
@@ -24,5 +26,6 @@ __all__ = [
     "RealNVP",
     "coded_bits_per_dim",
     "complexity_ratio",
+    "fit",
     "typicality",
 ]

@@ -16,12 +16,13 @@ from recoup.recipes.mistakes import mistakes_reported
 from recoup.recipes.quiet import quiet_lightning
 from recoup.recipes.run_folder import check_no_run, checkpoint_folder, free_folder, run_folder
 from recoup.recipes.settings import COMMAND, SETTINGS, RunRecord, plain_settings, recorded_folders
+from recoup.recipes.training_run import CHECKPOINT, EARLY_STOPPING, TRAINER, TrainingRun
 from recoup_cli.fit_arguments import Fit, check_epochs, given_in, long_names
 
 __all__ = ["PreparedRun"]
 
 
-class PreparedRun(LightningCLI):
+class PreparedRun(TrainingRun, LightningCLI):
     """A training run, prepared from its command line: model, data and Trainer, all of them checked.
 
     Nothing is written.
@@ -39,8 +40,7 @@ class PreparedRun(LightningCLI):
 
     Attributes:
         checkpoint: The checkpoint to begin with, of ``--resume`` or ``--finetune``, until training
-            begins; None without one.
-        resume: The path given as ``--resume``; None if there is none.
+            begins; None without one. More attributes are those of `TrainingRun`.
 
     Raises:
         MistakeError: When the user has to correct something.
@@ -61,26 +61,18 @@ class PreparedRun(LightningCLI):
     ) -> None:
         self.recipe = recipe
         self.checkpoint: Checkpoint | None = None
-        self.resume: str | None = None
         self._num_epochs_before = 0
         self._options_of = {"model": model_class, "data": data_class}
         self._finetuning = finetuning or {}
         self._links = links
-        self._monitor = monitor
+        self.monitor = monitor
         with quiet_lightning(), mistakes_reported():
             super().__init__(
                 model_class,
                 data_class,
                 save_config_callback=RunRecord,
                 save_config_kwargs={"save_to_log_dir": False},
-                trainer_defaults={
-                    "max_epochs": 30,
-                    "logger": False,
-                    "enable_progress_bar": False,
-                    "enable_model_summary": False,
-                    "num_sanity_val_steps": 0,
-                    **(trainer_defaults or {}),
-                },
+                trainer_defaults={**TRAINER, **(trainer_defaults or {})},
                 seed_everything_default=0,
                 parser_kwargs={
                     "prog": f"recoup {recipe} fit",
@@ -105,13 +97,13 @@ class PreparedRun(LightningCLI):
                 check_no_run(self.out)
 
     @property
-    def out(self) -> Path:
-        """The folder of the run."""
-        return Path(self.trainer.default_root_dir)
+    def num_threads(self) -> int | None:
+        """Number of threads on CPU; None for that of torch."""
+        return self.config.num_threads
 
     @property
     def saved_to(self) -> Path:
-        """The folder of its checkpoints."""
+        """The folder of its checkpoints, whether or not the Trainer saves the best."""
         return Path(self.config.checkpoint.dirpath)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -137,21 +129,10 @@ class PreparedRun(LightningCLI):
             help="Threads on CPU. One is fastest for small networks, or on a shared machine.",
         )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults(
-            {
-                "checkpoint.monitor": self._monitor,
-                "checkpoint.filename": "best",
-                "checkpoint.enable_version_counter": False,
-            }
-        )
         parser.add_lightning_class_args(EarlyStopping, "early_stopping")
-        parser.set_defaults(
-            {
-                "early_stopping.monitor": self._monitor,
-                "early_stopping.patience": 20,
-                "early_stopping.strict": False,  # A run may be too short to validate.
-            }
-        )
+        for section, defaults in (("checkpoint", CHECKPOINT), ("early_stopping", EARLY_STOPPING)):
+            for name, value in {"monitor": self.monitor, **defaults}.items():
+                parser.set_defaults({f"{section}.{name}": value})
         parser.link_arguments("seed_everything", "data.seed")
         parser.link_arguments("seed_everything", "model.seed")
         for source, target in self._links:

@@ -1,4 +1,8 @@
-"""Progress of a run: a bar and a line for each epoch on the screen, and a row in a file."""
+"""Progress of a run: Lightning's bar, with a line for each epoch, and a row in a file.
+
+Lightning's CSVLogger does not write the file: it has a row for training and another for validation,
+no seconds, and deletes the rows of a run that is resumed.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import rich
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 from rich import progress as bars
 from rich.console import Console
 
@@ -25,6 +30,7 @@ class _EpochMetrics(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that the epoch was validated."""
+        super().on_validation_end(trainer, pl_module)
         if not trainer.sanity_checking:
             self._validated_epoch = trainer.current_epoch
 
@@ -89,55 +95,42 @@ class LossRecord(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-class Progress(_EpochMetrics):
-    """A bar over all steps of the run, and a line for each epoch that has been validated.
+class Progress(_EpochMetrics, RichProgressBar):
+    """Lightning's bar on stderr, and a line for each epoch that has been validated, which stays.
+
+    Lightning's own has no such lines, and counts epochs from 0.
 
     Args:
         monitor: The metric of the validation that is shown first, ``val_`` and its name.
-        title: The text before the bar.
+        title: The text before the number of the epoch.
         lines: Whether there is a line for each epoch.
     """
 
-    def __init__(self, monitor: str, *, title: str = "training", lines: bool = True) -> None:
+    def __init__(self, monitor: str, *, title: str = "epoch", lines: bool = True) -> None:
+        super().__init__(refresh_rate=10, console_kwargs={"stderr": True})
         self._monitor = monitor
         self._title = title
         self._lines = lines
-        self._bar: bars.Progress | None = None
-        self._task = bars.TaskID(0)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the bar."""
-        if not trainer.is_global_zero:
-            return
-        self._bar = progress_bar()
-        self._task = self._bar.add_task(
-            self._title, total=None, completed=trainer.global_step, note=""
-        )
-        self._bar.start()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the total number of steps, assuming that all epochs have as many as this one."""
-        estimated, num_epochs = trainer.estimated_stepping_batches, trainer.max_epochs
-        if self._bar is None or num_epochs is None or estimated == float("inf"):
-            return
-        left = estimated / num_epochs * (num_epochs - trainer.current_epoch)
-        self._bar.update(self._task, total=trainer.global_step + left)
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Move the bar."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the metrics of the epoch."""
+        super().on_train_epoch_end(trainer, pl_module)
         metrics = self.metrics(trainer)
-        if self._bar is None or self._monitor not in metrics:
-            return
-        name = self._monitor.removeprefix("val_")
-        self._bar.update(self._task, note=f"{_words(name)} {metrics[self._monitor]:.3f}")
-        if self._lines:
+        if self._lines and self.progress is not None and self._monitor in metrics:
             line = f"epoch {trainer.current_epoch + 1:>3}: {', '.join(self._parts(metrics))}"
-            self._bar.console.print(line, highlight=False, soft_wrap=True)
+            self.progress.console.print(line, highlight=False, soft_wrap=True)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the bar; rich's own console, which Lightning sends to stderr, is as before."""
+        super().teardown(trainer, pl_module, stage)
+        rich.reconfigure()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Remove the bar, so that the error can be read."""
+        super().on_exception(trainer, pl_module, exception)
+        rich.reconfigure()
 
     def _parts(self, metrics: dict[str, float]) -> list[str]:
         """Return the parts of the line of an epoch: validation first, then training and others."""
@@ -156,20 +149,9 @@ class Progress(_EpochMetrics):
         ]
         return parts
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the bar."""
-        self._stop()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Remove the bar, so that the error can be read."""
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def _get_train_description(self, current_epoch: int) -> str:
+        most = self.trainer.max_epochs
+        return f"{self._title} {current_epoch + 1}" + (f"/{most}" if most and most > 0 else "")
 
 
 def _words(name: str) -> str:

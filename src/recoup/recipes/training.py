@@ -8,23 +8,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 
+from recoup.errors import BudgetError
 from recoup.recipes.mistakes import mistakes_reported, one_line
 from recoup.recipes.preparation import PreparedRun
-from recoup.recipes.progress import MetricsFile, Progress
-from recoup.recipes.quiet import quiet_lightning
-from recoup.recipes.run_folder import (
-    WholeCheckpoints,
-    WholeEpochs,
-    check_no_run,
-    folder_locked,
-    relative,
-)
+from recoup.recipes.progress import Progress
+from recoup.recipes.results import write_results
+from recoup.recipes.run_folder import check_no_run, folder_locked, relative
 from recoup.recipes.settings import CONFIG_FILE
-from recoup.recipes.stopping import Stopping, StopRun
 from recoup_cli import MistakeError
 from recoup_cli.mistakes import StoppedError
 
@@ -33,24 +25,6 @@ __all__ = ["TrainingCLI", "fit_command"]
 
 class TrainingCLI(PreparedRun):
     """A training run, prepared from its command line; `fit` runs it. See `PreparedRun`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # A callback of its own: `save_last` of the other writes only when there is a new best.
-        self._last = WholeEpochs(
-            self.saved_to,
-            filename="last",
-            save_on_train_epoch_end=True,
-            enable_version_counter=False,
-        )
-
-    @property
-    def best(self) -> tuple[Path, float] | None:
-        """The checkpoint with the best validation, and its value; None before the first."""
-        callback: Any = self.trainer.checkpoint_callback
-        if callback is None or callback.best_model_score is None:
-            return None
-        return relative(Path(callback.best_model_path)), float(callback.best_model_score)
 
     def fit(
         self, *callbacks: Callback, progress: Progress | None = None, opening: str | None = None
@@ -63,31 +37,22 @@ class TrainingCLI(PreparedRun):
             opening: Text to print once all checks have passed.
 
         Raises:
-            MistakeError: When another run writes to the folder, or the disk is full.
+            MistakeError: When another run writes to the folder, no plan keeps to the bytes of
+                `--memory`, or the disk is full.
             StoppedError: When a signal ended the run.
         """
-        trainer: Any = self.trainer
         self.checkpoint = None  # Its tensors would stay in memory.
-        shown = progress or Progress(self._monitor)
-        stopping = Stopping()
-        # Callbacks that stop come after those that save.
-        trainer.callbacks += [MetricsFile(), shown, *callbacks, self._last, stopping]
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = WholeCheckpoints()
-        with self._own_folder(), self.threads(), quiet_lightning(), stopping.listening():
-            if opening is not None and trainer.is_global_zero:
+        with self._own_folder():
+            if opening is not None and self.trainer.is_global_zero:
                 print(opening)
             try:
-                trainer.fit(self.model, self.datamodule, ckpt_path=self.resume, weights_only=True)
-            except (StopRun, SystemExit):
-                if stopping.signum is None:
-                    raise
+                self.train(progress or Progress(self.monitor), *callbacks)
             except Exception as error:
-                self._report(error, stopping)
+                self._report(error)
                 raise
-            if stopping.signum is not None:
+            if self.stopping.signum is not None:
                 self._forget_an_empty_run()
-                raise StoppedError(self._stopped_at(), 128 + stopping.signum)
+                raise StoppedError(self._stopped_at(), 128 + self.stopping.signum)
 
     @contextmanager
     def _own_folder(self) -> Generator[None]:
@@ -102,11 +67,14 @@ class TrainingCLI(PreparedRun):
                         check_no_run(self.out)  # Another run may have written to it in between.
             yield
 
-    def _report(self, error: Exception, stopping: Stopping) -> None:
+    def _report(self, error: Exception) -> None:
         """Raise a one-line MistakeError if the error is no fault of the program."""
         if isinstance(error, OSError):  # such as a full disk
             raise MistakeError(f"{one_line(error)} {self._go_on()}", 1) from error
-        if stopping.has_begun:
+        if isinstance(error, BudgetError):  # A chain makes its plan in its first step.
+            self._forget_an_empty_run()
+            raise MistakeError(one_line(error).replace("`budget`", "`--memory`", 1)) from error
+        if self.stopping.has_begun:
             return
         if self.resume is None:
             with mistakes_reported():
@@ -120,12 +88,12 @@ class TrainingCLI(PreparedRun):
     @property
     def _resumable(self) -> Path | None:
         """The checkpoint from which to resume; None before the first epoch ended."""
-        if self._last.num_epochs:
+        if self.last.num_epochs:
             return self.saved_to / "last.ckpt"
         return None if self.resume is None else Path(self.resume)
 
     def _stopped_at(self) -> str:
-        path, num_epochs = self._resumable, self._last.num_epochs or self._num_epochs_before
+        path, num_epochs = self._resumable, self.last.num_epochs or self._num_epochs_before
         if path is None or not num_epochs:
             return "stopped before the first epoch ended: nothing is kept. Begin again."
         if num_epochs == self.trainer.max_epochs:
@@ -144,16 +112,6 @@ class TrainingCLI(PreparedRun):
         if self.trainer.is_global_zero and not is_begun:
             (self.out / CONFIG_FILE).unlink(missing_ok=True)
 
-    @contextmanager
-    def threads(self) -> Generator[None]:
-        """Set the number of threads of the run within the context."""
-        num_threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(self.config.num_threads or num_threads)
-            yield
-        finally:
-            torch.set_num_threads(num_threads)
-
 
 def fit_command(
     args: Sequence[str],
@@ -161,16 +119,16 @@ def fit_command(
     prepare: Callable[[Sequence[str]], TrainingCLI],
     description: Callable[[TrainingCLI], str],
     score: str,
-    finish: Callable[[TrainingCLI], None] | None = None,
+    results: Callable[[TrainingCLI], dict[str, Any] | None],
 ) -> int:
-    """Run the command ``fit`` of a recipe.
+    """Run the command ``fit`` of a recipe, and write its results to ``run.json``.
 
     Args:
         args: The arguments, without the name of the command.
         prepare: Prepares a run from the arguments.
         description: Returns the text to print before the run begins.
-        score: Format string for the score of the best validation.
-        finish: Called with the finished run, on all ranks.
+        score: Format string for the score of the best validation, and of the test.
+        results: Tests the finished run, on all ranks. See `results_of`.
 
     Returns:
         The exit code.
@@ -182,6 +140,9 @@ def fit_command(
             path, value = run.best
             print(f"best checkpoint: {path} ({score.format(value)} in validation)")
         print(f"metrics: {run.out / 'metrics.csv'}")
-    if finish is not None:
-        finish(run)
+    found = results(run)
+    if found is not None:
+        tested = found.get(run.monitor.replace("val_", "test_", 1))
+        test = "" if tested is None else f"test: {score.format(tested)}; "
+        print(f"{test}results: {write_results(run, found)}")
     return 0

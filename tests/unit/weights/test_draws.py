@@ -19,6 +19,7 @@ from torch import nn
 import recoup
 from recoup._core.random_sources import sources_checked
 from recoup.weights import draws
+from tests.chance import are_even, are_gaussian, are_uncorrelated, has_share
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -491,13 +492,6 @@ def test_weights_have_floating_point_numbers():
 
 # --- the numbers are random ----------------------------------------------------------------------
 
-# Seeds are fixed, so what passes once passes always: bounds are such that a right draw fails one
-# of these tests in fewer than one choice of seeds in a hundred.
-
-
-def deviation(successes, trials, p):
-    return (successes - trials * p) / math.sqrt(trials * p * (1 - p))
-
 
 @pytest.mark.parametrize("numel", [2**16, 2**20 + 3])
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.3, 0.5, 0.9])
@@ -507,10 +501,10 @@ def test_the_share_of_dropped_entries_is_p(numel, p):
         found = mask((numel,), seed, p)
         is_dropped = found == 0
         assert (is_dropped | (found == found.max())).all()
-        assert abs(deviation(is_dropped.sum().item(), numel, exact)) < 4.5
+        assert has_share(is_dropped, exact)
         for lane in range(4):
             part = is_dropped[lane::4]
-            assert abs(deviation(part.sum().item(), part.numel(), exact)) < 4.5
+            assert has_share(part, exact)
         assert found.max().item() == pytest.approx(1 / (1 - exact), rel=1e-7)
 
 
@@ -519,7 +513,7 @@ def test_every_share_of_65536_is_met_exactly():
         p = num_dropped / 65536
         numel = 2**20
         found = mask((numel,), 3, p)
-        assert abs(deviation((found == 0).sum().item(), numel, p)) < 4.5
+        assert has_share(found == 0, p)
         # In expectation, an entry is what it was.
         assert p * 0 + (1 - p) * found.max().item() == pytest.approx(1, rel=1e-6)
 
@@ -531,13 +525,6 @@ def test_scales_of_two_bytes_are_finite_and_near():
         assert found == torch.tensor(65536 / (65536 - 19661)).to(dtype).item()
 
 
-def correlation(a, b):
-    """In standard deviations of what independent numbers give."""
-    a, b = a.double(), b.double()
-    a, b = a - a.mean(), b - b.mean()
-    return (a @ b / (a.norm() * b.norm()) * math.sqrt(a.numel())).item()
-
-
 LAGS = (1, 2, 3, 4, 5, 8, 16, 64, 1024, 4096, 32768, 65536, 131072)
 
 
@@ -546,9 +533,9 @@ LAGS = (1, 2, 3, 4, 5, 8, 16, 64, 1024, 4096, 32768, 65536, 131072)
 def test_entries_do_not_depend_on_each_other(numel, draw):
     found = draw(numel, 17)
     for lag in (*LAGS, numel // 2):
-        assert abs(correlation(found[:-lag], found[lag:])) < 4.5, lag
+        assert are_uncorrelated(found[:-lag], found[lag:]), lag
         if found.min() < 0:  # normals: their sizes too
-            assert abs(correlation(found[:-lag].square(), found[lag:].square())) < 4.5, lag
+            assert are_uncorrelated(found[:-lag].square(), found[lag:].square()), lag
 
 
 @pytest.mark.parametrize("numel", [2**16, 2**18 + 8])
@@ -558,18 +545,18 @@ def test_seeds_do_not_depend_on_each_other(numel, draw):
     found = [draw(numel, seed) for seed in seeds]
     for i, a in enumerate(found):
         for b in found[:i]:
-            assert abs(correlation(a, b)) < 4.5
-            assert abs(correlation(a[1:], b[:-1])) < 4.5
-            assert abs(correlation(a, b.flip(0))) < 4.5
+            assert are_uncorrelated(a, b)
+            assert are_uncorrelated(a[1:], b[:-1])
+            assert are_uncorrelated(a, b.flip(0))
 
 
 def test_one_entry_over_many_seeds_is_random_too():
     for numel, index in ((16, 0), (16, 15)):
-        kept = sum(mask((numel,), seed, 0.5)[index].item() > 0 for seed in range(1000))
-        assert abs(deviation(kept, 1000, 0.5)) < 4.5
+        kept = torch.stack([mask((numel,), seed, 0.5)[index] > 0 for seed in range(1000)])
+        assert has_share(kept, 0.5)
     numel = 2**18 + 8
     values = torch.stack([mask((numel,), seed, 0.5)[:: numel // 64] for seed in range(30)])
-    assert abs(deviation((values > 0).sum().item(), values.numel(), 0.5)) < 4.5
+    assert has_share(values > 0, 0.5)
     assert values.mean(0).max() < 1 + 5 / math.sqrt(30)
 
 
@@ -577,32 +564,29 @@ def test_one_entry_over_many_seeds_is_random_too():
 def test_groups_of_eight_entries_are_uniform(numel):
     kept = (mask((numel,), 23, 0.5) > 0).view(-1, 8)
     for bits in (kept, kept.view(2, -1, 4).transpose(0, 1).reshape(-1, 8)):
-        counts = torch.bincount((bits * 2 ** torch.arange(8)).sum(1), minlength=256).double()
-        expected = numel / 8 / 256
-        chi_square = ((counts - expected) ** 2 / expected).sum().item()
-        assert abs(chi_square - 255) < 4.5 * math.sqrt(2 * 255)
+        counts = torch.bincount((bits * 2 ** torch.arange(8)).sum(1), minlength=256)
+        assert are_even(counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", [2**18, 2**20])
 def test_noise_is_gaussian(numel, dtype):
     for seed in (0, 1):
-        x = normals(numel, seed, dtype).double()
-        assert abs(x.mean()) < 4 / math.sqrt(numel)
-        assert abs(x.square().mean() - 1) < 4 * math.sqrt(2 / numel)
-        assert abs(x.pow(3).mean()) < 4 * math.sqrt(15 / numel)
-        assert abs(x.pow(4).mean() - 3) < 4 * math.sqrt(96 / numel)
-        for part in (x[: numel // 2], x[numel // 2 :]):
-            # Kolmogorov and Smirnov, at one in a thousand.
-            found = torch.special.ndtr(part.sort().values)
-            steps = torch.arange(1, part.numel() + 1, dtype=torch.float64) / part.numel()
-            distance = torch.maximum(
-                (steps - found).abs(), (steps - 1 / part.numel() - found).abs()
-            )
-            assert distance.max().item() * math.sqrt(part.numel()) < 1.95
-        for bound in (3.0, 4.0, 4.5):
-            p = math.erfc(bound / math.sqrt(2))
-            assert abs(deviation((x.abs() > bound).sum().item(), numel, p)) < 4.5
+        for part in normals(numel, seed, dtype).tensor_split(2):
+            assert are_gaussian(part)
+
+
+def test_what_is_not_random_is_seen():
+    x, generator = normals(2**17, 0), torch.Generator().manual_seed(0)
+    for wrong in (x + 0.02, 1.02 * x, x.abs(), x.clamp(-3.0, 3.0), x + 0.05 * (x.square() - 1)):
+        assert not are_gaussian(wrong)
+    other = torch.randn(2**17, generator=generator)
+    assert not are_uncorrelated(x, other + 0.02 * x)
+    assert not has_share(mask((2**17,), 0, 0.31) == 0, 0.3)
+    bits = torch.randint(256, (2**17,), generator=generator)
+    assert are_even(torch.bincount(bits, minlength=256))
+    assert not are_even(torch.bincount(bits // 2 + 64 * (bits > 250), minlength=128))
+    assert not are_even(torch.arange(2**17).bincount(minlength=2**17)[:256] * 512)
 
 
 def test_tails_are_long():

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 import recoup
 from recoup.weights import draws, row_draws, same_draw
+from tests.chance import are_even, are_gaussian, are_uncorrelated, has_share
 from tests.unit.weights.plain_run import PlainRun, mask, recorded, reparametrized, same
 
 MASK_64 = 2**64 - 1
@@ -215,20 +216,6 @@ def test_arguments_out_of_range():
 
 # -- the numbers are random ------------------------------------------------------------------------
 
-# Seeds are fixed, so what passes once passes always: bounds are such that a right draw fails one
-# of these tests in fewer than one choice of seeds in a hundred.
-
-
-def deviation(successes, trials, p):
-    return (successes - trials * p) / math.sqrt(trials * p * (1 - p))
-
-
-def correlation(a, b):
-    """In standard deviations of what independent numbers give."""
-    a, b = a.double().flatten(), b.double().flatten()
-    a, b = a - a.mean(), b - b.mean()
-    return (a @ b / (a.norm() * b.norm()) * math.sqrt(a.numel())).item()
-
 
 @pytest.mark.parametrize("width", [1, 3, 64])
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.3, 0.5, 0.9])
@@ -236,17 +223,17 @@ def test_the_share_of_dropped_entries_is_p(width, p):
     exact = round(p * 65536) / 65536
     for seed in range(3):
         dropped = scales(range(2**18 // width), width, seed, p) == 0
-        assert abs(deviation(dropped.sum().item(), dropped.numel(), exact)) < 4.5
+        assert has_share(dropped, exact)
         for column in range(min(width, 8)):
             part = dropped[:, column]
-            assert abs(deviation(part.sum().item(), part.numel(), exact)) < 4.5
+            assert has_share(part, exact)
 
 
 def test_every_share_of_65536_is_met_exactly():
     for num_dropped in (1, 2, 255, 256, 32767, 32769, 65534, 65535):
         p = num_dropped / 65536
         found = scales(range(2**14), 64, 3, p)
-        assert abs(deviation((found == 0).sum().item(), found.numel(), p)) < 4.5
+        assert has_share(found == 0, p)
         assert (1 - p) * found.max().item() == pytest.approx(1, rel=1e-6)
 
 
@@ -258,55 +245,41 @@ def masks(rows, width, seed):
 def test_rows_columns_and_seeds_do_not_depend_on_each_other(draw):
     found = draw(range(8192), 64, 17)
     for lag in (1, 2, 3, 4, 8, 64, 512, 4096):
-        assert abs(correlation(found[:-lag], found[lag:])) < 4.5, lag
-        assert abs(correlation(found[:-lag].square(), found[lag:].square())) < 4.5, lag
+        assert are_uncorrelated(found[:-lag], found[lag:]), lag
+        assert are_uncorrelated(found[:-lag].square(), found[lag:].square()), lag
     for lag in (1, 2, 3, 4, 8, 16, 31, 32, 33, 63):
-        assert abs(correlation(found[:, :-lag], found[:, lag:])) < 4.5, lag
-        assert abs(correlation(found[:, :-lag].square(), found[:, lag:].square())) < 4.5, lag
+        assert are_uncorrelated(found[:, :-lag], found[:, lag:]), lag
+        assert are_uncorrelated(found[:, :-lag].square(), found[:, lag:].square()), lag
     others = [draw(range(8192), 64, seed) for seed in (16, 18, 17 + 2**32, 2**63 - 1)]
     for other in others:
-        assert abs(correlation(found, other)) < 4.5
-        assert abs(correlation(found[1:], other[:-1])) < 4.5
-        assert abs(correlation(found[:, 1:], other[:, :-1])) < 4.5
+        assert are_uncorrelated(found, other)
+        assert are_uncorrelated(found[1:], other[:-1])
+        assert are_uncorrelated(found[:, 1:], other[:, :-1])
 
 
 def test_one_row_over_many_seeds_is_random_too():
     kept = torch.cat([masks([49_999], 8, seed) for seed in range(2000)]) > 0
     noise = torch.cat([normals([49_999], 8, seed) for seed in range(2000)])
     for column in range(8):
-        assert abs(deviation(kept[:, column].sum().item(), 2000, 0.5)) < 4.5
-        assert abs(noise[:, column].mean()) < 4.5 / math.sqrt(2000)
-        assert abs(correlation(noise[1:, column], noise[:-1, column])) < 4.5
+        assert has_share(kept[:, column], 0.5)
+        assert are_gaussian(noise[:, column])
+        assert are_uncorrelated(noise[1:, column], noise[:-1, column])
 
 
 def test_groups_of_eight_entries_are_uniform():
     kept = masks(range(2**15), 64, 23) > 0
     for bits in (kept.view(-1, 8), kept.t().reshape(-1, 8)):
-        counts = torch.bincount((bits * 2 ** torch.arange(8)).sum(1), minlength=256).double()
-        expected = bits.shape[0] / 256
-        chi_square = ((counts - expected) ** 2 / expected).sum().item()
-        assert abs(chi_square - 255) < 4.5 * math.sqrt(2 * 255)
+        counts = torch.bincount((bits * 2 ** torch.arange(8)).sum(1), minlength=256)
+        assert are_even(counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("width", [2, 64])
 def test_noise_is_gaussian(width, dtype):
     for seed in (0, 1):
-        table = normals(range(2**19 // width), width, seed, dtype).double()
+        table = normals(range(2**19 // width), width, seed, dtype)
         for x in (table.flatten(), table[:, 0], table[:, -1]):
-            numel = x.numel()
-            assert abs(x.mean()) < 4 / math.sqrt(numel)
-            assert abs(x.square().mean() - 1) < 4 * math.sqrt(2 / numel)
-            assert abs(x.pow(3).mean()) < 4 * math.sqrt(15 / numel)
-            assert abs(x.pow(4).mean() - 3) < 4 * math.sqrt(96 / numel)
-            # Kolmogorov and Smirnov, at one in a thousand.
-            found = torch.special.ndtr(x.sort().values)
-            steps = torch.arange(1, numel + 1, dtype=torch.float64) / numel
-            distance = torch.maximum((steps - found).abs(), (steps - 1 / numel - found).abs())
-            assert distance.max().item() * math.sqrt(numel) < 1.95
-            for bound in (3.0, 4.0):
-                p = math.erfc(bound / math.sqrt(2))
-                assert abs(deviation((x.abs() > bound).sum().item(), numel, p)) < 4.5
+            assert are_gaussian(x)
 
 
 def test_tails_are_long():

@@ -90,6 +90,8 @@ def _digits() -> Samples:
 
 
 def _folder(path: Path, size: int | None) -> Tensor:
+    # Not by torchvision, which must be built for the same torch, as CPU builds of it need not be,
+    # nor by `datasets`, which brings pyarrow and pandas; both want a folder for each class.
     endings = {
         ending
         for ending, file_format in Image.registered_extensions().items()

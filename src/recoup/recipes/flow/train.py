@@ -6,25 +6,27 @@
     recoup flow fit --config realnvp-mnist --data mnist.npz     # settings that come with the recipe
     recoup flow fit --config realnvp-moons                      # a density in the plane
     recoup flow fit --data pictures/ --memory constant --epochs 50 --out runs/mine
+    recoup flow fit --data pictures/ --memory "1 GiB"           # as fast as so many bytes allow
     recoup flow fit --resume runs/mine/checkpoints/last.ckpt --epochs 100
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 
 from recoup.recipes.flow.data import Images
 from recoup.recipes.flow.model import FlowTraining
-from recoup.recipes.flow.results import write_results
+from recoup.recipes.flow.steps import MONITOR, TRAINER, measured_step
+from recoup.recipes.results import results_of
 from recoup.recipes.training import TrainingCLI, fit_command
 from recoup_cli.commands import FLOW
 
-__all__ = ["CONFIGS", "MONITOR", "prepare", "train"]
+__all__ = ["CONFIGS", "prepare", "train"]
 
 CONFIGS = FLOW.configs
-MONITOR = "val_bits_per_dim"
 
 
 class _FlowCLI(TrainingCLI):
@@ -56,7 +58,7 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         ],
         monitor=MONITOR,
         args=args,
-        trainer_defaults={"gradient_clip_val": 10.0},
+        trainer_defaults=TRAINER,
     )
 
 
@@ -67,8 +69,14 @@ def train(args: Sequence[str]) -> int:
         prepare=prepare,
         description=_description,
         score="{:.3f} bits/dim",
-        finish=write_results,
+        results=_results,
     )
+
+
+def _results(run: TrainingCLI) -> dict[str, Any] | None:
+    settings = run.model.hparams
+    about = {"flow": settings["flow"], "memory": str(settings["memory"])}
+    return results_of(run, measured_step, **about)
 
 
 def _description(run: TrainingCLI) -> str:

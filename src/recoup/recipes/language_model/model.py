@@ -1,53 +1,18 @@
-"""The training of a language model: its loss through time, and its optimizer."""
+"""The training of a language model that is built from settings."""
 
 from __future__ import annotations
 
 import inspect
-import math
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
-from torch import Tensor
-from torchmetrics import MeanMetric
+from recoup.recipes.language_model.averaging import AveragingKind
+from recoup.recipes.language_model.network import DropoutKind, LanguageModel
+from recoup.recipes.language_model.steps import LanguageModelSteps
 
-import recoup
-from recoup.recipes.checks import check_not_negative
-from recoup.recipes.draws import seed_at
-from recoup.recipes.language_model.averaging import AveragingKind, TriggeredAveraging
-from recoup.recipes.language_model.cache import NeuralCache
-from recoup.recipes.language_model.network import DropoutKind, LanguageModel, State
-from recoup.recipes.language_model.plan import TimePlan
-from recoup.recipes.language_model.segments import (
-    Penalties,
-    Trained,
-    Window,
-    sum_of_nll,
-    window_backward,
-)
-
-__all__ = ["MONITOR", "LanguageModelTraining", "Perplexity"]
-
-MONITOR = "val_perplexity"
+__all__ = ["LanguageModelTraining"]
 
 
-class Perplexity(MeanMetric):
-    """Exponential of the mean negative log-likelihood, from sums over all tokens."""
-
-    def add(self, nll: Tensor, num_tokens: int) -> None:
-        """Count tokens whose negative log-likelihoods, in nats, add up to `nll`."""
-        self.set_dtype(torch.float64)  # A model that is cast to 16 bits also casts its metrics.
-        # The mean skips NaN, but a training that diverged must show.
-        nll = nll.double().nan_to_num(nan=math.inf, posinf=math.inf)
-        self.update(nll / num_tokens, weight=num_tokens)
-
-    def compute(self) -> Tensor:
-        """Return the perplexity of all tokens."""
-        return super().compute().exp()
-
-
-class LanguageModelTraining(LightningModule):
+class LanguageModelTraining(LanguageModelSteps):
     """Train an AWD-LSTM on text, through time in a memory of your choice.
 
     Logged for each epoch, for training (``train_``) and validation (``val_``), and for ``test_``:
@@ -114,164 +79,21 @@ class LanguageModelTraining(LightningModule):
         memory: str = "linear",
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.automatic_optimization = False
+        given = dict(locals())
         names = inspect.signature(LanguageModel).parameters
-        self.network = LanguageModel(**{name: self.hparams[name] for name in names})
-        self.penalties = Penalties(activation_penalty, temporal_penalty)
-        self.plan = TimePlan(memory)
-        self.cache: NeuralCache | None = None  # for the test part only
-        # Names end in an underscore, since modules have a method `train`.
-        self.perplexities = torch.nn.ModuleDict(
-            {f"{stage}_": Perplexity() for stage in ("train", "val", "test", "test_cache")}
+        super().__init__(
+            LanguageModel(**{name: given[name] for name in names}),
+            bptt,
+            weight_noise_start,
+            activation_penalty,
+            temporal_penalty,
+            optimizer,
+            learning_rate,
+            weight_decay,
+            clip,
+            averaging,
+            num_patient,
+            memory,
+            seed,
         )
-        # One for training, one for validation, which may run in the middle of an epoch.
-        self._states: dict[str, State] = {}
-        check_not_negative(
-            weight_noise_start=weight_noise_start,
-            activation_penalty=activation_penalty,
-            temporal_penalty=temporal_penalty,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            clip=clip,
-            num_patient=num_patient,
-        )
-
-    def forward(self, ids: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Return the logits ``(T, N, vocab_size)`` of tokens ``(T, N)``, and the state after."""
-        return self.network(ids, state)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Take a step on a window ``(T + 1, N)``, carry the state over, and return the loss."""
-        torch.manual_seed(
-            seed_at(self.hparams["seed"], self.global_rank, self.current_epoch, batch_idx)
-        )
-        self.network.set_weight_noise(self.global_step >= self.hparams["weight_noise_start"])
-        window = Window(batch, self._state_before("train", batch))
-        store, trained = self._backward(window, self.plan.segment_steps(window.num_steps))
-        self._states["train"] = trained.state
-        self._count("train", trained.nll, window.num_steps * batch.shape[1])
-        self._step(store, window.num_steps / self.hparams["bptt"])
-        return trained.loss
-
-    def _backward(
-        self, window: Window, segment_steps: int | None
-    ) -> tuple[recoup.GradStore, Trained]:
-        """Return the gradients of the loss of a window, and the loss and the state after it."""
-        store = recoup.GradStore(self.network.parameters())
-        trained = window_backward(
-            self.network,
-            window,
-            store,
-            penalties=self.penalties,
-            segment_steps=segment_steps,
-            masks=self.network.new_masks(window.num_steps, window.ids.shape[1]),
-        )
-        return store, trained
-
-    def prepare_memory(self, batch_size: int, longest: int, device: torch.device) -> None:
-        """Measure steps to find segments that keep the bound on bytes, if there is one.
-
-        Args:
-            batch_size: number of columns N.
-            longest: number of steps of the longest window.
-            device: device of the training; the network is moved there.
-
-        Raises:
-            ValueError: when the bound cannot be kept.
-        """
-        if self.plan.budget_bytes is None:
-            return
-        network = self.network.to(device)
-
-        def peak(num_steps: int, segment_steps: int) -> int:
-            ids = torch.zeros(num_steps + 1, batch_size, dtype=torch.int64, device=device)
-            window = Window(ids, network.zero_state(batch_size))
-
-            def step() -> recoup.GradStore:
-                return self._backward(window, segment_steps)[0]
-
-            return recoup.measure(step, device=device, repeats=0).peak_bytes
-
-        network.set_weight_noise(True)
-        self.plan.measure(peak, longest)
-
-    def _step(self, store: recoup.GradStore, scale: float) -> None:
-        """Take an optimizer step, with the learning rate scaled for this step only."""
-        optimizer: Any = self.optimizers()
-        if self.trainer.world_size > 1:
-            store.all_reduce_()
-        if self.hparams["clip"]:
-            store.clip_norm_(self.hparams["clip"])
-        rates = [group["lr"] for group in optimizer.param_groups]
-        try:
-            for group in optimizer.param_groups:
-                group["lr"] *= scale
-            store.step(optimizer)
-        finally:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Add the loss of a window ``(T + 1, N)`` of the validation part."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Add the loss of a window ``(T + 1, N)`` of the test part."""
-        self._evaluate("test", batch)
-
-    def on_train_epoch_start(self) -> None:
-        """Begin at the start of the text."""
-        self._states.pop("train", None)
-
-    def on_validation_epoch_start(self) -> None:
-        """Begin at the start of the text."""
-        self._states.pop("val", None)
-
-    def on_test_epoch_start(self) -> None:
-        """Begin at the start of the text."""
-        self._states.pop("test", None)
-        if self.cache is not None:
-            self.cache.forget()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
-        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[self.hparams["optimizer"]]
-        return kind(
-            self.network.parameters(),
-            lr=self.hparams["learning_rate"],
-            weight_decay=self.hparams["weight_decay"],
-        )
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that averages the parameters."""
-        if self.hparams["averaging"] == "never":
-            return []
-        return [
-            TriggeredAveraging(
-                MONITOR,
-                self.hparams["num_patient"],
-                from_start=self.hparams["averaging"] == "always",
-            )
-        ]
-
-    def _evaluate(self, stage: str, batch: Tensor) -> None:
-        encoded = self.network.encode(batch[:-1], self._state_before(stage, batch))
-        self._states[stage] = encoded.state
-        logits, targets = self.network.decoder(encoded.dropped), batch[1:]
-        self._count(stage, sum_of_nll(logits, targets), targets.numel())
-        if self.cache is not None:
-            nll = self.cache.nll(logits, encoded.raw, targets).sum()
-            self._count(f"{stage}_cache", nll, targets.numel())
-
-    def _state_before(self, stage: str, batch: Tensor) -> State:
-        state = self._states.get(stage)
-        return self.network.zero_state(batch.shape[1]) if state is None else state
-
-    def _count(self, stage: str, nll: Tensor, num_tokens: int) -> None:
-        metric = self.perplexities[f"{stage}_"]
-        if not isinstance(metric, Perplexity):
-            raise TypeError(f"{stage} has a {type(metric).__name__} instead of a perplexity.")
-        metric.add(nll, num_tokens)
-        self.log(f"{stage}_perplexity", metric, on_step=False, on_epoch=True)
+        self.save_hyperparameters()

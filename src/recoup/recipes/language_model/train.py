@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-
 from recoup.recipes.checkpoints import Checkpoint
 from recoup.recipes.language_model.data import Texts
-from recoup.recipes.language_model.model import MONITOR, LanguageModelTraining
+from recoup.recipes.language_model.model import LanguageModelTraining
+from recoup.recipes.language_model.steps import MONITOR, TRAINER, measured_step
+from recoup.recipes.language_model.supported import check_trainer, prepare_memory
 from recoup.recipes.language_model.trained import load_vocabulary
-from recoup.recipes.language_model.windows import MAX_JITTER
 from recoup.recipes.mistakes import mistakes_reported
+from recoup.recipes.results import results_of
 from recoup.recipes.training import TrainingCLI, fit_command
 from recoup_cli.commands import LANGUAGE_MODEL
 
@@ -46,23 +46,32 @@ def prepare(args: Sequence[str]) -> TrainingCLI:
         fit=LANGUAGE_MODEL,
         links=[("data.vocab_size", "model.vocab_size"), ("data.bptt", "model.bptt")],
         monitor=MONITOR,
-        # Each epoch has other windows.
-        trainer_defaults={"reload_dataloaders_every_n_epochs": 1},
+        trainer_defaults=TRAINER,
         finetuning={"averaging": "always"},
         args=args,
     )
     with mistakes_reported():
-        _check_trainer(run)
+        check_trainer(run, "--trainer.")
         if run.checkpoint is not None:
             _check_same_vocabulary(run, run.checkpoint)
         run.datamodule.val_dataloader()  # raises if the part is too short
-        _prepare_memory(run)
+        prepare_memory(run)
     return run
 
 
 def train(args: Sequence[str]) -> int:
     """Run ``recoup lm fit`` with these arguments; return the exit code."""
-    return fit_command(args, prepare=prepare, description=_description, score="perplexity {:.2f}")
+    return fit_command(
+        args,
+        prepare=prepare,
+        description=_description,
+        score="perplexity {:.2f}",
+        results=_results,
+    )
+
+
+def _results(run: TrainingCLI) -> dict[str, Any] | None:
+    return results_of(run, measured_step, memory=run.model.hparams["memory"])
 
 
 def _description(run: TrainingCLI) -> str:
@@ -76,53 +85,6 @@ def _description(run: TrainingCLI) -> str:
         f"data: {data.name}, {data.vocab_size:,} different tokens ({data.token_kind}); {counts}\n"
         f"model: {num_parameters:,} parameters, memory {model.hparams['memory']}; run: {run.out}"
     )
-
-
-def _prepare_memory(run: TrainingCLI) -> None:
-    """Measure the memory of a step, if it is bounded, on the run's device, in its precision."""
-    data, trainer = run.datamodule, run.trainer
-    longest = min(data.bptt + MAX_JITTER * data.jitter, data.num_train_steps)
-    precision = trainer.precision_plugin
-    precision.convert_module(run.model)
-    with run.threads(), precision.forward_context():
-        run.model.prepare_memory(data.batch_size, longest, trainer.strategy.root_device)
-
-
-def _check_trainer(run: TrainingCLI) -> None:
-    trainer: Any = run.trainer
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"`--trainer.gradient_clip_val` is {trainer.gradient_clip_val}, but gradients are "
-            "clipped by `--model.clip` here. Give that."
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"`--trainer.accumulate_grad_batches` is {trainer.accumulate_grad_batches}, but each "
-            "window is a step here. Give a larger `--batch-size`, and `--memory` if it does not "
-            "fit."
-        )
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-        raise ValueError(
-            f"`--trainer.strategy` is a {type(trainer.strategy).__name__}, which was not tried with"
-            " this recipe. Give ddp, or one device."
-        )
-    if trainer.precision in ("16-mixed", "16-true"):
-        raise ValueError(
-            f"`--trainer.precision` is {trainer.precision}, in which gradients of means over a "
-            "window are too small without a scale of the loss; that was not tried with this "
-            "recipe. Give bf16-mixed."
-        )
-    if trainer.precision == "bf16-true" and run.model.hparams["averaging"] != "never":
-        raise ValueError(
-            "`--trainer.precision` is bf16-true, in which an average over hundreds of steps stands "
-            "still. Give bf16-mixed, or `--model.averaging never`."
-        )
-    if run.config.trainer.reload_dataloaders_every_n_epochs != 1:
-        raise ValueError(
-            "`--trainer.reload_dataloaders_every_n_epochs` is "
-            f"{run.config.trainer.reload_dataloaders_every_n_epochs}, but each epoch has windows "
-            "of its own here. Leave it out."
-        )
 
 
 def _check_same_vocabulary(run: TrainingCLI, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,102 @@
+"""Training a flow that is given as an object; `recoup.flows.fit` calls this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from recoup.flows import Flow
+from recoup.recipes.flow.data import Batch, SampleBatches
+from recoup.recipes.flow.reading import Samples
+from recoup.recipes.flow.steps import MONITOR, TRAINER, FlowSteps, measured_step
+from recoup.recipes.given_run import fitted
+
+__all__ = ["train_given"]
+
+
+def train_given(
+    flow: Flow,
+    data: Batch,
+    *,
+    validation: float | Batch,
+    test: float | Batch,
+    epochs: int,
+    patience: int,
+    batch_size: int,
+    seed: int,
+    out: str | Path | None,
+    progress: bool,
+    trainer: Mapping[str, Any] | None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train a flow, and return the results. `recoup.flows.fit` explains the arguments."""
+    given = {"images": data, "validation": validation, "test": test}
+    parts = {
+        name: _checked(flow, name, part)
+        for name, part in given.items()
+        if not isinstance(part, (int, float))
+    }
+    samples = Samples(
+        "`images`",
+        flow.levels,
+        parts["images"][0],
+        validation=parts["validation"][0] if "validation" in parts else None,
+        test=parts["test"][0] if "test" in parts else None,
+        labels={_PARTS[name]: labels for name, (_, labels) in parts.items() if labels is not None},
+    )
+    batches = SampleBatches(
+        samples,
+        validation_fraction=_fraction(validation),
+        test_fraction=_fraction(test),
+        batch_size=batch_size,
+        seed=seed,
+        conditional=flow.num_classes is not None,
+    )
+    return fitted(
+        FlowSteps(flow, seed=seed, **settings),
+        batches,
+        module=flow,
+        monitor=MONITOR,
+        step=measured_step,
+        epochs=epochs,
+        patience=patience,
+        out=out,
+        progress=progress,
+        trainer={**TRAINER, **(trainer or {})},
+        memory=getattr(flow.memory, "name", flow.memory),  # that of a schedule
+    )
+
+
+_PARTS = {"images": "train", "validation": "validation", "test": "test"}
+
+
+def _fraction(part: float | Batch) -> float:
+    """Return a fraction; that of the recipe for a part of its own, which is not cut off."""
+    return float(part) if isinstance(part, (int, float)) else 0.1
+
+
+def _checked(flow: Flow, name: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """Return the samples and labels of a part; raise a ValueError if they do not fit the flow."""
+    x, labels = (batch, None) if isinstance(batch, Tensor) else batch
+    if x.shape[1:] != flow.shape:
+        raise ValueError(
+            f"`{name}` has shape {tuple(x.shape)}, but the flow is for (N, "
+            f"{', '.join(map(str, flow.shape))}). Resize it, or build the flow "
+            "with another `shape`."
+        )
+    needs_labels = flow.num_classes is not None
+    if needs_labels != (labels is not None):
+        raise ValueError(
+            f"`{name}` comes {'without' if needs_labels else 'with'} labels, but the flow has "
+            f"`num_classes` {flow.num_classes}. Give "
+            f"{'a pair of samples and labels' if needs_labels else 'the samples alone'}."
+        )
+    if labels is not None and labels.shape != x.shape[:1]:
+        raise ValueError(
+            f"`{name}` has {len(x)} samples and labels of shape {tuple(labels.shape)}, but each "
+            f"sample needs one: ({len(x)},)."
+        )
+    return x.detach().cpu(), None if labels is None else labels.detach().cpu()
