@@ -149,7 +149,8 @@ def _worth_guarding(entries: Sequence[Any]) -> list[bool]:
 
 
 def _is_lasting(entry: Any) -> bool:
-    if not entry.has_value or not isinstance(entry.value, _LASTING):
+    is_of_function = ".__" in entry.name  # its defaults, or what it closes over
+    if not entry.has_value or not (is_of_function or isinstance(entry.value, _LASTING)):
         return False
     # A module that is imported by the code that is compiled, or a global of that code itself.
     _, is_of_module, name = entry.name.partition("G['__import_")
