@@ -200,7 +200,7 @@ def compiled_blocks(budget: float) -> Callable[[Case], Forward]:
     """Compile each block by itself; alike blocks share their code."""
 
     def change(case: Case) -> Forward:
-        call = torch.compile(with_own_code(_call, f"block_{budget}"), fullgraph=True)
+        call = torch.compile(with_own_code(_call, f"block_{budget}"), fullgraph=True, dynamic=False)
         case.blocks = [Around(block, call) for block in case.blocks]
 
         def run():
