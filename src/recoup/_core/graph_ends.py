@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,18 +41,16 @@ def ends_of(outputs: Sequence[Tensor]) -> Ends:
     return Ends(leaves, checkpoints)
 
 
-def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield each node of the graph of `outputs` once."""
-    found = (each.grad_fn for each in outputs if each.grad_fn is not None)
-    waiting: list[Any] = list(dict.fromkeys(found))
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
+def nodes_of(outputs: Iterable[Tensor]) -> list[Any]:
+    """Return the nodes of the graph of `outputs`, each once."""
+    nodes: list[Any] = list(dict.fromkeys(e.grad_fn for e in outputs if e.grad_fn is not None))
+    seen = set(nodes)
+    for node in nodes:  # which grows
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
-                waiting.append(following)
+                nodes.append(following)
+    return nodes
 
 
 def when_node_runs(node: Any, call: Callable[[int], None]) -> None:
