@@ -158,6 +158,8 @@ def _section(arg: str) -> str:
 
 
 def _check_data(data: str, fit: Fit) -> None:
+    if not data:
+        raise ValueError("`--data` is empty. See `--help` for what it takes.")
     if data not in (*fit.sources, "null") and not Path(data).exists():
         raise ValueError(
             f"`--data` is {data}, which does not exist.{near(data, fit.sources)} See `--help` for "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import warnings
@@ -180,17 +181,27 @@ class Squashing(nn.Linear):
     draws_only_in_modules = True
 
     def forward(self, input):
-        return squashed(super().forward(input))
+        return squashed(nn.Linear.forward(self, input))
 
 
+def script():
+    """A namespace of code that belongs to no module, as of a notebook."""
+    names = {"torch": torch, "squashed": squashed}
+    exec(inspect.getsource(Squashing).replace("nn.Linear", "torch.nn.Linear"), names)
+    return names
+
+
+@pytest.mark.parametrize("names", [globals, script])
 @pytest.mark.parametrize("by", [squashed, torch.tanh])
-def test_a_function_that_user_code_names_is_looked_at(monkeypatch, by):
-    monkeypatch.setitem(globals(), "squashed", by)
-    chain = Chain(*(AdditiveCoupling(Squashing(2, 2)) for _ in range(2)), memory="constant")
+def test_a_function_that_user_code_names_is_looked_at(monkeypatch, by, names):
+    names = names()
+    monkeypatch.setitem(names, "squashed", by)
+    layers = [AdditiveCoupling(names["Squashing"](2, 2)) for _ in range(2)]
+    chain = Chain(*layers, memory="constant")
     chain.compile(backend="aot_eager")
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     for other in (by, torch.sigmoid):
-        monkeypatch.setitem(globals(), "squashed", other)
+        monkeypatch.setitem(names, "squashed", other)
         got = [chain(x)[0], *torch.autograd.grad(chain(x)[0].sum(), chain.parameters())]
         chain.memory = "linear"
         with torch.compiler.set_stance("force_eager"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.errors import BudgetError
+from recoup.errors import BudgetError, RecoupError
 from recoup.planning import search
 from recoup.planning.other_shapes import OtherShapes
 from recoup.planning.work import WorkCounter
@@ -127,6 +128,45 @@ def test_a_plan_that_keeps_all_serves_all_smaller_shapes():
     for size in (3, 40, 127):
         model(torch.randn(size, 16))
     assert plan.family == (plan,)
+
+
+def test_a_family_in_several_threads_makes_no_plan():
+    model, plan, _ = planned_net()
+    model(torch.randn(128, 16))
+    errors = []
+
+    def call():
+        try:
+            model(torch.randn(150, 16))
+        except RecoupError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(plan.family) == 1
+    assert "Run a step of each shape in one thread before" in errors[0]
+    model(torch.randn(150, 16))  # the other has ended
+    assert len(plan.family) > 1 or plan.family[0] is not plan
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = net(), Net(16, 1)
+
+    def forward(self, batch):
+        return self.wide(batch["wide"]).sum() + self.narrow(batch["narrow"]).sum()
+
+
+def test_tensors_in_a_dict_are_told_apart_by_their_keys():
+    model, large, small = Named(), torch.randn(128, 16), torch.randn(8, 16)
+    plan = recoup.plan(model, {"wide": small, "narrow": large}, budget="10 MiB", replan=True)
+    with plan.applied():
+        model({"narrow": large, "wide": small})  # the same in another order
+        assert plan.family == (plan,)
+        model({"narrow": small, "wide": large})
+        assert len(plan.family) > 1 or plan.family[0] is not plan
 
 
 def test_parameters_that_are_thawed_get_a_plan_of_their_own():

@@ -209,6 +209,8 @@ def test_an_interrupt_ends_it_after_a_step():
     [
         ({"data": torch.zeros(9, 3)}, r"`images` has shape \(9, 3\), but the flow is for \(N, 2\)"),
         ({"data": (torch.zeros(9, 2), torch.zeros(9))}, "`images` comes with labels"),
+        ({"data": points().index_fill(0, torch.tensor([7]), torch.nan)}, "`images` has values tha"),
+        ({"data": points().numpy()}, "`images` is of type ndarray.* torch.from_numpy"),
         ({"validation": torch.zeros(9, 3)}, "`validation` has shape"),
         ({"validation": 0.0}, "`validation_fraction` is 0.0"),
         ({"epochs": 0}, "`epochs` is 0"),
@@ -225,6 +227,46 @@ def test_a_mistake_with_a_flow_is_named(options, message):
     Path("something").touch()
     with pytest.raises(ValueError, match=message):
         fit_points(small_flow(), **options)
+
+
+class StoppedInValidation(Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def on_validation_batch_end(self, trainer, *_):
+        if not trainer.sanity_checking:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_leaves_the_weights_of_the_step_not_their_average():
+    network, stopped = small_network(), StoppedInValidation()
+    with pytest.raises(KeyboardInterrupt):
+        fit_tokens(network, averaging="always", trainer={"callbacks": [stopped]})
+    for weight, wanted in zip(network.parameters(), stopped.weights, strict=True):
+        assert torch.equal(weight, wanted)
+
+
+@pytest.mark.parametrize("value", [17, -3, 3.5])
+def test_each_value_must_be_a_grey_level(value):
+    flow = RealNVP((1, 4, 4), levels=17, num_steps=1, width=8)
+    pictures = torch.zeros(400, 1, 4, 4)
+    pictures[300, 0, 1, 1] = value
+    with pytest.raises(ValueError, match="whole grey levels from 0 to 16"):
+        fit_points(flow, pictures, memory="sqrt")
+    assert flow.memory != "sqrt"
+
+
+def test_labels_are_whole_numbers():
+    flow = RealNVP((1, 4, 4), levels=17, num_steps=1, width=8, num_classes=3)
+    with pytest.raises(ValueError, match="must have whole numbers below 3"):
+        fit_points(flow, (torch.zeros(40, 1, 4, 4), torch.rand(40)))
+
+
+def test_types_of_points_and_of_the_flow_may_differ():
+    flow = small_flow()
+    fit_points(flow, points().double())
+    fit_points(flow, trainer={"precision": "64-true"})
+    assert next(flow.parameters()).dtype is torch.float32
 
 
 @pytest.mark.parametrize(

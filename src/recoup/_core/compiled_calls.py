@@ -152,11 +152,12 @@ def _is_lasting(entry: Any) -> bool:
     is_of_function = ".__" in entry.name  # its defaults, or what it closes over
     if not entry.has_value or not (is_of_function or isinstance(entry.value, _LASTING)):
         return False
-    # A module that is imported by the code that is compiled, or a global of that code itself.
-    _, is_of_module, name = entry.name.partition("G['__import_")
-    return not is_of_module or name.startswith(("torch_dot_", "recoup_dot_"))
+    # A global of the code itself, of torch, or of recoup; not of a module or a namespace of others.
+    _, is_of_others, name = entry.name.partition("G['__")
+    return not is_of_others or name.startswith(_OURS)
 
 
+_OURS = ("import_torch_dot_", "import_recoup_dot_", "builtins_dict__")
 _LASTING = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 

@@ -124,12 +124,10 @@ def fit(
         >>> fitted.epochs, flow.memory, flow.sample(3).shape
         (2, 'constant', torch.Size([3, 2]))
     """
-    recipe = _recipe()
-    if memory is not None:
-        flow.memory = memory
-    results = recipe.train_given(
+    results = _recipe().train_given(
         flow,
         images,
+        memory=memory,
         validation=validation,
         test=test,
         epochs=epochs,

@@ -23,7 +23,9 @@ Rule 5. No plan is made without gradients, in a mode other than that of the firs
         second run or a backward, or in a rehearsal of a model around this one.
 Rule 6. A plan joins the family when it is complete. If planning fails or is interrupted, the
         family serves what it served before. Plans whose shapes the new one serves are dropped.
-Rule 7. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
+Rule 7. Plans are made in one thread. A family that several threads have called makes no more, which
+        is an error that says so: its steps empty gradients that other threads accumulate.
+Rule 8. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
         the same plan, or all make one.
 """
 
@@ -43,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup._core.rng import is_run_again
+from recoup.errors import RecoupError
 from recoup.planning.family import MOST_LOST, Member, PlanMaker, PlanOfShapes
 from recoup.planning.forwards import WrappedForwards
 from recoup.planning.ranks import largest_among_ranks
@@ -90,6 +93,7 @@ class Replanner:
         self._group: WrappedForwards | None = None
         self._hook: RemovableHandle | None = None
         self._has_warned = False
+        self._threads: set[int | None] = set()  # that have called the model
         shapes = shapes_of(model, args, kwargs)
         if not shapes.shapes:
             raise ValueError(
@@ -160,13 +164,26 @@ class Replanner:
             return
         shapes = shapes_of(self._model, args, kwargs)
         with _planning:
-            lost = largest_among_ranks(self._model, [m.lost(shapes) for m in self._members])
+            self._threads.add(threading.get_ident())
+            lost = self._lost(shapes)
             best = min(range(len(lost)), key=lambda place: lost[place])
             member = self._members[best]
             may_plan = self._model.training is self._is_training and not is_in_rehearsal()
             if lost[best] > MOST_LOST and may_plan:
+                self._threads &= {each.ident for each in threading.enumerate()}
+                if len(self._threads) > 1:
+                    raise _in_many_threads(self._model, shapes)
                 member = self._serving(shapes, lost, group, args, kwargs)
             self._of_thread.member = member
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanOfShapes | None:
+        """Return the plan that serves a call with these arguments; None if there is none yet."""
+        lost = self._lost(shapes_of(self._model, args, kwargs))
+        best = min(range(len(lost)), key=lambda place: lost[place])
+        return self._members[best].plan if lost[best] < math.inf else None
+
+    def _lost(self, shapes: ArgumentShapes) -> list[float]:
+        return largest_among_ranks(self._model, [m.lost(shapes) for m in self._members])
 
     def _serving(
         self,
@@ -252,6 +269,15 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+def _in_many_threads(model: nn.Module, shapes: ArgumentShapes) -> RecoupError:
+    return RecoupError(
+        f"Several threads train a {type(model).__name__} with replan=True, and no plan serves "
+        f"{shapes}: the steps that make one would change gradients and buffers while another "
+        "thread uses them. Run a step of each shape in one thread before, or plan for the largest "
+        "batch without `replan`."
+    )
 
 
 def _serve(replanner: Replanner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

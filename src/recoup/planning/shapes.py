@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,17 +61,31 @@ def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     Numbers are left out, since they count steps and batches.
     """
-    named: list[tuple[str, Any]] = [*((str(place), value) for place, value in enumerate(args))]
-    named += sorted(kwargs.items())
     family: list[object] = [*map(_autocast, ("cpu", "cuda"))]
     family.append(tuple(parameter.requires_grad for parameter in model.parameters()))
     shapes: list[tuple[int, ...]] = []
-    for name, value in named:
-        tensors, tree = flatten(value)
-        flags = [leaf for leaf in tree.others() if isinstance(leaf, (bool, str, type(None)))]
-        family.append((name, tuple(map(_kind, tensors)), tuple(flags)))
-        shapes += [tuple(tensor.shape) for tensor in tensors]
+    for name, leaf in _leaves("", {**dict(enumerate(args)), **kwargs}):
+        if isinstance(leaf, Tensor):
+            family.append((name, *_kind(leaf)))
+            shapes.append(tuple(leaf.shape))
+        elif isinstance(leaf, (bool, str, type(None))):
+            family.append((name, leaf))
     return ArgumentShapes(tuple(family), tuple(shapes))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nested value with their places, in one order however a dict is made."""
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        for key in sorted(entries, key=str):
+            yield from _leaves(f"{name}[{key!r}]", entries[key])
+    elif isinstance(value, (tuple, list)):
+        for place, each in enumerate(cast("Sequence[Any]", value)):
+            yield from _leaves(f"{name}[{place}]", each)
+    else:
+        tensors, tree = flatten(value)
+        for place, each in enumerate([*tensors, *tree.others()]):
+            yield f"{name}.{place}", each
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -160,7 +160,14 @@ def timeline(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
-    plan = plan or next((each for each in applied_plans(model) if each.model is model), None)
+    if plan is None:
+        plan = next((each for each in applied_plans(model) if each.model is model), None)
+        plan = plan and _serving(plan, example_args, example_kwargs)
+    elif not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"`plan` is a {type(plan).__name__}, but must be a plan, such as recoup.plan returns "
+            "for a `budget`."
+        )
     if plan is not None and plan.model is not model:
         raise ValueError(
             f"`plan` is for another model, a {type(plan.model).__name__}. Make one for this "
@@ -178,6 +185,19 @@ def timeline(
             plain = _line_of(step, "as it is", standing)
         planned = _planned_line_of(step, plan)
     return StepTimeline(type(model).__name__, plain, planned, plan.budget_bytes, str(plan))
+
+
+def _serving(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """Return the plan of a family that a call follows; the plan itself if it is no family."""
+    if plan.replanner is None:
+        return plan
+    found = plan.replanner.plan_for(args, kwargs)
+    if found is None:
+        raise ValueError(
+            "No plan of the family serves arguments of these shapes. Run a training forward with "
+            "them before, which makes one, or give `plan`."
+        )
+    return cast("Plan", found)
 
 
 def _line_of(step: Step, name: str, standing_bytes: int = 0) -> StepLine:

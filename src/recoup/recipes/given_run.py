@@ -89,7 +89,7 @@ def fitted(
     """Train, test and measure as the command does; return what it writes to ``run.json``.
 
     The weights that were best in validation are left in the model, in evaluation mode, and on the
-    device that it was on. The random stream of the caller is as before.
+    device and in the type that it was in. The random stream of the caller is as before.
 
     Args:
         model: The Lightning module.
@@ -109,7 +109,8 @@ def fitted(
         ValueError: When an argument does not fit; it is named.
         KeyboardInterrupt: When a signal ended the training, after a step.
     """
-    device = next(module.parameters()).device
+    before = next(module.parameters())
+    device, dtype = before.device, before.dtype
     with _folder(out) as folder, _random_stream_kept():
         run = GivenRun(
             model,
@@ -129,6 +130,8 @@ def fitted(
             results = results_of(run, step, memory=str(memory))
         finally:
             module.to(device).eval()
+            if next(module.parameters()).dtype is not dtype:  # `precision` of the Trainer
+                module.to(dtype)
         if results is None:
             raise ValueError("`trainer` limits training to no epoch. Leave its limits out.")
         if out is not None:

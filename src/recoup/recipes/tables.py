@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 __all__ = ["table"]
 
+# A line beneath the header, in characters that every terminal can show; rich's own has others.
+_BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows beneath a header, the first column aligned left and the others right.
@@ -14,16 +17,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     Example:
         >>> print(table(["memory", "MiB"], [["linear", "12.0"], ["sqrt", "3.4"]]))
         memory    MiB
-        ─────────────
+        -------------
         linear   12.0
         sqrt      3.4
     """
     # Imported here, as the builder of the demo's curve lives beside a table, and needs torch alone.
-    from rich.box import SIMPLE_HEAD
+    from rich.box import Box
     from rich.console import Console
     from rich.table import Table
 
-    lines = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    lines = Table(box=Box(_BOX, ascii=True), show_edge=False, pad_edge=False)
     for number, name in enumerate(header):
         lines.add_column(name, justify="right" if number else "left")
     for row in rows:

@@ -281,6 +281,19 @@ def test_the_plan_that_the_model_follows_is_found_and_still_followed():
     plan.remove()
 
 
+def test_of_a_family_it_is_the_plan_that_serves_the_arguments():
+    (model, x), larger = chain(), torch.randn(200, 32)
+    budget = 2 * recoup.plan(model, larger, loss=square).points[0].peak_bytes
+    plan = recoup.plan(model, x, budget=budget, loss=square, replan=True)
+    with plan.applied():
+        with pytest.raises(ValueError, match="Run a training forward"):
+            recoup.timeline(model, torch.randn(4096, 32), loss=square)
+        square(model(larger)).backward()
+        found = recoup.timeline(model, larger, loss=square)
+        assert found.planned.peak_bytes <= budget
+        assert found.planned.peak_bytes == measured(model, larger)
+
+
 def test_a_step_leaves_no_trace():
     model, x = convolutions()
     square(model(x)).backward()
@@ -305,6 +318,12 @@ def test_an_error_in_the_model_leaves_no_hooks():
         recoup.timeline(model, torch.randn(3, 7), loss=square)
     assert not torch_module._global_forward_hooks
     assert recoup.timeline(model, x, loss=square).plain.peak_bytes == measured(model, x)
+
+
+def test_a_frontier_is_no_plan():
+    model, x = chain()
+    with pytest.raises(ValueError, match="for a `budget`"):
+        recoup.timeline(model, x, plan=recoup.plan(model, x))
 
 
 def test_mistakes_name_the_way_out():

@@ -21,6 +21,7 @@ def train_given(
     flow: Flow,
     data: Batch,
     *,
+    memory: Any,
     validation: float | Batch,
     test: float | Batch,
     epochs: int,
@@ -55,6 +56,8 @@ def train_given(
         seed=seed,
         conditional=flow.num_classes is not None,
     )
+    if memory is not None:
+        flow.memory = memory
     return fitted(
         FlowSteps(flow, seed=seed, **settings),
         batches,
@@ -80,7 +83,15 @@ def _fraction(part: float | Batch) -> float:
 
 def _checked(flow: Flow, name: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Return the samples and labels of a part; raise a ValueError if they do not fit the flow."""
-    x, labels = (batch, None) if isinstance(batch, Tensor) else batch
+    pair: list[Any] = list(batch) if isinstance(batch, tuple) else [batch]
+    if len(pair) not in (1, 2) or not all(isinstance(each, Tensor) for each in pair):
+        shown = ", ".join(type(each).__name__ for each in pair)
+        raise ValueError(
+            f"`{name}` is of type {shown}, but must be a tensor, or a pair of samples and labels. "
+            "torch.from_numpy makes one of an array."
+        )
+    x: Tensor = pair[0]
+    labels: Tensor | None = pair[1] if len(pair) > 1 else None
     if x.shape[1:] != flow.shape:
         raise ValueError(
             f"`{name}` has shape {tuple(x.shape)}, but the flow is for (N, "
@@ -94,9 +105,30 @@ def _checked(flow: Flow, name: str, batch: Batch) -> tuple[Tensor, Tensor | None
             f"`num_classes` {flow.num_classes}. Give "
             f"{'a pair of samples and labels' if needs_labels else 'the samples alone'}."
         )
+    _check_values(flow, name, x)
+    if labels is not None and labels.is_floating_point():
+        raise ValueError(
+            f"`{name}` has labels of type {labels.dtype}, but must have whole numbers below "
+            f"{flow.num_classes}, such as labels.long()."
+        )
     if labels is not None and labels.shape != x.shape[:1]:
         raise ValueError(
             f"`{name}` has {len(x)} samples and labels of shape {tuple(labels.shape)}, but each "
             f"sample needs one: ({len(x)},)."
         )
-    return x.detach().cpu(), None if labels is None else labels.detach().cpu()
+    x = x.detach().cpu()
+    if flow.levels is None:
+        x = x.to(next(flow.parameters()).dtype)
+    return x, None if labels is None else labels.detach().cpu()
+
+
+def _check_values(flow: Flow, name: str, x: Tensor) -> None:
+    """Raise a ValueError if one of all values is none that the flow can be trained on."""
+    if flow.levels is None:
+        if not x.isfinite().all():
+            raise ValueError(f"`{name}` has values that are not finite. Remove these samples.")
+    elif x.numel() and not ((x >= 0) & (x < flow.levels) & (x == x.round())).all():
+        raise ValueError(
+            f"`{name}` has values from {x.min():g} to {x.max():g}, but must have whole grey levels "
+            f"from 0 to {flow.levels - 1}, since the flow has `levels` {flow.levels}."
+        )

@@ -63,6 +63,7 @@ class TriggeredAveraging(WeightAveraging):
         self.from_start = from_start
         self.losses: list[float] = []
         self.is_averaging = from_start
+        self._is_in_model = False  # the average, in place of the last parameters
 
     @property
     def num_averaged(self) -> int:
@@ -84,11 +85,19 @@ class TriggeredAveraging(WeightAveraging):
         pl_module.log("averaged", float(self.num_averaged), sync_dist=True)
         if self.num_averaged:
             super().on_validation_epoch_start(trainer, pl_module)
+            self._is_in_model = True
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the last parameters."""
-        if self.num_averaged:
+        if self._is_in_model:
+            self._is_in_model = False
             super().on_validation_epoch_end(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Restore the last parameters if validation was cut off."""
+        self.on_validation_epoch_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin averaging, or stop finetuning, if the trigger is met."""
