@@ -1,7 +1,4 @@
-"""The options of the commands that are a function each: its arguments, with its defaults.
-
-An option of the same name means the same in every command.
-"""
+"""The options of the commands that are a function each: its arguments, with its defaults."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def plan(
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``. Without one, the plans
             for all budgets are returned, to choose from.
         loss: a function from the output of the model to a scalar, or several. The default is the
-            attribute or entry `loss` of the output, or else the sum of the output. A loss that is
-            computed outside the model takes memory too, so pass it.
+            attribute or entry `loss` of the output, or else the sum of the output's absolute
+            values. A loss that is computed outside the model takes memory too, so pass it.
         blocks: the modules that are kept or recomputed as a whole: a regular expression that
             matches (fullmatch) their names, or names or modules. By default the modules that
             repeat are found.
