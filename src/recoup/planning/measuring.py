@@ -9,14 +9,16 @@ Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin 
         is alive at the beginning of a block and is no argument of a block is attributed to the code
         between blocks.
 Rule 3. Work is counted, not timed, so that every process arrives at the same plan; that of backward
-        is counted with that of the step. What compiled code saves of it no count shows, so plans
-        over compiled blocks time all codes of a block.
+        is counted with that of the step. Compiled code does not run while work is counted, so of a
+        step with any, only second runs are counted. What it saves no count shows, so plans over
+        compiled blocks time all codes of a block.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakSet
@@ -126,13 +128,14 @@ class Measured:
     Args:
         calls: the calls of blocks, in the order of forward.
         between: the span from the end of the last call to the first second run.
-        work: the counted work of the step without second runs: of one that keeps all residuals.
+        work: the counted work of the step without second runs, as of one that keeps all residuals;
+            None if it was not counted (See Rule 3).
         outcome: the outcome of the step.
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
     between: Span = field(default_factory=Span)
-    work: float = 0.0
+    work: float | None = None
     outcome: Outcome | None = None
 
 
@@ -157,10 +160,13 @@ def measure_blocks(
         names = {id(module): name for name, module in blocks}
         meter = _Meter(step, names, line, state_bytes, code)
         counter = meter.counter()
-        with followed([module for _, module in blocks], meter), counter.counting():
+        is_counted = code is None and not any(map(is_compiled, step.model.modules()))
+        counting = counter.counting() if is_counted else nullcontext()
+        with followed([module for _, module in blocks], meter), counting:
             gradients = step.run()
         meter.step_ended()
-        meter.measured.work += counter.work
+        if is_counted:
+            meter.measured.work = counter.work - meter.work_again
         meter.measured.outcome = outcome_of(step.model, gradients)
         step.forget()
     return meter.measured
@@ -178,6 +184,7 @@ class _Meter:
         code: BlockCode | None,
     ) -> None:
         self.measured = Measured()
+        self.work_again = 0.0  # of second runs
         self._code = code
         self._clock = 0.0  # at the end of the latest second run
         self._state_bytes = state_bytes  # bytes of a random state
@@ -304,7 +311,7 @@ class _MeasuredCall(Call):
         counter = self._meter.counter()
         with counter.counting():
             outputs = list(super().forward(state)[0])
-        self._meter.measured.work -= counter.work
+        self._meter.work_again += counter.work
         self._meter.second_run_ended(found, outputs, state)
         found.saved = counter.products_alive() if found.products else []
         return (), None

@@ -102,8 +102,10 @@ class PricedBlocks(NamedTuple):
     @property
     def kept_seconds(self) -> float:
         """The time of a step in which all blocks keep their whole tapes."""
+        if self.measured.work is None:
+            return self.seconds or 3 * self.points[-1].seconds  # backward takes twice a forward
         unseen = sum(call.work for call in self.calls if call.is_estimated)
-        return self.seconds or self.measured.work + 3 * unseen  # backward takes twice a forward
+        return self.seconds or self.measured.work + 3 * unseen
 
     def seconds_of(self, point: Point) -> float:
         """Return the time of a step of the blocks that follows a plan."""
@@ -187,7 +189,8 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
         ValueError: no forward calls them.
     """
     step, measured, sequences = measure_most(step, blocks, device)
-    (measured.work,) = largest_among_ranks(step.model, [measured.work])
+    if measured.work is not None:
+        (measured.work,) = largest_among_ranks(step.model, [measured.work])
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
         raise ValueError(
