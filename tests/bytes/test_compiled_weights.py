@@ -40,6 +40,11 @@ def budget(request):
         yield request.param
 
 
+def few_budgets():
+    """All budgets, one of them marked as exhaustive."""
+    return [pytest.param(1.0, marks=pytest.mark.exhaustive), 0.5, 0.0]
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -129,6 +134,7 @@ def test_a_compiled_graph_holds_no_weight(kind, applied, budget):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("budget", few_budgets(), indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nor_does_what_the_optimizing_backend_compiles(kind, budget):
     build, given = KINDS[kind]

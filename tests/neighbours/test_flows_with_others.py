@@ -86,7 +86,7 @@ def test_a_first_step_under_ddp_leaves_the_ranks_alike(found):
     assert first == second
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_compile_chains.py has its like
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("memory", ["linear", "constant"])

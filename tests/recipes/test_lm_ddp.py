@@ -36,7 +36,7 @@ def fitted(text, out, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["linear", "sqrt"])
+@pytest.mark.parametrize("memory", [pytest.param("linear", marks=pytest.mark.exhaustive), "sqrt"])
 def test_two_processes_train_as_one(text, tmp_path, memory):
     one = fitted(text, tmp_path / "one", "--batch-size", "6")
     pair = ("--trainer.devices", "2", "--trainer.strategy", "ddp", "--batch-size", "3")

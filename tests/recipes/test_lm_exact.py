@@ -67,7 +67,9 @@ def test_the_average_is_the_one_by_hand(beside):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["tiny", "standard-lstm-200"])
+@pytest.mark.parametrize(
+    "preset", ["tiny", pytest.param("standard-lstm-200", marks=pytest.mark.exhaustive)]
+)
 def test_hundreds_of_steps_in_float32(beside, preset):
     options = ("--epochs=15", "--model.learning_rate=2")
     (by_hand,) = beside(preset, *options, precision="32-true")

@@ -130,7 +130,9 @@ def test_blocks_in_another_order_keep_what_was_planned_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["whisper", "wav2vec2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("whisper", marks=pytest.mark.exhaustive), "wav2vec2"]
+)
 def test_models_with_layer_drop_keep_to_the_budget(name: str):
     """F3"""
     t = transformers_or_skip()
