@@ -23,6 +23,9 @@ QUICK := "not slow and not foreign and not exhaustive"
 # pyright would look on the network for a newer version of itself.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
+# Tests start many processes, each of which would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup demo test test-all test-oldest cuda check bench dist-test docs docs-links clean
 .DELETE_ON_ERROR:
 

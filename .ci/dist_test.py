@@ -45,8 +45,8 @@ def main(out: Path) -> None:
         folder = Path(name)
         sdist = built("sdist", ROOT, out)
         unpacked = unpack(sdist, folder)
+        check_sdist(unpacked)  # before the build writes bytecode there
         wheel = built("wheel", unpacked, out)
-        check_sdist(unpacked)
         check_wheel(wheel)
         test(wheel, unpacked, folder / "venv")
     print(f"{wheel.name} and {sdist.name} are in {out}.")

@@ -4,7 +4,7 @@ import argparse
 import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -66,9 +66,22 @@ class Planned:
         print(self.frontier, f"\n   measured in {self.measuring_seconds:.0f} s", flush=True)
         self._first: dict[bool, Tensor] = {}  # what is not compiled draws otherwise
         self._known: dict[object, Contestant] = {}
+        self._of_points: dict[int, Contestant] = {}
 
-    def contestant(self, budget_bytes: int) -> Contestant:
-        """Return the plan for a budget, measured; the same object for the same plan."""
+    def contestants(self, budgets: Iterable[int]) -> dict[int, Contestant]:
+        """Return the plan for each budget, measured; the same object for the same plan.
+
+        Of budgets with the same fastest point on the frontier only the smallest is planned.
+        """
+        found = {}
+        for budget in sorted(budgets):
+            num_points = sum(point.peak_bytes <= budget for point in self.frontier.points)
+            if num_points not in self._of_points:
+                self._of_points[num_points] = self._contestant(budget)
+            found[budget] = self._of_points[num_points]
+        return found
+
+    def _contestant(self, budget_bytes: int) -> Contestant:
         start = time.perf_counter()
         try:
             plan = self.frontier.plan(budget_bytes)
@@ -117,13 +130,11 @@ def tables(
     planned = Planned(build, device)
     wanted = {*peaks, *(int(share * most) for share in SHARES)}
     wanted = {max(each, planned.frontier.least_bytes) for each in wanted}
-    ours = [planned.contestant(budget) for budget in sorted(wanted, reverse=True)]
-    found += dict.fromkeys(ours)
     least = planned.frontier.least_bytes
     spaced = [least + (most - least) * i // (NUM_BUDGETS - 1) for i in range(NUM_BUDGETS)]
-    budgets = [
-        {"model": model, **planned.contestant(each).found, "budget_bytes": each} for each in spaced
-    ]
+    ours = planned.contestants([*wanted, *spaced])
+    found += dict.fromkeys(ours.values())
+    budgets = [{"model": model, **ours[each].found, "budget_bytes": each} for each in spaced]
     rows = timed(model, found, device, rounds)
     return {"compiled": rows, "gains": gains(rows), "budgets": budgets}
 

@@ -124,11 +124,13 @@ def _panel(axes: Any, rows: list[dict], model: str, clock: str) -> dict[str, Any
         points = _best(row for row in rows if row["name"] == name)
         if points:
             is_line = len(points) >= LEAST_POINTS
-            (named[name],) = axes.plot(
+            (drawn,) = axes.plot(
                 *zip(*points, strict=True), color=color, linestyle=dashes if is_line else "none",
                 linewidth=2.4, marker="o" if is_line else ">", markersize=4.0 if is_line else 7.0,
                 markeredgecolor="white", markeredgewidth=0.6, zorder=5,
             )  # fmt: skip
+            if is_line or name not in named:
+                named[name] = drawn
             taken += _along(axes, points) if is_line else [_box(axes, point, 4) for point in points]
     labels = []
     for row in rows:

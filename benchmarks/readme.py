@@ -94,8 +94,9 @@ def _summary(found: dict) -> str:
             f"there were {len(compiled)} other ways to train {', '.join(models[:-1])} and "
             f"{models[-1]}, `torch.compile` at 7 budgets among them. In the bytes that each takes, "
             f"`recoup.plan(compile=True)` was at least as fast as {won} of them, in "
-            f"{min(overs):.2f} to {max(overs):.2f} of their time; without a compiler, it was as "
-            f"fast as {sum(g['is_won'] for g in gains)} of {len(gains)}."
+            f"{min(overs):.2f} to {max(overs):.2f} of their time. Beside {len(gains)} more, with "
+            f"losses in pieces among them, plans were as fast as "
+            f"{sum(g['is_won'] for g in gains)}."
         ),
         "A tenth of a loss": (
             f"GPT-2's output layer and loss over 4096 tokens take {mib(head['peak_bytes'])} MiB "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from contextlib import nullcontext
 
 import hypothesis
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(items):
 
 
 def mark_all_but_samples(items):
-    """Mark as slow all cases of a sampled test but as many as it says, spread over its cases."""
+    """Mark as exhaustive all cases of a sampled test but as many as it says, spread over them."""
     cases = {}
     for item in items:
         sampled = item.get_closest_marker("sampled")
@@ -56,13 +57,29 @@ def mark_all_but_samples(items):
         taken = {round(k * len(found) / num_samples) for k in range(num_samples)}
         for place, item in enumerate(found):
             if place not in taken:
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_collection_finish():
-    # What was imported by now stays. Tests that collect garbage need not look at it again.
-    gc.collect()
-    gc.freeze()
+    freeze_imports()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_frozen():
+    """What tests of other modules imported (the compiler, transformers) is not garbage either."""
+    freeze_imports()
+
+
+_num_modules = 0  # that were there when garbage was collected
+
+
+def freeze_imports():
+    """Keep the garbage collector from looking at what was imported: tests run it thousandfold."""
+    global _num_modules
+    if len(sys.modules) > _num_modules + 20:
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_there_are_examples():
     assert MODULES
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_of(name):
     num_examples, report = run_examples(importlib.import_module(name))

@@ -125,7 +125,7 @@ def beyond_the_law(build, apply, x, backend, **more):
     return held[1] - held[0] - BYTES_A_WEIGHT * num_weights(noisy)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("applied", APPLIED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_graph_holds_no_weight(kind, applied, budget):
@@ -133,6 +133,7 @@ def test_a_compiled_graph_holds_no_weight(kind, applied, budget):
     assert beyond_the_law(build, APPLIED[applied], given(), "aot_eager", fullgraph=True) <= 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", few_budgets(), indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,6 +152,7 @@ class UnderAutocast(nn.Module):
             return self.inner(x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_under_autocast_a_compiled_graph_holds_no_weight(backend, budget):
     x = torch.randn(4, 64)
@@ -177,6 +179,7 @@ class Checkpointed(UnderAutocast):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_within_a_checkpoint_of_torch(backend, budget):
     x = torch.randn(4, 64, requires_grad=True)

@@ -29,6 +29,7 @@ def gradients(call, model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["sqrt", "constant"])
 def test_a_compiled_chain_breaks_the_graph_and_is_right(memory):
     torch.manual_seed(0)

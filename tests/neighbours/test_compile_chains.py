@@ -15,7 +15,7 @@ from torch import nn
 
 import recoup
 from recoup._core.drift_comparison import DriftComparison
-from recoup.errors import DriftError, RecoupError
+from recoup.errors import ChangedError, DriftError, RecoupError
 from recoup.flows import NICE, Flow, FlowPlusPlus, Glow, IResNet, RealNVP
 from recoup.invertible import (
     ActNorm,
@@ -164,6 +164,7 @@ def test_an_input_without_a_gradient_is_no_other_kind():
     assert num_graphs() == 3  # flipping, a coupling, and its gradients with its inverse
 
 
+@pytest.mark.slow
 def test_what_passes_a_compiled_step_is_not_compared_at_each(monkeypatch):
     flow = glow(num_levels=2, num_steps=3)
     flow.compile(backend="aot_eager")
@@ -201,6 +202,7 @@ def script():
     return names
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("names", [globals, script])
 @pytest.mark.parametrize("by", [squashed, torch.tanh])
 def test_a_function_that_user_code_names_is_looked_at(monkeypatch, by, names):
@@ -380,7 +382,7 @@ def test_a_graph_that_is_used_twice_and_in_part():
         torch.autograd.grad(flow.bits_per_dim(x).mean(), parameters, create_graph=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_early_latent_alone():
     def run(flow):
         flow.zero_grad()
@@ -400,7 +402,7 @@ def test_an_early_latent_alone():
         torch.testing.assert_close(got[1][name], value, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_frozen_parameters_and_other_batches():
     def prepared(memory):
         flow = glow(memory)
@@ -514,13 +516,15 @@ def test_what_cannot_be_compiled_runs_as_before_and_says_so_once():
         run(chain)
 
 
-@pytest.mark.parametrize("reason", ["hooks", "computed", "random numbers"])
+@pytest.mark.parametrize("reason", ["hooks", "computed", "random numbers", "statistics"])
 def test_obstacles_are_named(reason):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
     chain = Chain(AdditiveCoupling(network, nn.Linear(3, 3)), memory="constant").double()
     if reason == "hooks":
         network[0].register_forward_hook(lambda *args: None)
+    elif reason == "statistics":
+        network.insert(1, nn.BatchNorm1d(8).double())
     elif reason == "computed":
         recoup.weight_noise(network, ".*", std=0.1)
     else:
@@ -546,6 +550,7 @@ def test_obstacles_are_named(reason):
         torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("memory", FEW_MODES)
@@ -596,3 +601,59 @@ def test_a_flow_that_is_given_no_gradient_is_compiled_too():
         torch.manual_seed(0)
         torch.testing.assert_close(flow.log_prob(pictures()), want, rtol=1e-10, atol=1e-10)
     assert num_graphs() > 0
+
+
+class ReadsAChild(InvertibleModule):
+    """A coupling whose `then` reads the parameters of another part of it."""
+
+    draws_only_in_modules = True
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.scale = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def then(self, value):
+        log_scale = torch.tanh(self.scale(value))
+        return log_scale.exp(), log_scale.sum(1)
+
+    def forward(self, x):
+        a, b = x.chunk(2, dim=1)
+        scale, log_det = self.evaluate(self.network, a, then=self.then)
+        return torch.cat([b * scale, a], dim=1), log_det
+
+    def inverse(self, y):
+        b, a = y.chunk(2, dim=1)
+        scale, log_det = self.evaluate(self.network, a, then=self.then)
+        return torch.cat([a, b / scale], dim=1), -log_det
+
+
+def test_what_follows_a_network_may_read_any_parameter():
+    torch.manual_seed(0)
+    chain = Chain(*(ReadsAChild() for _ in range(3)), memory="constant").double()
+    x = torch.randn(5, 6, dtype=torch.double)
+
+    def run():
+        chain.zero_grad()
+        y, log_det = chain(x)
+        (y.square().sum() + log_det.sum()).backward()
+        return [p.grad.clone() for p in chain.parameters()]
+
+    want = run()
+    chain.compile(backend="aot_eager")
+    for value, expected in zip(run(), want, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_freezing_between_forward_and_backward_is_an_error():
+    torch.manual_seed(0)
+    chain = Chain(*(ReadsAChild() for _ in range(3)), memory="constant").double()
+    chain.compile(backend="aot_eager")
+    for is_frozen in (False, True):
+        y, log_det = chain(torch.randn(5, 6, dtype=torch.double))
+        loss = y.square().sum() + log_det.sum()
+        if is_frozen:
+            chain.requires_grad_(False)
+            with pytest.raises(ChangedError, match="requires_grad"):
+                loss.backward()
+        else:
+            loss.backward()

@@ -81,6 +81,7 @@ def test_flows_under_ddp_have_the_gradients_of_the_whole_batch(found, case, find
     assert furthest(found, f"{case} {find_unused}") < 1e-9
 
 
+@pytest.mark.slow
 def test_a_first_step_under_ddp_leaves_the_ranks_alike(found):
     first, second = both(found, "first step")
     assert first == second

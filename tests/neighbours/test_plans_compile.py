@@ -11,7 +11,7 @@ from torch import nn
 import recoup
 from recoup.planning.compiling import CompiledCode
 from recoup.planning.forwards import followed
-from recoup.planning.stages import _RunBy
+from recoup.planning.priced_blocks import _RunBy
 from tests.neighbours.planned import (
     Net,
     assert_same,
@@ -65,6 +65,7 @@ def test_compiled_before_the_plan(compiles: Callable[..., nn.Module]):
     assert peak.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("compiles", COMPILES)
 def test_a_plan_that_compiles_what_is_compiled(compiles: Callable[..., nn.Module], monkeypatch):

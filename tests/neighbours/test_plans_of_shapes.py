@@ -96,6 +96,7 @@ def test_a_batch_that_does_not_fit_is_an_error_and_leaves_no_trace():
     assert plan.family == (plan,)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_planning_that_is_cut_off_leaves_the_family_as_it_was(monkeypatch, error):
     model, plan, _ = planned_net()
@@ -353,6 +354,7 @@ def test_lengths_that_only_grow(monkeypatch, share):
     assert trained.num_plans <= 6
 
 
+@pytest.mark.slow
 def test_batches_that_only_grow(monkeypatch):
     """A plan serves what one step under it shows to fit, and another is made where it does not."""
     plans, trials = (count_calls(monkeypatch, name) for name in ("plan", "peak_under"))

@@ -6,6 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,84 @@ def test_no_trace_is_left_in_streams_of_others():
     planned(model)
     assert random.getstate() == of_python
     assert np.random.get_state()[2] == of_numpy[2]
+
+
+class Draws(Net):
+    """A net that draws from a generator of its own, outside of its blocks."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.generator, torch.Generator):
+            return super().forward(x + torch.rand(x.shape, generator=self.generator))
+        return super().forward(x * self.generator.random())
+
+
+GENERATORS: list[Callable[[], Any]] = [
+    torch.Generator, lambda: random.Random(0), lambda: np.random.default_rng(0),
+    lambda: np.random.RandomState(0),
+]  # fmt: skip
+GLOBAL = torch.Generator()
+
+
+def loss_that_draws(output: Tensor) -> Tensor:
+    return (output * torch.rand(output.shape, generator=GLOBAL)).sum()
+
+
+class Counting(random.Random):
+    num_draws = 0
+
+    def random(self) -> float:
+        self.num_draws += 1
+        return super().random()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", GENERATORS, ids=["torch", "Python", "numpy", "old numpy"])
+def test_no_trace_is_left_in_generators_of_the_model(make: Callable[[], Any]):
+    torch.manual_seed(0)
+    model, x = Draws(make()), torch.randn(64, 32)
+    untouched = copy.deepcopy(model.state_dict())
+    wanted = Draws(make())
+    wanted.load_state_dict(untouched)
+    torch.manual_seed(3)
+    loss_of(wanted(x)).backward()
+    least = recoup.plan(model, x, loss=loss_of).least_bytes
+    plan = recoup.plan(model, x, budget=least, loss=loss_of)
+    torch.manual_seed(3)
+    with plan.applied():
+        loss_of(model(x)).backward()
+    for found, want in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(found.grad, want.grad)
+
+
+def test_no_trace_is_left_in_a_generator_of_the_loss():
+    model, x = fresh()
+    generator = torch.Generator().manual_seed(1)
+
+    def loss(output: Tensor) -> Tensor:
+        return (output * torch.rand(output.shape, generator=generator)).sum()
+
+    before = generator.get_state()
+    recoup.plan(model, x, budget=recoup.plan(model, x, loss=loss).least_bytes, loss=loss)
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("loss", [loss_that_draws, partial(loss_that_draws)])
+def test_no_trace_is_left_in_a_generator_of_the_module_of_the_loss(loss: Callable[..., Tensor]):
+    before = GLOBAL.get_state()
+    planned(None, torch.randn(64, 32), loss=loss)
+    assert torch.equal(GLOBAL.get_state(), before)
+
+
+def test_generators_of_users_and_of_the_system():
+    model = Draws(random.SystemRandom())
+    model.generator = Counting(0)
+    model.secret = random.SystemRandom()
+    planned(model)
+    assert model.generator.num_draws == 0
 
 
 def test_no_trace_is_left_on_leaves_that_are_not_the_models():
@@ -500,6 +579,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_total_counts_the_state_before_the_first_step(kind: str):

@@ -95,8 +95,8 @@ def test_f1_blocks_that_are_wrong_whenever_they_run_again_are_refused():
 
 @pytest.mark.slow
 def test_f1_without_room_the_measured_step_is_compared(monkeypatch: pytest.MonkeyPatch):
-    stages = importlib.import_module("recoup.planning.stages")
-    monkeypatch.setattr(stages, "has_room", lambda device, num_bytes: False)
+    blocks = importlib.import_module("recoup.planning.priced_blocks")
+    monkeypatch.setattr(blocks, "has_room", lambda device, num_bytes: False)
     torch.manual_seed(0)
     model, x = Net(block=Counts), torch.randn(64, 32)
     with pytest.raises(ReplayError, match="differs from the measured one"):

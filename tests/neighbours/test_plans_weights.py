@@ -123,6 +123,7 @@ def under_autocast(model: nn.Module, x: Tensor) -> None:
     loss.backward()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES, ids=IDS)
 @pytest.mark.parametrize("step", [step_of, under_autocast])
@@ -155,6 +156,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("call", CALLS)

@@ -186,6 +186,7 @@ def breaking_block(x):
         return breaks(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "call",
     [

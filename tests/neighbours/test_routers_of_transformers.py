@@ -90,6 +90,7 @@ def test_ours_routes_as_it_did(model_and_ids):
             assert distance(step(model, ids), plain) < 1e-4
 
 
+@pytest.mark.sampled(2)
 def test_a_plan_routes_as_it_did(model_and_ids):
     model, ids = model_and_ids
     plain = step(model, ids)

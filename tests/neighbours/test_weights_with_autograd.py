@@ -167,7 +167,7 @@ def gradients(parameters, x):
 # -- one graph, used in every way ------------------------------------------------------------------
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_the_graph_used_three_times(case):
     def act(run, parameters, x):
         loss = loss_of_all(run(x))
@@ -178,7 +178,7 @@ def test_the_graph_used_three_times(case):
     case.same(act)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(10)
 def test_two_losses_and_a_part_first(case):
     def act(run, parameters, x):
         y = run(x)
@@ -192,7 +192,7 @@ def test_two_losses_and_a_part_first(case):
     case.same(act)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_gradients_of_gradients(case, monkeypatch):
     def act(run, parameters, x):
         wanted = [x, *parameters.values()]
@@ -211,7 +211,7 @@ def product(weight, norms, dim):
     return weight * (norms / torch.norm_except_dim(weight, 2, dim))
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(10)
 def test_two_forwards_before_backward(case):
     def act(run, parameters, x):
         one, two = run(x), run(x * 0.5)
@@ -222,7 +222,7 @@ def test_two_forwards_before_backward(case):
     case.same(act)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_hooks_of_tensors_and_modules(case):
     def act(run, parameters, x):
         calls = []
@@ -274,7 +274,7 @@ def test_anomaly_mode_finds_the_forward():
     assert hooks_in_force() is None
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_an_optimizer_in_backward(case):
     def act(run, parameters, x):
         def step(p):
@@ -293,7 +293,7 @@ def test_an_optimizer_in_backward(case):
     case.same(act)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(8)
 def test_micro_batches_clipped(case):
     def act(run, parameters, x):
         optimizer = torch.optim.Adam(parameters.values(), lr=0.1)
@@ -309,7 +309,7 @@ def test_micro_batches_clipped(case):
     case.same(act)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_a_forward_without_backward_and_in_inference_first(case):
     def act(run, parameters, x):
         run(x)
@@ -323,7 +323,7 @@ def test_a_forward_without_backward_and_in_inference_first(case):
     case.same(act)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_frozen_parts(case):
     def act(run, parameters, x):
         names = list(parameters)
@@ -337,7 +337,7 @@ def test_frozen_parts(case):
     case.same(act)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_backward_of_many_at_once(case):
     """`jacobian(vectorize=True)` and its likes run a backward under vmap: right, or an error."""
     x = case.x.clone().requires_grad_()
@@ -631,7 +631,7 @@ def test_threads_with_a_graph_each_over_one_module():
                 assert torch.equal(a, b)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 def test_forward_in_one_thread_and_backward_in_another(case):
     def act(run, parameters, x):
         results = []

@@ -252,7 +252,7 @@ FEW = ["torch", "torch, nested", "reentrant", "reentrant in torch", "ours", "tor
 OTHERS = [kind for kind in BLOCKS if kind != "dense"]
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("call", CALLS)
 def test_layers(call, way):
@@ -295,7 +295,7 @@ def two_forwards(model, x, call, order, seed=11):
     return {name: g.clone() for name, g in gradients.items()}, torch.get_rng_state()
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("order", ["first", "last", "together"])
 @pytest.mark.parametrize("call", FEW)
 @pytest.mark.parametrize("where", ["blocks", "model"])
@@ -338,7 +338,7 @@ def shared_cases():
                     yield pytest.param(way, where, dropout, call, marks=marks)
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("way", "where", "dropout", "call"), list(shared_cases()))
 def test_a_block_that_is_used_again(way, where, dropout, call):
     """Over several steps whose draws follow each other."""
@@ -445,7 +445,7 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("around", ["forward", "backward", "both"])
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -728,7 +728,7 @@ class Breaks(nn.Module):
         return y.tanh()
 
 
-@pytest.mark.sampled(44)
+@pytest.mark.sampled(26)
 @LEAVES_GENERATORS
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("call", [call for call in CALLS if "selective" not in call])
@@ -876,7 +876,7 @@ class Recomputes(nn.Module):
         return self.last(self.through(self.activation)(self.first(x))).tanh()
 
 
-@pytest.mark.sampled(21)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("way", [None, "stacked"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "torch, selective"])
@@ -894,7 +894,7 @@ def test_values_within(call, dropout, way):
         assert_same_step(step_of(model, x, CALLS[call]), want)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("num", [4, 6])
 def test_values_as_arguments_and_results(call, num):

@@ -116,7 +116,7 @@ def step_of(module, inputs, around=nullcontext, around_backward=nullcontext, see
 AROUND = {"save_on_cpu": save_on_cpu, "cloned": Cloned, "logged": Logged}
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,7 +221,7 @@ class Within(nn.Module):
             return (y @ weight).sin() * torch.einsum("bi,oi->bo", x, weight).sum(1, keepdim=True)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("at", ["read", "use", "first use"])
 @pytest.mark.parametrize("pair", AROUND)
 @pytest.mark.parametrize("way", OURS)

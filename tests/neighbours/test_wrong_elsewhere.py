@@ -128,6 +128,7 @@ def test_what_stages_count_and_append(kind, memory):
     torch.testing.assert_close(sequence(kind, memory), sequence(kind, "linear"), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [CountsTokens, HasState, HasHistory])
 def test_what_planned_blocks_count_and_append(kind):
     def step(is_planned):

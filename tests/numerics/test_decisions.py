@@ -84,6 +84,7 @@ def test_a_value_that_is_not_kept():
     assert distance(gradients(model, lambda x: run(x).sin(), x), plain) < ROUNDING
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Router, Grouped])
 def test_planned_blocks(kind):
     model, x = model_and_x(kind, 6)
@@ -341,6 +342,47 @@ def test_a_second_run_that_decides_less(run, way):
         fn = (lambda x: recoup.checkpoint(module, x)) if run is recoup.checkpoint else run(module)
         fn(x).sum().backward()
         torch.testing.assert_close(x.grad, wanted.grad, rtol=0, atol=0)
+
+
+class Shared(nn.Module):
+    """Layers that share the mask of the first one, between others that decide at the same line."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.shared = None
+
+    def mask(self, place, x):
+        if place % 2 or self.shared is None:
+            mask = x > x.mean()
+            if not place % 2:
+                self.shared = mask
+            return mask
+        return self.shared
+
+    def forward(self, x):
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            x = torch.where(self.mask(place, x), x, 0.1 * x)
+        return x
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "inputs", "sqrt", 1])  # 1 runs states again
+def test_a_second_run_that_decides_less_at_a_line_that_decides_again(memory):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Shared() for _ in range(6))), torch.randn(32, 16)
+
+    def run(call):
+        for part in model:
+            part.shared = None
+        return gradients(model, call, x)
+
+    want = run(model)
+    if memory == "checkpoint":
+        got = run(lambda x: [x := recoup.checkpoint(part, x) for part in model][-1])
+    else:
+        got = run(recoup.Sequential(*model, memory=memory))
+    assert distance(got, want) == 0
 
 
 def test_results_have_the_memory_layout_of_the_first_run():

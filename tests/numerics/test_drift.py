@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup._core.drift_comparison import DriftComparison
 from recoup.errors import DriftError
 from recoup.flows import NICE, Glow
 from recoup.invertible import (
@@ -334,6 +335,20 @@ def test_a_calm_chain_is_not_blind_at_its_bottom_nor_behind_what_passes(between)
     gradients(chain, few())
     for _ in range(2):
         assert error(chain, few()) < 1e-3
+
+
+def test_no_stage_is_skipped_that_would_hide_what_a_compiled_one_passed_on():
+    guard = DriftGuard()
+    guard.errors = dict.fromkeys(range(8), 0.0)
+    comparison = DriftComparison(guard, range(8))
+    first, passed = torch.randn(4, 4), torch.randn(4, 4)
+    comparison.sketch_input(4, (first, passed), (first + 1, passed), is_always=True)
+    comparison.sketch_input(5, (first, passed), (first, passed + 1))
+    comparison.sketch_input(6, (first, passed), (first, passed + 1))
+    sketches = comparison._sketches
+    assert [each is None for each in sketches[4]] == [False, True]
+    assert [each is None for each in sketches[5]] == [False, False]
+    assert 6 not in sketches
 
 
 def test_a_guard_that_had_to_recompute_is_not_calm():

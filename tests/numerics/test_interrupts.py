@@ -303,7 +303,7 @@ def assert_nothing_is_left():
         "an observer": save_observer.current.observer,
         "hooks of all modules": torch.nn.modules.module._global_forward_hooks,
         "no collector": not gc.isenabled(),
-        "a lock": is_held(guards.LOCK),
+        "a lock": is_held(replaced_values.LOCK),
     }
     assert not any(found.values()), [what for what, value in found.items() if value]
     layer, x = nn.Linear(3, 3), torch.ones(2, 3)

@@ -84,7 +84,7 @@ MODES = {
 }
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("memory", MODES)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_the_plain_run_bit_by_bit(name, memory):
@@ -127,7 +127,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("memory", [*INVERTING, "sqrt", "log", "1 slot", "tape first, keep later"])
 @pytest.mark.parametrize("name", INVERTIBLE)

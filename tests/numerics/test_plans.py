@@ -91,6 +91,7 @@ def plan_for(case: Case, budget: int | str) -> Any:
     return recoup.plan(case.model, *case.args, budget=budget, loss=case.loss, **case.kwargs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 def test_every_budget_is_kept_with_the_same_result(case: Case, num_budgets: int):
     is_resnet = type(case.model).__name__ == "ResNet"

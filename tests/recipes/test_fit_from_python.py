@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -87,6 +88,7 @@ def test_a_flow_is_trained_as_by_the_command():
     assert fitted.peak_bytes == found["step"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_language_model_is_trained_as_by_the_command(text):
     command = [*TINY_LM, "--data", text, "--epochs", "2", "--trainer.accelerator", "cpu"]
     command += ["--out", "theirs", "--memory", "sqrt", "--early_stopping.patience", "20"]
@@ -212,7 +214,7 @@ def test_an_interrupt_ends_it_after_a_step():
         ({"data": points().index_fill(0, torch.tensor([7]), torch.nan)}, "`images` has values tha"),
         ({"data": points().numpy()}, "`images` is of type ndarray.* torch.from_numpy"),
         ({"validation": torch.zeros(9, 3)}, "`validation` has shape"),
-        ({"validation": 0.0}, "`validation_fraction` is 0.0"),
+        ({"validation": 0.0}, "`validation` is 0.0"),
         ({"epochs": 0}, "`epochs` is 0"),
         ({"trainer": {"max_epochs": 3}}, "`trainer` has `max_epochs`, which is the argument `epo"),
         ({"trainer": {"accelerator": "cpu", "devices": 2}}, "`trainer` asks for 2 processes"),
@@ -227,6 +229,80 @@ def test_a_mistake_with_a_flow_is_named(options, message):
     Path("something").touch()
     with pytest.raises(ValueError, match=message):
         fit_points(small_flow(), **options)
+
+
+@pytest.mark.parametrize(
+    ("fit", "make"), [(fit_points, small_flow), (fit_tokens, small_network)], ids=["flow", "lm"]
+)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 1.5}, ValueError, "`epochs` is 1.5, but must be a whole number"),
+        ({"patience": 2.5}, ValueError, "`patience` is 2.5, but must be a whole number"),
+        ({"batch_size": 2.5}, ValueError, "`batch_size` is 2.5, but must be a whole number"),
+        ({"learning_rate": "0.1"}, ValueError, "`learning_rate` is '0.1', but must be a number"),
+        ({"seed": 1.5}, ValueError, "`seed` is 1.5, but must be a whole number"),
+        ({"trainer": 3}, ValueError, "`trainer` is 3, but must be a dictionary"),
+        ({"out": 3}, ValueError, "`out` is 3, but must be the path"),
+        ({"optimiser": "adam"}, TypeError, "`optimiser`. Did you mean `optimizer`?"),
+        ({"validation": "0.1"}, ValueError, "`validation` is of type str, but must be a fraction"),
+        ({"epochs": None}, ValueError, "`epochs` is None, but must be a whole number"),
+        ({"epoch": 3}, TypeError, "`epoch`. Did you mean `epochs`?"),
+    ],
+)
+def test_a_value_of_another_type_is_named(fit, make, options, error, message):
+    with pytest.raises(error, match=message):
+        fit(make(), **options)
+
+
+@pytest.mark.parametrize(
+    ("fit", "make"), [(fit_points, small_flow), (fit_tokens, small_network)], ids=["flow", "lm"]
+)
+def test_a_frozen_model_is_named(fit, make):
+    with pytest.raises(ValueError, match="requires a gradient, so there is nothing to train"):
+        fit(make().requires_grad_(False))
+
+
+class Folder:
+    def __init__(self, name):
+        self.name = name
+
+    def __fspath__(self):
+        return self.name
+
+
+@pytest.mark.parametrize(
+    ("fit", "make"), [(fit_points, small_flow), (fit_tokens, small_network)], ids=["flow", "lm"]
+)
+def test_numbers_of_numpy_and_paths_of_others(fit, make):
+    fit(make(), validation=np.float32(0.1), out=Folder("run"))
+    assert Path("run", "run.json").is_file()
+
+
+def test_what_is_no_model_and_no_tensor_is_named():
+    with pytest.raises(ValueError, match="`images` is of type float, but must be a tensor"):
+        fit_points(small_flow(), 0.5)
+    with pytest.raises(ValueError, match="`network` is of type Linear, but must be a LanguageMod"):
+        fit_tokens(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="`flow` is of type Linear, but must be a Flow"):
+        fit_points(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"`tokens` is of type ndarray, .* torch.as_tensor"):
+        fit_tokens(small_network(), (torch.arange(3000) % 9).numpy())
+
+
+class _Ending(Callback):
+    def on_train_batch_end(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("fit", "make"), [(fit_points, small_flow), (fit_tokens, small_network)], ids=["flow", "lm"]
+)
+def test_an_interrupt_by_a_callback_is_one(fit, make):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(make(), trainer={"accelerator": "cpu", "callbacks": [_Ending()]})
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 class StoppedInValidation(Callback):

@@ -122,6 +122,7 @@ def test_the_run_leaves_its_settings_and_two_checkpoints(linear):
     assert not {"resume", "finetune"} & settings.keys()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["sqrt", "90 KiB"])
 @pytest.mark.parametrize("kind", ["locked", "independent"])
@@ -138,6 +139,7 @@ def test_each_memory_goes_the_same_way(lm_run, text, memory, kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10, msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -104,6 +104,7 @@ def test_a_window_of_2000_steps_trains_in_the_memory_of_a_short_one():
     assert peak_of(model("linear"), 2000, None) > 20 * short
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["sqrt", "2 MiB"])
 def test_the_gradients_of_2000_steps_are_the_same(memory):

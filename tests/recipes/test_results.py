@@ -42,6 +42,7 @@ def test_the_language_model_is_tested_as_it_is_evaluated(text, capsys):
     assert f"{found['test_perplexity']:.3f}" in capsys.readouterr().out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("memory", ["linear", "sqrt", "1 MiB"])
 def test_the_step_of_a_language_model_is_measured_in_its_memory(text, memory):
     sizes = (*TINY_LM, "--data.bptt", "40", "--data.jitter", "false")

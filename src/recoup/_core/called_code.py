@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from recoup._core.closure_values import MAX_DEPTH, MAX_ENTRIES
 
-__all__ = ["CalledCode", "called_code"]
+__all__ = ["CalledCode", "called_code", "captured_by"]
 
 _WRAPPERS = (types.FunctionType, types.MethodType, functools.partial)
 # Objects that outlive a call, so that each stands for itself.
@@ -67,7 +67,7 @@ class CalledCode:
             captures = fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__
             if captures and id(fn) not in self._seen:
                 self._seen.add(id(fn))
-                self.values(_captured_by(fn), depth)
+                self.values(captured_by(fn), depth)
         elif isinstance(fn, nn.Module):
             self._note(fn)
         elif isinstance(fn, _ITSELF):
@@ -135,7 +135,8 @@ def called_code(fn: Any, arguments: Sequence[Any] = ()) -> CalledCode:
     return found
 
 
-def _captured_by(fn: types.FunctionType) -> Iterator[Any]:
+def captured_by(fn: types.FunctionType) -> Iterator[Any]:
+    """Yield what is in the closure and among the defaults of a function."""
     for cell in fn.__closure__ or ():
         try:
             yield cell.cell_contents

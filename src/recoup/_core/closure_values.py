@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from recoup._core.guards import Location
+from recoup._core.replaced_values import Location
 
 __all__ = ["MAX_DEPTH", "MAX_ENTRIES", "PLAIN", "plain_values", "reads_of"]
 

@@ -30,7 +30,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from recoup._core.closure_values import MAX_DEPTH, MAX_ENTRIES, PLAIN, plain_values, reads_of
-from recoup._core.guards import Location, Replacement
+from recoup._core.replaced_values import Location, Replacement
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError, ReplayError
 

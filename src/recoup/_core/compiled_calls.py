@@ -149,7 +149,7 @@ def _worth_guarding(entries: Sequence[Any]) -> list[bool]:
 
 
 def _is_lasting(entry: Any) -> bool:
-    is_of_function = ".__" in entry.name  # its defaults, or what it closes over
+    is_of_function = any(part in entry.name for part in _PARTS_OF_FUNCTIONS)
     if not entry.has_value or not (is_of_function or isinstance(entry.value, _LASTING)):
         return False
     # A global of the code itself, of torch, or of recoup; not of a module or a namespace of others.
@@ -158,6 +158,7 @@ def _is_lasting(entry: Any) -> bool:
 
 
 _OURS = ("import_torch_dot_", "import_recoup_dot_", "builtins_dict__")
+_PARTS_OF_FUNCTIONS = (".__defaults__", ".__kwdefaults__", ".__closure__")
 _LASTING = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 

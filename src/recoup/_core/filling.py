@@ -95,6 +95,10 @@ class Filling(saving):
             self._before = None
         self._pack = _itself  # or this object would hold itself: a reference cycle
 
+    def num_saves(self) -> int:
+        """Return how many residuals the run has saved so far."""
+        return self._num_saves
+
     def put(self, values: Iterable[Tensor]) -> None:
         """Fill the slots with `values`, where nothing runs that would save them."""
         for value in values:
@@ -142,7 +146,7 @@ class Filling(saving):
             f"Running {self._region.name} again made a {tensor.dtype} of shape "
             f"{tuple(tensor.shape)} where the first run made a {slot.dtype} of shape "
             f"{tuple(slot.shape)}. A region must do the same when it runs again: look for outside "
-            "state that it reads."
+            "state that it reads, or for a `requires_grad` that has changed since."
         )
 
     def _other_decision(self, tensor: Tensor) -> ReplayError:

@@ -19,36 +19,29 @@ Rule 4. Sharded modules (FSDP2) replace their parameters while they run, so thos
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from types import CellType
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from recoup._core.module_entries import Entries, TensorEntries
 from recoup._core.random_sources import DETERMINISTIC
-from recoup._core.restoring import Restoring
+from recoup._core.replaced_values import Location, Replacement
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ChangedError, ReplayError
 
 __all__ = [
-    "LOCK",
-    "Location",
     "ModuleGuard",
-    "Replaced",
-    "Replacement",
     "is_in_place",
     "mark_of",
+    "updates_statistics",
 ]
 
 _NUMBERS = frozenset((bool, int, float, complex, str))
 _NOTED = _NUMBERS | {Tensor}
-_MISSING = object()
 _training: Callable[[nn.Module], bool] = attrgetter("training")
-LOCK = threading.RLock()  # held while values are replaced: threads may share a module
 
 
 class ModuleGuard:
@@ -134,7 +127,7 @@ class ModuleGuard:
                 sharded.update(map(id, inner))
 
     def _note_buffers(self, module: nn.Module) -> None:
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
+        if updates_statistics(module):
             self._norms.append(module)
             return
         self._buffers = self._buffers or TensorEntries()
@@ -298,6 +291,11 @@ class ModuleGuard:
         return self._name
 
 
+def updates_statistics(module: nn.Module) -> bool:
+    """Whether `module` is a norm that updates its statistics in forward."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+
+
 def is_in_place(module: nn.Module) -> bool:
     """Whether `module` says that the first thing it does changes its input in place."""
     while isinstance(module, nn.Sequential) and module._modules:
@@ -311,59 +309,3 @@ def mark_of(fn: Any, name: str) -> Any:
     if getattr(kind, "__getattr__", None) is nn.Module.__getattr__:  # it would look in vain, slowly
         return fn.__dict__.get(name, getattr(kind, name, False))
     return getattr(fn, name, False)
-
-
-class Location(NamedTuple):
-    """The location of a value (its container and key), to read it or put it back."""
-
-    owner: Any  # a closure cell, a dict, a list, or an object with attributes
-    key: Any
-
-    def get(self) -> Any:
-        """Return the value at this location."""
-        if isinstance(self.owner, CellType):
-            return self.owner.cell_contents
-        if isinstance(self.owner, dict):
-            return cast("dict[Any, Any]", self.owner).get(self.key, _MISSING)
-        if isinstance(self.owner, list):
-            return cast("list[Any]", self.owner)[self.key]
-        return getattr(self.owner, self.key)
-
-    def put(self, value: Any) -> None:
-        """Put `value` at this location."""
-        if isinstance(self.owner, CellType):
-            self.owner.cell_contents = value
-        elif isinstance(self.owner, (dict, list)):
-            if value is _MISSING:
-                cast("Any", self.owner).pop(self.key, None)
-            else:
-                cast("Any", self.owner)[self.key] = value
-        else:
-            setattr(self.owner, self.key, value)
-
-
-Replacement = tuple[Location, Any]
-
-
-class Replaced(Restoring):
-    """A context in which locations have other values; it puts back those that they had.
-
-    The caller holds `LOCK` around it.
-    """
-
-    __slots__ = ("_before", "_values")
-
-    def __init__(self, values: list[Replacement]) -> None:
-        self._values = values
-        self._before: list[Replacement] = []
-
-    def __enter__(self) -> None:
-        self._before = [(location, location.get()) for location, _ in self._values]
-        for location, value in self._values:
-            location.put(value)
-
-    def restore(self) -> None:
-        # In reverse, since a norm that is met twice is there twice.
-        for location, value in reversed(self._before):
-            location.put(value)
-        self._before = []

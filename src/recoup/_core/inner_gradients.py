@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.saved_tensors import saving, set_grad_enabled
@@ -99,17 +99,22 @@ class Advancing(saving):
         first_run: knows whether the run takes gradients itself, for which it keeps residuals.
     """
 
-    __slots__ = ("_before", "_first_run", "_name")
+    __slots__ = ("_before", "_first_run", "_name", "_num_saves")
 
     def __init__(self, name: str, first_run: FirstRun) -> None:
-        super().__init__(_detached if first_run.keeps else _nothing, _nothing)
+        super().__init__(_nothing, _nothing)
         self._before: bool | None = None
         self._name = name
         self._first_run = first_run
+        self._num_saves = 0
+
+    def num_saves(self) -> int:
+        """Return how many residuals the run has dropped so far."""
+        return self._num_saves
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
-        self._unpack = self._get
+        self._pack, self._unpack = self._count, self._get
         super().__enter__()
         set_grad_enabled(True)
 
@@ -118,7 +123,7 @@ class Advancing(saving):
             set_grad_enabled(self._before)
             self._before = None
         super().restore()
-        self._unpack = _nothing  # or this object would hold itself: a reference cycle
+        self._pack = self._unpack = _nothing  # or this object would hold itself: a reference cycle
 
     def leave(self, kind: Any, value: Any, traceback: Any) -> None:
         super().leave(kind, value, traceback)
@@ -126,14 +131,15 @@ class Advancing(saving):
         self._first_run.end(is_whole=kind is None)
 
     @never_compiled
+    def _count(self, tensor: Tensor) -> Any:
+        if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):
+            self._num_saves += 1
+        return tensor.detach() if self._first_run.keeps else None
+
+    @never_compiled
     def _get(self, packed: Tensor | None) -> Tensor:
         self._first_run.asked(self._name)
         return cast("Tensor", packed)
-
-
-@never_compiled
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()
 
 
 @never_compiled

@@ -10,10 +10,11 @@ Rule 2. The first run keeps a copy of each decision in as few bytes as its shape
         below 256 in one byte, a comparison in one bit. The second run is given these in the same
         order. Values that were selected (those of a `topk`) are gathered from its own numbers, so
         that gradients flow as ever. An operator that draws is run for its draws.
-Rule 3. A decision is known by its operator, the shape of its argument, and the lines of the code
-        that led to it, and those alike are in order. For a second run may decide less: a mask that
-        the first run cached is there. What it decides where the first run decided nothing is
-        decided anew.
+Rule 3. A decision is known by its operator, the shape of its argument, the lines of the code that
+        led to it, and how many residuals the run had saved before. Decisions that agree in all of
+        this are told apart by their order. A second run may decide less than the first, which has
+        cached a mask for it. Where the first run decided nothing, the second run decides anew. A
+        first run whose residuals are kept counts none, and its decisions go by their order.
 Rule 4. A dispatch mode costs microseconds an operator. So code is looked at in its first run in
         each mode, training or not, as in NOTE [ Checked once ]. Code that decided nothing then runs
         without from then on. If such code later saves an integer residual at a place where it
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -90,10 +91,12 @@ class _Kept(NamedTuple):
     Args:
         result: what a second run is given: a copy, a `PackedMask` or a Python number.
         strides: the strides of each tensor that the operator returned; None if it is contiguous.
+        num_saves: how many residuals the run had saved before; None if it saves none.
     """
 
     result: Any
     strides: _Strides
+    num_saves: int | None
 
 
 class Decisions:
@@ -115,21 +118,32 @@ class Decisions:
         """Whether the first run decided anything."""
         return bool(self._kept)
 
-    def recording(self, effects: SideEffects | None, *, is_first_look: bool) -> InMode:
+    def recording(
+        self,
+        effects: SideEffects | None,
+        num_saves: Callable[[], int] | None,
+        *,
+        is_first_look: bool,
+    ) -> InMode:
         """Return a context for the first run, which keeps its decisions.
 
         Args:
             effects: is told of the operators, if any may write to a buffer.
+            num_saves: returns how many residuals the run has saved; None if it saves none.
             is_first_look: whether compiled code does not run as such in it (See Rule 5).
         """
         self._is_first_look = is_first_look
         watching = effects if effects is not None and effects.has_buffers else None
-        return InMode(_Keeping(self._kept, watching))
+        return InMode(_Keeping(self._kept, watching, num_saves))
 
-    def repeating(self) -> InMode:
-        """Return a context for a later run, which is given these decisions."""
+    def repeating(self, num_saves: Callable[[], int] | None) -> InMode:
+        """Return a context for a later run, which is given these decisions.
+
+        Args:
+            num_saves: returns how many residuals the run has made again; None if it makes none.
+        """
         kind = _RepeatingEagerly if self._is_first_look else _Repeating
-        return InMode(kind(self._kept))
+        return InMode(kind(self._kept, num_saves))
 
 
 class _Keeping(DispatchMode):
@@ -137,10 +151,16 @@ class _Keeping(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: dict[_Place, list[_Kept]], effects: SideEffects | None) -> None:
+    def __init__(
+        self,
+        kept: dict[_Place, list[_Kept]],
+        effects: SideEffects | None,
+        num_saves: Callable[[], int] | None,
+    ) -> None:
         super().__init__()
         self._kept = kept
         self._effects = effects
+        self._num_saves = num_saves
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -160,8 +180,9 @@ class _Keeping(DispatchMode):
         if way is not None and _is_of_floats(args):
             kept = way.keep(args, given, result)
             if kept is not None:
-                place = _place(func, args)
-                self._kept.setdefault(place, []).append(_Kept(kept, _strides_of(result)))
+                num_saves = None if self._num_saves is None else self._num_saves()
+                one = _Kept(kept, _strides_of(result), num_saves)
+                self._kept.setdefault(_place(func, args), []).append(one)
         return result
 
 
@@ -170,10 +191,13 @@ class _Repeating(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: dict[_Place, list[_Kept]]) -> None:
+    def __init__(
+        self, kept: dict[_Place, list[_Kept]], num_saves: Callable[[], int] | None
+    ) -> None:
         super().__init__()
         self._kept = kept
-        self._num_repeated: dict[_Place, int] = {}
+        self._num_saves = num_saves
+        self._next: dict[_Place, int] = {}  # the first decision that was not repeated
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -192,13 +216,25 @@ class _Repeating(DispatchMode):
         if way is CONVERSION and not is_kept_conversion(args[0], given):
             return func(*args, **given)
         place = _place(func, args)
-        kept, index = self._kept.get(place, ()), self._num_repeated.get(place, 0)
-        if index >= len(kept):
+        kept = self._find(place)
+        if kept is None:
             return func(*args, **given)  # See Rule 3
-        self._num_repeated[place] = index + 1
         if way.draws:
             func(*args, **given)
-        return _strided(way.repeat(kept[index].result, args, given), kept[index].strides)
+        return _strided(way.repeat(kept.result, args, given), kept.strides)
+
+    def _find(self, place: _Place) -> _Kept | None:
+        """Return the next decision of a place that was made here, or None (See Rule 3)."""
+        kept = self._kept.get(place, ())
+        num_saves = None if self._num_saves is None else self._num_saves()
+        for index in range(self._next.get(place, 0), len(kept)):
+            then = kept[index].num_saves
+            if num_saves is None or then is None or then == num_saves:
+                self._next[place] = index + 1
+                return kept[index]
+            if then > num_saves:
+                return None
+        return None
 
 
 class _RepeatingEagerly(_Repeating):

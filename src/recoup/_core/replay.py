@@ -14,10 +14,11 @@ from torch import nn
 from recoup._core.called_code import CalledCode
 from recoup._core.closures import ClosureGuard
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
-from recoup._core.guards import LOCK, ModuleGuard, Replaced
+from recoup._core.guards import ModuleGuard
 from recoup._core.inner_gradients import FirstRun
 from recoup._core.kept_decisions import DECIDES_NOTHING, Decisions
 from recoup._core.random_sources import sources_checked
+from recoup._core.replaced_values import LOCK, Replaced
 from recoup._core.restoring import Restoring, new_lock
 from recoup._core.rng import Draws, Recording, Replaying
 from recoup._core.side_effects import CHANGES_NOTHING, SideEffects
@@ -103,19 +104,24 @@ class Replay:
         """Return a `FirstRun`, which decides whether a run keeps its residuals until it ends."""
         return FirstRun(self._parts, is_training=self._guard.is_training)
 
-    def first(self) -> _First:
-        """Return a context for the first run."""
-        return _First(self)
+    def first(self, num_saves: Callable[[], int] | None = None) -> _First:
+        """Return a context for the first run.
 
-    def again(self, *, stops: bool = False) -> _Again:
+        Args:
+            num_saves: returns how many residuals the run has saved so far; None if it saves none.
+        """
+        return _First(self, num_saves)
+
+    def again(self, num_saves: Callable[[], int] | None = None, *, stops: bool = False) -> _Again:
         """Return a context for a later run, which then computes what the first one did.
 
         Args:
+            num_saves: returns how many residuals the run has made so far; None if it makes none.
             stops: whether the run may stop half way, by an exception. Then attributes of modules
                 are put back: a flag that a forward sets, and clears at its end, would otherwise
                 stay set.
         """
-        return _Again(self, stops)
+        return _Again(self, num_saves, stops)
 
     @property
     def has_foreign_draws(self) -> bool:
@@ -139,7 +145,7 @@ class _First(Recording):
 
     __slots__ = ("_keeping", "_replay", "_source_check", "lock")
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, num_saves: Callable[[], int] | None) -> None:
         super().__init__(replay._draws)
         self._replay = replay
         guard = replay._guard
@@ -153,7 +159,7 @@ class _First(Recording):
         self._keeping: InMode | None = None
         if decisions is not None:
             self._keeping = decisions.recording(
-                replay._effects, is_first_look=self._source_check is not None
+                replay._effects, num_saves, is_first_look=self._source_check is not None
             )
         self.lock = LOCK if guard.has_norms else new_lock()
 
@@ -197,7 +203,7 @@ class _Again(Replaying):
 
     __slots__ = ("_attributes", "_mode", "_modules", "_replaced", "_settings", "lock")
 
-    def __init__(self, replay: Replay, stops: bool) -> None:
+    def __init__(self, replay: Replay, num_saves: Callable[[], int] | None, stops: bool) -> None:
         super().__init__(replay._draws)
         guard, closure = replay._guard, replay._closure
         guard.check()
@@ -217,7 +223,7 @@ class _Again(Replaying):
         # place), so versions and the number of nodes would differ from those of the first run.
         self._mode: InMode | None = None
         if replay.decisions is not None:
-            self._mode = replay.decisions.repeating()
+            self._mode = replay.decisions.repeating(num_saves)
         elif replay._has_mode and not num_dispatch_modes():
             self._mode = InMode(PassingMode())
         self._modules = guard.modules_with_attributes() if stops else ()
@@ -238,6 +244,7 @@ class _Again(Replaying):
     def restore(self) -> None:
         if self._mode is not None:
             self._mode.restore()
+            self._mode = None  # it may hold what holds this object: a reference cycle
         for own, before in self._attributes:
             for key in own.keys() - before.keys():
                 del own[key]

@@ -25,9 +25,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from recoup._core.guards import Location, ModuleGuard, Replacement
+from recoup._core.guards import ModuleGuard
 from recoup._core.operators import has_schema, traits_of
 from recoup._core.pytree import tensors_in
+from recoup._core.replaced_values import Location, Replacement
 from recoup._core.saved_tensors import storage_address
 from recoup._core.snapshots import Snapshot, is_copied
 

@@ -142,7 +142,6 @@ class StageRun:
                 state = with_views(state)
                 break
         first_run = self._replay.first_run()
-        first = self._replay.first()
         name, evaluations = self._stage.name, self._evaluations
         is_whole = False
         try:
@@ -150,11 +149,13 @@ class StageRun:
                 region = Region(name, owner, self.index, first_run)
                 region.is_looked_at = self._replay.decisions is not None
                 self._region = weakref.ref(region)
+                first = self._replay.first(region.slots.__len__)
                 with first.lock, region.recording(first):
                     result = self._forward(state)
             else:
                 region = Region(name, owner, self.index, first_run, "invert")
                 self._region = weakref.ref(region)
+                first = self._replay.first()
                 with first.lock, evaluations.recording(region, region.recording(first)):
                     result = self._forward(state)
             is_whole = True
@@ -201,8 +202,9 @@ class StageRun:
     def advance(self, state: State) -> State:
         """Run the stage again from its input, without a tape."""
         inputs = self._inputs(state)
-        again = self._replay.again()
-        with again.lock, again, Advancing(self._stage.name, self._replay.first_run()):
+        advancing = Advancing(self._stage.name, self._replay.first_run())
+        again = self._replay.again(advancing.num_saves)
+        with again.lock, again, advancing:
             output, _ = self._stage.forward(inputs)
         return detached(output)
 
@@ -231,7 +233,7 @@ class StageRun:
             stops = not needs_output and (evaluations is None or recall)
             filling = Filling(region, inputs, stops=stops)
         stops = filling is not None and filling.last >= 0
-        again = self._replay.again(stops=stops)
+        again = self._replay.again(None if filling is None else filling.num_saves, stops=stops)
         try:
             if filling is None:
                 around = again if evaluations is None else evaluations.answering(recall, again)

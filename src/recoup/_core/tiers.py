@@ -21,14 +21,23 @@ import weakref
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from recoup.errors import OffloadError
 
-__all__ = ["Arrival", "Copy", "FolderTier", "HostTier", "Tier", "flat", "tier_for"]
+__all__ = [
+    "Arrival",
+    "Copy",
+    "FolderTier",
+    "HostTier",
+    "Tier",
+    "existing_folder",
+    "flat",
+    "tier_for",
+]
 
 _NUM_THREADS = 2
 _MOST_AT_ONCE = 1 << 30  # a system call moves less than two gibibytes
@@ -74,6 +83,14 @@ def flat(storage: torch.UntypedStorage) -> Tensor:
     """Return a storage as a tensor of bytes."""
     found = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return found.set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def existing_folder(to: object) -> Path | None:
+    """Return the folder that `to` names, or None if there is none."""
+    if not isinstance(to, (str, os.PathLike)):
+        return None
+    folder = Path(cast("str | os.PathLike[str]", to)).expanduser().absolute()
+    return folder if folder.is_dir() else None
 
 
 def tier_for(to: str) -> Tier:

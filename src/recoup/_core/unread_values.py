@@ -12,7 +12,8 @@ Rule 2. For every other function the whole is computed, in grad mode and under t
         an error to read it. Functions that only read, and return no views, leave nothing behind.
 Rule 3. Code that goes past `__torch_function__` (another library's `autograd.Function`) would lose
         the gradient. The value is the output of a node whose backward is an error, so it does not.
-Rule 4. The rows and the weights must be unchanged when it is read.
+Rule 4. The rows and the weights must be unchanged when it is read. A tensor that indexed it is
+        copied, since the user may write to that tensor before the value is read.
 """
 
 from __future__ import annotations
@@ -281,7 +282,8 @@ def _followed(value: Unread, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     found = followed(func, args, kwargs, value, value._rows)
     if found is None:
         return NotImplemented
-    done: _Then = (func, args, kwargs)
+    given = tuple(each.clone() if isinstance(each, Tensor) else each for each in args)  # See Rule 4
+    done: _Then = (func, given, kwargs)
     return _made(
         value._call,
         found.rows,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +72,7 @@ def fit(
     test: float | Data = 0.1,
     patience: int = 20,
     seed: int = 0,
-    out: str | Path | None = None,
+    out: str | PathLike[str] | None = None,
     progress: bool = True,
     trainer: Mapping[str, Any] | None = None,
     **settings: Any,
@@ -110,6 +110,7 @@ def fit(
 
     Raises:
         ImportError: When the packages of recipes are not installed.
+        TypeError: When there is no argument of a name.
         ValueError: When an argument does not fit.
         BudgetError: When no plan keeps to the bytes given as `memory`.
         KeyboardInterrupt: When it is interrupted, after the current step. The weights are then

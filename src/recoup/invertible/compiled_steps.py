@@ -9,7 +9,8 @@ Rule 1. A step is a run of modules of a chain that is compiled as a whole, up to
 Rule 2. Under "constant" a step is one node (NOTE [ One node ]). Otherwise it is an ordinary
         compiled function, whose residuals are kept or made again as those of any stage.
 Rule 3. A step that may draw random numbers runs uncompiled. Forward and backward are two graphs,
-        which may draw by different operators and in another order of memory.
+        which may draw by different operators and in another order of memory. So does one with a
+        norm that updates its statistics, since transforms allow no write to a buffer.
 Rule 4. A first run under a dispatch mode is uncompiled, and so are its later runs. recoup itself
         looks in this way for random numbers that no second run repeats, once for each module.
 """
@@ -26,12 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compiled_calls import Compiled, CompileSettings, is_compilable_here
+from recoup._core.guards import updates_statistics
 from recoup._core.one_call import Gradients, OneCallStage
 from recoup._core.random_sources import draws_nothing
 from recoup._core.saved_tensors import without_pairs
 from recoup._core.shared_evaluation import is_answered, unshared
 from recoup._core.stage import State
 from recoup._core.stand_ins import is_stand_in
+from recoup.errors import ChangedError
 from recoup.invertible import step_code
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.step_code import Part
@@ -168,6 +171,8 @@ class _Found:
             return
         self._seen.add(module)
         own = module.__dict__
+        if updates_statistics(module):
+            self.obstacle = f"{type(module).__name__} updates its statistics in forward"
         for kind in _HOOKS:
             if own[kind]:
                 self.obstacle = f"{type(module).__name__} has hooks"
@@ -264,6 +269,13 @@ class CompiledStage(OneCallStage):
 
     def _sorted(self, found: tuple[Tensor, Tensor, Tensor | None, list[Tensor]]) -> Any:
         x, of_x, of_context, of_parameters = found
+        if len(of_parameters) != len(self._learned) or not all(
+            parameter.requires_grad for parameter in self._learned
+        ):
+            raise ChangedError(
+                f"`requires_grad` of a parameter of {self.name} was changed between forward and "
+                "backward. Change it after backward."
+            )
         of_inputs = (of_x,) if self.num_inputs == 1 else (of_x, of_context)
         return (x,), (*of_inputs, *of_parameters)
 

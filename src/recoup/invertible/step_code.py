@@ -199,8 +199,10 @@ def _evaluated(part: Part, network: nn.Module, inputs: tuple[Tensor, ...], then:
         output = network(*given)
         return output if then is None else then(output)
 
-    own = [*network.parameters(), *part.module.parameters(recurse=False)]  # `then` may read
-    used = {name: p for name, p in part.learned().items() if any(p is each for each in own)}
+    used = part.learned()  # `then` may read any
+    if then is None:
+        own = list(network.parameters())
+        used = {name: p for name, p in used.items() if any(p is each for each in own)}
 
     def run(parameters: Parameters, *given: Tensor) -> Any:
         return functional_call(part, parameters, (call, *given))

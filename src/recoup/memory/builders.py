@@ -85,6 +85,10 @@ def load_builder(name: str) -> Callable[..., object]:
         4.0
     """
     module_name, _, function_name = name.rpartition(":")
+    if not module_name or not function_name:
+        raise BuildError(
+            f'{name!r} names no function: give "module:function" or "path/to/file.py:function".'
+        )
     if module_name.endswith(".py"):
         path = Path(module_name).resolve()
         spec = importlib.util.spec_from_file_location("__recoup_build__", path)

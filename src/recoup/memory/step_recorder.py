@@ -213,6 +213,6 @@ class StepRecorder:
             way = ", ".join(way for way in _WAYS if way in ways)
         else:
             return ""
-        if path is not None and id(path[0].get_submodule(path[1])) in in_tiles:
+        if path is not None and id(nn.Module.get_submodule(*path)) in in_tiles:
             way += ", tile"
         return way

@@ -8,7 +8,7 @@ from torch import nn
 
 from recoup.memory import format_bytes
 from recoup.planning.blocks import find_links
-from recoup.planning.measuring import MeasuredCall
+from recoup.planning.measured_calls import MeasuredCall
 
 __all__ = ["held_by_others", "what_can_be_inverted"]
 

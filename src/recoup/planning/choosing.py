@@ -13,6 +13,8 @@ Rule 3. The point with the least bytes is always rehearsed, even if it is predic
         its bytes always succeed as a budget. If it took more than the point that keeps everything
         is predicted to take (where blocks keep less than their recomputation needs), that point is
         rehearsed, too.
+Rule 4. Where a slower plan is also less exact (inverses), the point that keeps everything is tried
+        even if it is predicted to take somewhat more than the budget.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ class Choice(NamedTuple):
 
 
 def choose(
-    predicted_bytes: Sequence[int], budget_bytes: int, rehearse: Callable[[int], int]
+    predicted_bytes: Sequence[int],
+    budget_bytes: int,
+    rehearse: Callable[[int], int],
+    *,
+    fastest_within: float = 1.0,
 ) -> Choice:
     """Return the fastest point whose rehearsal keeps to the budget.
 
@@ -49,6 +55,8 @@ def choose(
             fastest.
         budget_bytes: the most that a rehearsal may take.
         rehearse: a function from the index of a point to the peak of its rehearsal.
+        fastest_within: the fastest point is rehearsed if its predicted peak is at most so many
+            budgets.
 
     Example:
         >>> from recoup.planning.choosing import choose
@@ -64,6 +72,10 @@ def choose(
 
     num_fitting = sum(peak <= budget_bytes for peak in predicted_bytes)
     found = num_fitting - 1 if num_fitting and fits(num_fitting - 1) else None
+    fastest = len(predicted_bytes) - 1
+    is_near = predicted_bytes[fastest] <= fastest_within * budget_bytes
+    if fastest >= num_fitting and is_near and fits(fastest):  # See Rule 4
+        found = fastest
     visited: list[int] = []
     if found is None:
         low, high = 0, len(predicted_bytes)

@@ -9,7 +9,9 @@ Rule 1. The compiler traces forward and backward of a block as one graph, and it
 Rule 2. What draws random numbers is kept (with inductor, that is a seed for each draw). Left alone,
         the partitioner may draw seeds anew in backward, for a share of 0 always, and the gradients
         are then those of other masks than forward's. So these operators are marked as saved. For a
-        share of exactly 0 the partitioner looks at no marks, so a tiny one stands in for it.
+        share of exactly 0 the partitioner looks at no marks, so a tiny one stands in for it where
+        something is drawn, or is for another reason not to run twice (operators that write, those
+        of other libraries, collectives, branches).
 Rule 3. Codes of one block save different tensors, and the runs of a region must save the same. So
         all runs of a call are by the code of the first one.
 Rule 4. The compiler compiles nothing under a dispatch mode, and skips that function for good. So a
@@ -40,8 +42,7 @@ from recoup._core.dispatch_modes import compiles_nothing
 
 __all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of", "recompiling"]
 
-SHARES = (1.0, 0.5, 0.1, 0.0)
-_TINY = 1e-6  # See Rule 2
+SHARES = (1.0, 0.8, 0.5, 0.1, 0.0)
 _RECOMPILE_LIMIT = 128
 _logger = logging.getLogger(__name__)
 
@@ -141,10 +142,12 @@ class _Backend:
     def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
         from torch._functorch import config
 
+        from recoup.planning.partitioning import TINY_SHARE
+
         code = self._code()
         if code is not None:
             code.num_graphs += 1
-        with config.patch(activation_memory_budget=max(self._share, _TINY)):
+        with config.patch(activation_memory_budget=max(self._share, TINY_SHARE)):
             return self._compile(graph, inputs)
 
 

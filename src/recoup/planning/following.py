@@ -43,7 +43,7 @@ from recoup.planning.forwards import (
     enclosing_checkpoints,
     followed,
 )
-from recoup.planning.measuring import MeasuredCall
+from recoup.planning.measured_calls import MeasuredCall
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
 from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Schedule

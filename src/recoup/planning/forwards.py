@@ -40,6 +40,7 @@ __all__ = [
     "WrappedForwards",
     "enclosing_checkpoints",
     "followed",
+    "own_forward",
     "suspended",
     "wrapped_forwards_in",
 ]
@@ -140,6 +141,13 @@ class _WrappedForward:
 
     def __reduce__(self) -> Any:
         return _WrappedForward, (self.module, self.wrapped, None)  # See Rule 3
+
+
+def own_forward(forward: Forward) -> Forward:
+    """Return the forward beneath wrappers that do not follow now (those of a suspended plan)."""
+    while isinstance(forward, _WrappedForward) and forward.follower is None:
+        forward = forward.__wrapped__
+    return forward
 
 
 def _follow(forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,10 +28,10 @@ from recoup.memory.tables import aligned
 from recoup.planning.compiling import recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.priced_blocks import PricedBlocks, fastest_first, with_new_step
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.sizes import checked_budget
-from recoup.planning.stages import PricedBlocks, fastest_first, with_new_step
 from recoup.planning.verification import DifferentStepError
 from recoup.planning.verified_plan import seconds_under, verified
 
@@ -66,8 +66,10 @@ class Frontier:
     """The plans of a model that are best for some budget; made by `recoup.plan` without a budget.
 
     The steps that measure the blocks have been run, so that a plan for one more budget takes a few
-    steps only. The model and the example arguments are held, and what was alive beside a step is
-    counted as it was then.
+    steps only. The peaks of the frontier are predicted. The plan for a budget is rehearsed: if the
+    rehearsal takes more bytes, a slower plan is returned, or, below the least, a `BudgetError` is
+    raised. The frontier holds the model and the example arguments, and counts what was alive beside
+    a step when the blocks were measured.
 
     Args:
         kinds: the blocks with their costs, of each kind that was measured.
@@ -79,7 +81,7 @@ class Frontier:
         >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "abcd"]
         >>> frontier = recoup.plan(torch.nn.Sequential(*blocks), torch.ones(256, 64))
         >>> print(frontier)
-        Plans for Sequential: 4 blocks, from 352.5 KiB to 640 KiB (step)
+        Plans for Sequential: 4 blocks, from 352.5 KiB to 640 KiB (step), as predicted
         <BLANKLINE>
              peak  time  forwards  blocks
           640 KiB  1.00         4  as they are
@@ -242,7 +244,7 @@ class Frontier:
         sizes = [format_bytes(points[place].peak_bytes) for place in (0, -1)]
         title = (
             f"Plans for {type(self.model).__name__}: {len(self._kinds[0].calls)} blocks, from "
-            f"{sizes[0]} to {sizes[1]} ({kind})"
+            f"{sizes[0]} to {sizes[1]} ({kind}), as predicted"
         )
         rows = [("peak", "time", "forwards", "blocks")]
         for point in reversed(_spread(points, _NUM_ROWS)):

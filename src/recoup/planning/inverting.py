@@ -9,7 +9,8 @@ Rule 2. One more step is run, in which every such block is inverted, by the exec
         run by. What an inverse and the backward after it have alive is read where the next block
         begins.
 Rule 3. A block whose inverse the drift guard refuses in that step, or has refused before, is not
-        inverted.
+        inverted. If that step fails (an inverse has another shape, a block counts in a buffer), no
+        block is inverted, and the caller gets a warning.
 Rule 4. Plans that invert are compared with the plain step to the tolerance of the guard. If they
         differ by more, a plan that inverts nothing is made instead, with a warning.
 Rule 5. Blocks of sharded models are not inverted: ranks could see different drift. Compiled blocks
@@ -18,6 +19,7 @@ Rule 5. Blocks of sharded models are not inverted: ranks could see different dri
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -30,14 +32,15 @@ from recoup._core.call import Call
 from recoup._core.compile import is_compiled
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.stage import State
+from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, timeline
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import followed
-from recoup.planning.measuring import MeasuredCall
+from recoup.planning.measured_calls import MeasuredCall
 from recoup.planning.planned_stages import PlannedStage, chains_of, planned_stages
+from recoup.planning.priced_blocks import PricedBlocks, points_of
 from recoup.planning.ranks import is_sharded
-from recoup.planning.stages import PricedBlocks, points_of
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Cost, Way, constant
 
@@ -61,9 +64,12 @@ def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -
     if not inverted or is_sharded(kind.step.model):
         return kind
     costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
-    for index, (work, num_bytes) in (
-        _MeasuredInverses(kind, device, guard, inverted).costs().items()
-    ):
+    try:
+        measured = _MeasuredInverses(kind, device, guard, inverted).costs()
+    except (ChangedError, ReplayError) as error:
+        warnings.warn(f"No block is inverted. {error}", stacklevel=5)
+        return kind
+    for index, (work, num_bytes) in measured.items():
         costs[index] = replace(
             costs[index], is_invertible=True, invert_seconds=work, invert_bytes=num_bytes
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -73,7 +74,8 @@ def largest(
 
     Args:
         build_batch: a function from a size, a number of samples or tokens, to the arguments of the
-            model: a tensor, a tuple of arguments, or a dict of keyword arguments.
+            model: a tensor, a tuple of arguments, or a dict of keyword arguments. A dict that ends
+            a tuple has keyword arguments, too.
         model: any module, as for `recoup.plan`.
         budget: a number of bytes, as an int or a string such as ``"2 GiB"``.
         least: the smallest size to try.
@@ -112,10 +114,16 @@ def largest(
     options = PlanOptions(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles
     )
-    if least < 1 or (most is not None and most < least):
+    if not callable(build_batch):
         raise ValueError(
-            f"`least` is {least} and `most` is {most}, but sizes are from 1, and `most` is at "
-            "least `least`, or None."
+            f"`build_batch` is {build_batch!r}, but must be a function from a size to the "
+            "arguments of the model."
+        )
+    is_size = isinstance(least, Integral) and isinstance(most, Integral | None)
+    if not is_size or least < 1 or (most is not None and most < least):
+        raise ValueError(
+            f"`least` is {least!r} and `most` is {most!r}, but sizes are whole numbers from 1, and "
+            "`most` is at least `least`, or None."
         )
 
     def probe(size: int, smaller: _Probe | None = None) -> _Probe:
@@ -184,6 +192,11 @@ def _arguments(
     build_batch: Callable[[int], Any], size: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     made = build_batch(size)
+    if made is None:
+        raise ValueError(
+            f"`build_batch` returned None for size {size}, but must return the arguments of the "
+            "model: a tensor, a tuple, or a dict."
+        )
     if isinstance(made, Mapping):
         return (), dict(cast("Mapping[str, Any]", made))
     if isinstance(made, Sequence) and not isinstance(made, str):

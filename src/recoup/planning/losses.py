@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from recoup._core.pytree import flatten
@@ -61,6 +62,11 @@ def _found(output: Any) -> Sequence[Tensor]:
 
 def _differentiable(losses: list[Tensor]) -> Sequence[Tensor]:
     found = [loss for loss in losses if loss.requires_grad]
+    if not found and torch.is_inference_mode_enabled():
+        raise ValueError(
+            "There are no gradients in `torch.inference_mode`, so there is no backward to plan "
+            "for. Call it outside."
+        )
     if not found:
         raise ValueError(
             "`model` returned nothing that requires a gradient for these arguments, so there is no "

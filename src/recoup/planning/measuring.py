@@ -8,7 +8,10 @@ Rule 1. The measured step recomputes every block in backward from its arguments.
 Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin and end. Memory that
         is alive at the beginning of a block and is no argument of a block is attributed to the code
         between blocks.
-Rule 3. Work is counted, not timed, so that every process arrives at the same plan; that of backward
+Rule 3. Compiled code may keep a copy of an argument, in another memory layout, in place of the
+        argument. So it is noted which arguments are among its residuals. Those that other calls
+        were given, too, count as held, since these may hold them.
+Rule 4. Work is counted, not timed, so that every process arrives at the same plan; that of backward
         is counted with that of the step. Compiled code does not run while work is counted, so of a
         step with any, only second runs are counted. What it saves no count shows, so plans over
         compiled blocks time all codes of a block.
@@ -18,8 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -30,113 +32,21 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.generators import fingerprint
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import is_in_backward
+from recoup._core.saved_tensors import is_in_backward, pair_in_force, saving
 from recoup._core.stage import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
 from recoup.planning.compiling import BlockCode
 from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
+from recoup.planning.measured_calls import Measured, MeasuredCall
 from recoup.planning.step import Step
-from recoup.planning.verification import (
-    Outcome,
-    outcome_of,
-)
-from recoup.planning.work import Product, WorkCounter
+from recoup.planning.verification import outcome_of
+from recoup.planning.work import WorkCounter
 
-__all__ = ["Measured", "MeasuredCall", "measure_blocks"]
+__all__ = ["measure_blocks"]
 
 Run = Callable[..., Any]
-
-
-@dataclass
-class MeasuredCall:
-    """The measured costs of one call of a block; spans are those of the timeline of the step.
-
-    Args:
-        name: the qualified name of the block.
-        module: the block.
-        is_linked: whether one of its arguments is an output of the call before it.
-        state_bytes: bytes of its arguments (of the linked ones, if there are some), except those
-            that an earlier call was given.
-        output_bytes: bytes of its output.
-        work: the counted work of one forward.
-        before: the span that ends when the call begins.
-        forward: the span of its forward.
-        until_again: the span that ends when its second run begins in backward; None if there is no
-            second run.
-        again: the span of its second run, at the end of which its output is alive.
-        residuals: the span that ends when that output has been freed.
-        after: the span from there to the next second run, or to the end.
-        again_bytes: bytes of the output of its second run.
-        alive_bytes: bytes of its residuals that other code holds (a cache).
-        drawn_bytes: bytes of the random states that its recomputation needs.
-        holders: names of attributes within the block that are tensors with a graph.
-        products: the costly operators in its forward.
-        saved: for each of them, whether its output is a residual.
-        is_invertible: whether its input can be made from its output, by `inverse` of the block.
-        is_estimated: whether the call was not measured, but is estimated from another one.
-        again_seconds: the time of its second run.
-        backward_seconds: the time from there to the next second run, or to the end.
-        codes: the code of each tape of the cost of the call; none if all are the block's own.
-        code_again: the code of the call if it is run again.
-    """
-
-    name: str
-    module: nn.Module
-    is_linked: bool
-    state_bytes: int
-    output_bytes: int = 0
-    work: float = 0.0
-    before: Span = field(default_factory=Span)
-    forward: Span = field(default_factory=Span)
-    until_again: Span | None = None
-    again: Span = field(default_factory=Span)
-    residuals: Span = field(default_factory=Span)
-    after: Span = field(default_factory=Span)
-    again_bytes: int = 0
-    alive_bytes: int = 0
-    drawn_bytes: int = 0
-    holders: tuple[str, ...] = ()
-    products: list[Product] = field(default_factory=list[Product])
-    saved: list[bool] = field(default_factory=list[bool])
-    is_invertible: bool = False
-    is_estimated: bool = False
-    again_seconds: float = 0.0
-    backward_seconds: float = 0.0
-    codes: tuple[BlockCode, ...] = ()
-    code_again: BlockCode | None = None
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of its residuals, without the shared ones and those that other code holds."""
-        if self.until_again is None:
-            return 0
-        begin, residuals = self.until_again.end_bytes, self.residuals.end_bytes
-        return max(residuals - begin - self.shared_bytes - self.alive_bytes, 0)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of its output that its own residuals hold."""
-        return max(self.again_bytes - (self.again.end_bytes - self.residuals.end_bytes), 0)
-
-
-@dataclass
-class Measured:
-    """The measurements of a step.
-
-    Args:
-        calls: the calls of blocks, in the order of forward.
-        between: the span from the end of the last call to the first second run.
-        work: the counted work of the step without second runs, as of one that keeps all residuals;
-            None if it was not counted (See Rule 3).
-        outcome: the outcome of the step.
-    """
-
-    calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
-    between: Span = field(default_factory=Span)
-    work: float | None = None
-    outcome: Outcome | None = None
 
 
 def measure_blocks(
@@ -152,7 +62,7 @@ def measure_blocks(
         blocks: the names and modules of the blocks.
         device: the device whose bytes are counted.
         code: the code that the blocks run by; it is timed, and its work is not counted (See
-            Rule 3). None to count the work of the blocks' own.
+            Rule 4). None to count the work of the blocks' own.
     """
     blocks = list(blocks)
     state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
@@ -194,6 +104,8 @@ class _Meter:
         self._returned = CallOutputs(())
         # Storages that are alive before the step, or that a call was given.
         self._known = WeakSet(storages_of(flatten((step.args, step.kwargs))[0]))
+        self._given: WeakSet[torch.UntypedStorage] = WeakSet()  # that calls were given
+        self.given_again: WeakSet[torch.UntypedStorage] = WeakSet()  # that several were given
         self._weights = WeakSet(storages_of((*step.model.parameters(), *step.model.buffers())))
         self._latest: MeasuredCall | None = None  # the call whose second run was the last
 
@@ -212,8 +124,12 @@ class _Meter:
         taken = WeakSet(storages_of(given))
         at, _ = self._returned.indices_in(given, module)
         linked = tuple(given[place] for place in at)
+        call.linked_at = at
         found = MeasuredCall(name, module, bool(at), _bytes_of(linked or given, self._known))
+        call.known = self._known & taken
         self._known.update(storages_of(linked or given))
+        self.given_again |= self._given & taken
+        self._given |= taken
         found.is_invertible = call.is_invertible_from(at)
         calls.append(found)
         found.before = self._line.mark()
@@ -270,6 +186,19 @@ class _Meter:
             self._latest.backward_seconds = self._now() - self._clock
         self._latest = None
 
+    def noting(self, saved: WeakSet[torch.UntypedStorage]) -> AbstractContextManager[None]:
+        """Return a context that puts what is saved for backward into `saved` (See Rule 3)."""
+        pair = pair_in_force()
+        if pair is None or self._code is None or type(self._code) is BlockCode:
+            return nullcontext()
+        saved.clear()
+
+        def pack(tensor: Tensor) -> Any:
+            saved.update(storages_of((tensor,)))
+            return pair[0](tensor)
+
+        return saving(pack, pair[1])
+
     def _now(self) -> float:
         if self._code is not None and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -285,7 +214,7 @@ class _Meter:
 class _MeasuredCall(Call):
     """A call that reports its second run to the meter."""
 
-    __slots__ = ("_meter", "_place", "outputs")
+    __slots__ = ("_meter", "_place", "known", "linked_at", "outputs")
 
     def __init__(
         self,
@@ -300,6 +229,8 @@ class _MeasuredCall(Call):
         super().__init__(name, run, args, kwargs, module)
         self._meter = meter
         self._place = place
+        self.linked_at: tuple[int, ...] = ()  # which arguments the call before it returned
+        self.known: WeakSet[torch.UntypedStorage] = WeakSet()  # given, and alive before
         self.outputs: State | None = None
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
@@ -309,9 +240,13 @@ class _MeasuredCall(Call):
             return self.outputs, beside
         found = self._meter.second_run_begins(self._place)
         counter = self._meter.counter()
-        with counter.counting():
+        given = [state[place] for place in self.linked_at] or state
+        saved: WeakSet[torch.UntypedStorage] = WeakSet(storages_of(given))
+        with counter.counting(), self._meter.noting(saved):
             outputs = list(super().forward(state)[0])
         self._meter.work_again += counter.work
+        held = saved | self.known | self._meter.given_again
+        found.unheld_bytes = _bytes_of(given, held)
         self._meter.second_run_ended(found, outputs, state)
         found.saved = counter.products_alive() if found.products else []
         return (), None

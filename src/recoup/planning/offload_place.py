@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from recoup._core.tiers import tier_for
+from recoup._core.tiers import existing_folder, tier_for
 from recoup.schedules import Offload, Schedule
 
 __all__ = ["NOWHERE", "OffloadPlace", "place_of"]
@@ -59,10 +58,10 @@ def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) ->
                 "host memory. Name a folder on a disk, or leave it out."
             )
         return OffloadPlace("host", _MOVED.get(device.type))
-    folder = Path(offload_to).expanduser().absolute()
-    if not folder.is_dir():
+    folder = existing_folder(offload_to)
+    if folder is None:
         raise ValueError(
-            f"`offload_to` is {str(offload_to)!r}, which is no folder. Make the folder first, on a "
+            f"`offload_to` is {offload_to!r}, which is no folder. Make the folder first, on a "
             'disk with room for the inputs of blocks, or give "host".'
         )
     return OffloadPlace(str(folder), _work_per_byte(str(folder), device))

@@ -50,8 +50,9 @@ class PlanOptions:
         check_budget_of(self.budget_of)
         backend_of(self.compile)
         checked_tiles(self.tiles)
-        if not isinstance(self.exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"`exact` is {self.exact!r}, but must be True or False.")
+        for name in ("exact", "holds_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be True or False.")
         if isinstance(self.blocks, Iterator):  # it would serve one plan
             object.__setattr__(self, "blocks", list(self.blocks))
         if self.loss is not None and not callable(self.loss):

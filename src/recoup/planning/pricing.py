@@ -13,7 +13,9 @@ Rule 4. A block that draws random numbers keeps the random state if it is recomp
         count as beside the chain, and are subtracted from the whole tape, which needs no random
         state (at most to zero residuals, so if a block has smaller residuals than a random state,
         recomputing it seems cheaper than it is).
-Rule 5. The thinner tapes of a block keep the outputs of costly operators, those with the most work
+Rule 5. A block whose residuals do not hold its input has so much less of a tape (at least that of
+        the input, though), unless the block before holds it as its own output.
+Rule 6. The thinner tapes of a block keep the outputs of costly operators, those with the most work
         per byte first. Operators after the last residual are left out, because the recomputation
         stops before them.
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from recoup.planning.measuring import Measured, MeasuredCall
+from recoup.planning.measured_calls import Measured, MeasuredCall
 from recoup.schedules import Cost, Thin
 
 __all__ = ["chosen_products", "price"]
@@ -96,7 +98,8 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
             before_bytes=call.state_bytes + before_bytes,
         )
     begin, own = call.until_again.end_bytes, call.own_bytes
-    tape_bytes = call.state_bytes + own - _drawn(call)
+    unheld = max(call.unheld_bytes - lent_bytes, 0)
+    tape_bytes = call.state_bytes + max(own - _drawn(call) - unheld, 0)
     return Cost(
         seconds=call.work,
         state_bytes=call.state_bytes,

@@ -18,12 +18,16 @@ import gc
 import random
 import sys
 import threading
+import types
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from recoup._core.called_code import called_code, captured_by
+from recoup._core.closure_values import MAX_DEPTH, reads_of
 from recoup._core.closures import ClosureGuard
 from recoup._core.generators import generators_restored
 from recoup._core.graph_ends import ends_of
@@ -53,8 +57,8 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
 
     Args:
         module: the model.
-        values: other values that a step may change: arguments, and functions, of which the modules
-            and tensors that they read are restored.
+        values: other values that a step may change: arguments, and functions, of which the modules,
+            tensors and generators that they read are restored.
 
     Raises:
         ReplayError: a forward changed a parameter.
@@ -87,13 +91,33 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
 
 
 def _read(values: Iterable[object]) -> Iterator[object]:
-    """Yield the values, with each function replaced by the modules and tensors that it reads."""
+    """Yield the values, with each function replaced by the modules and so on that it reads."""
     for value in values:
         if callable(value) and not isinstance(value, nn.Module):
             guard = ClosureGuard(value)
-            yield from (*guard.modules, *guard.tensors)
+            yield from (*guard.modules, *guard.tensors, *_generators_of(value))
         else:
             yield value
+
+
+def _generators_of(fn: Any) -> list[Any]:
+    """Return the generators that a function holds or reads, those among globals included."""
+    found = called_code(fn)
+    for each in _functions_of(fn, 0):
+        names = reads_of(each.__code__).global_names
+        found.values([each.__globals__.get(name) for name in names], MAX_DEPTH)
+    return found.generators
+
+
+def _functions_of(fn: Any, depth: int) -> Iterator[types.FunctionType]:
+    """Yield the function that is called, and those that it holds."""
+    while isinstance(fn, partial):
+        fn = cast("partial[Any]", fn).func
+    fn = getattr(fn, "__func__", fn)
+    if isinstance(fn, types.FunctionType) and depth < MAX_DEPTH:
+        yield fn
+        for each in captured_by(fn):
+            yield from _functions_of(each, depth + 1)
 
 
 def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[int, Tensor | None]:

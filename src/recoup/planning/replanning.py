@@ -23,8 +23,9 @@ Rule 5. No plan is made without gradients, in a mode other than that of the firs
         second run or a backward, or in a rehearsal of a model around this one.
 Rule 6. A plan joins the family when it is complete. If planning fails or is interrupted, the
         family serves what it served before. Plans whose shapes the new one serves are dropped.
-Rule 7. Plans are made in one thread. A family that several threads have called makes no more, which
-        is an error that says so: its steps empty gradients that other threads accumulate.
+Rule 7. A plan is made only while one thread calls the model: the steps that make it clear the
+        gradients that another thread may be accumulating. With several threads, shapes that no
+        plan serves are an error.
 Rule 8. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
         the same plan, or all make one.
 """

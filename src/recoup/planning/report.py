@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
-from recoup.planning.measuring import MeasuredCall
+from recoup.planning.measured_calls import MeasuredCall
 from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
 
 __all__ = ["BlockPlan", "Summary", "described", "described_in_html", "headline", "rows_of"]

@@ -27,12 +27,13 @@ from recoup.planning.offload_place import place_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.other_shapes import OtherShapes
 from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.priced_blocks import price_blocks
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import uncollected
 from recoup.planning.replanning import Replanner
 from recoup.planning.sizes import checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
-from recoup.planning.stages import kinds_of_blocks, price_blocks
+from recoup.planning.stages import kinds_of_blocks
 from recoup.planning.step import Step, device_of
 from recoup.planning.tiling import with_tiles
 
@@ -178,6 +179,8 @@ def plan(
     options = PlanOptions(
         loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles
     )
+    if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
     if budget is not None:
         return plan_of_call(
             model, model, example_args, example_kwargs, budget, options, replan=replan

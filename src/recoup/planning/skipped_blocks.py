@@ -3,8 +3,8 @@
 NOTE [ Blocks that are left out ]
 
 Rule 1. A plan is for the forward that calls the most blocks. If the measured step skipped some
-        blocks, a few forwards without gradients are run with other seeds. The one that calls the
-        most blocks is then measured instead, and rehearsed.
+        blocks, a few forwards are run with other seeds. The one that calls the most blocks is
+        then measured instead, and rehearsed.
 Rule 2. A block that one of these forwards called, but the measured one did not, is a stage of the
         plan, too: it takes its place in the order, with the cost of the nearest block of its
         class. As no rehearsal calls it, the plan must also be predicted to fit.
@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from recoup.planning.blocks import Block, find_leaves, repeated_calls
-from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
-from recoup.planning.step import Step
+from recoup.planning.measured_calls import Measured, MeasuredCall
+from recoup.planning.measuring import measure_blocks
+from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
 __all__ = [
@@ -105,14 +106,18 @@ def _distinct(modules: Sequence[nn.Module]) -> set[int]:
 
 
 def _sequence(step: Step, modules: Sequence[nn.Module], seed: int | None = None) -> list[nn.Module]:
-    called: list[nn.Module] = []
+    return step.observe_forward(modules, _SequenceObserver, seed).called
 
-    def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+
+class _SequenceObserver(Observer):
+    """An observer of the modules that a forward calls, in order."""
+
+    def __init__(self) -> None:
+        self.called: list[nn.Module] = []
+
+    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        called.append(module)
-
-    step.observe_forward(modules, begins, seed=seed)
-    return called
+        self.called.append(module)
 
 
 def blocks_of_any_forward(

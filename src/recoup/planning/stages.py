@@ -1,6 +1,6 @@
 """The blocks within stages.
 
-NOTE [ Stages and blocks ]
+NOTE [ Stages ]
 
 Rule 1. A stage is a block whose forward passes its input from one submodule to the next and
         returns the output of the last one. All of these submodules can be blocks in its place (the
@@ -10,272 +10,28 @@ Rule 2. Only a forward can show that a block is a stage. Experts in a list are o
         but none receives the output of the one before; and a residual connection around a list of
         layers belongs to none of the layers. Such a block is not divided.
 Rule 3. If a stage is divided, its other computations, such as further outputs, are outside blocks.
-Rule 4. Smaller blocks have a smaller least budget. An undivided stage that keeps its products does
-        not keep the input of each block within it, and is faster at some budgets. So both kinds
-        are measured. The plan uses the kind that is predicted to recompute less within the budget
-        or, if no rehearsal of that kind keeps to the budget, the other one.
-Rule 5. Compiled code draws other numbers than the blocks' own, so a plan over compiled blocks is
-        compared with a step in which they are compiled and keep all. Codes of one block round
-        otherwise. If that shows, the distance between the plain step and one that runs all blocks
-        again is allowed, as far as it can be rounding.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
-from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup.planning.blocks import Block, has_list_of_blocks, repeats
-from recoup.planning.compiling import BlockCode, CodeByModule
-from recoup.planning.forwards import CallOutputs, followed
-from recoup.planning.measuring import Measured, MeasuredCall, measure_blocks
-from recoup.planning.offload_place import OffloadPlace
-from recoup.planning.pricing import price
-from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
-from recoup.planning.skipped_blocks import Sequences, blocks_of_any_forward, measure_most
-from recoup.planning.step import Step, plain_outcome
-from recoup.planning.verification import Outcome, has_room
-from recoup.schedules import Cost, Point, frontier, simulate
+from recoup.planning.forwards import CallOutputs
+from recoup.planning.step import Observer, Step
 
-__all__ = [
-    "PricedBlocks",
-    "expect_again",
-    "expect_plain",
-    "fastest_first",
-    "kinds_of_blocks",
-    "points_of",
-    "price_blocks",
-    "with_new_step",
-]
-
-
-class PricedBlocks(NamedTuple):
-    """Blocks with their costs and the best plans for them.
-
-    Args:
-        step: the step, with the seed under which it was measured.
-        blocks: the names and modules of the blocks.
-        measured: the measurements of the step.
-        sequences: the blocks that each forward that was tried called, in order.
-        calls: the calls of blocks that were seen, in order.
-        costs: the costs of these calls, and of the code after them.
-        points: the plans that are best for some budget, from the least bytes to the most.
-        seconds: the time of the blocks where all keep their whole tapes, in the unit of the costs;
-            0 if work was counted, of which all kinds of blocks have the same.
-        code: the code by which the blocks of the plain step run.
-        code_again: the code by which blocks run that are run again.
-        guard: the drift guard of blocks that are inverted; None if none may be.
-        more: what parts in tiles add to the time of a step, as a share of it.
-    """
-
-    step: Step
-    blocks: list[Block]
-    measured: Measured
-    sequences: Sequences
-    calls: list[MeasuredCall]
-    costs: list[Cost]
-    points: list[Point]
-    seconds: float = 0.0
-    code: BlockCode = BlockCode()
-    code_again: BlockCode = BlockCode()
-    guard: DriftGuard | None = None
-    more: float = 0.0
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether some of the blocks are compiled."""
-        return isinstance(self.code, CodeByModule)
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the costs are times, and not counted work."""
-        return self.seconds > 0
-
-    @property
-    def kept_seconds(self) -> float:
-        """The time of a step in which all blocks keep their whole tapes."""
-        if self.measured.work is None:
-            return self.seconds or 3 * self.points[-1].seconds  # backward takes twice a forward
-        unseen = sum(call.work for call in self.calls if call.is_estimated)
-        return self.seconds or self.measured.work + 3 * unseen
-
-    def seconds_of(self, point: Point) -> float:
-        """Return the time of a step of the blocks that follows a plan."""
-        return (1 + self.more) * self.kept_seconds + point.seconds - self.points[-1].seconds
-
-    def num_forwards(self, point: Point) -> int:
-        """Return the runs of blocks in a step that follows a plan, inverses included."""
-        simulation = simulate(point.schedule, costs=self.costs)
-        return sum(simulation.forwards_per_stage[:-1]) + simulation.num_inverses
-
-    def repriced(
-        self, calls: list[MeasuredCall], costs: list[Cost], seconds: float
-    ) -> PricedBlocks:
-        """Return the same blocks with other costs of the measured calls."""
-        calls, costs = blocks_of_any_forward(calls, costs, self.sequences, self.blocks)
-        costs = largest_costs_among_ranks(self.step.model, costs)
-        return self._replace(calls=calls, seconds=seconds).with_costs(costs)
-
-    def with_costs(self, costs: list[Cost]) -> PricedBlocks:
-        """Return the same calls with other costs, and the plans for them."""
-        return self._replace(costs=costs, points=points_of(costs, self.step.place))
-
-    def plain_outcome(self) -> Outcome:
-        """Return the outcome of a step that keeps all residuals."""
-        with followed([module for _, module in self.blocks], _RunBy(self.code)):
-            return plain_outcome(replace(self.step, tiled=None))
-
-
-def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
-    """Return the plans that are best for some budget; those that offload have bytes in flight.
-
-    Args:
-        costs: the costs of the calls, and of the code after them.
-        place: where inputs may wait.
-    """
-    staying = [replace(cost, offload_seconds=None) for cost in costs]
-    points = list(frontier(staying))
-    if place.work_per_byte is None:
-        return points
-    in_flight_bytes = 2 * max(cost.state_bytes for cost in costs)
-    for point in frontier(costs):
-        schedule = place.of(point.schedule)
-        found = simulate(schedule, costs=costs, in_flight_bytes=in_flight_bytes)
-        points.append(replace(point, peak_bytes=found.peak_bytes, schedule=schedule))
-    best: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.peak_bytes, each.seconds)):
-        before = best[-1] if best else None
-        if before is None or (
-            point.seconds < before.seconds and point.num_forwards <= before.num_forwards
-        ):
-            best.append(point)
-    return best
-
-
-class _RunBy:
-    """The follower by which all blocks keep their residuals, and run by one code."""
-
-    def __init__(self, code: BlockCode) -> None:
-        self._code = code
-
-    def called(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a block."""
-        return self._code.of_call(module, forward)(*args, **kwargs)
-
-
-def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> PricedBlocks:
-    """Measure blocks, and find the best plans for them.
-
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
-        device: the device whose bytes are counted.
-
-    Raises:
-        ValueError: no forward calls them.
-    """
-    step, measured, sequences = measure_most(step, blocks, device)
-    if measured.work is not None:
-        (measured.work,) = largest_among_ranks(step.model, [measured.work])
-    if not measured.calls:
-        names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
-        raise ValueError(
-            f"`blocks` are {names}, but forward calls none of them, or calls them within "
-            "a checkpoint of the model's own. Name other blocks, or turn that checkpointing off."
-        )
-    if measured.outcome is not None:
-        step.verification.expect(measured.outcome, is_plain=False)
-    priced = PricedBlocks(step, blocks, measured, sequences, [], [], [])
-    return priced.repriced(measured.calls, price(measured, step.place.work_per_byte), 0.0)
-
-
-def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
-    """Run the plain step, if there is room for it, and compare plans with its outcome.
-
-    Args:
-        kind: blocks with their costs.
-        device: the device whose bytes are counted.
-    """
-    verification = kind.step.verification
-    if not verification.is_plain:
-        most_bytes = kind.points[-1].peak_bytes
-        lacks_room = not has_room(device, most_bytes + most_bytes // 4)  # fragmentation
-        if not largest_among_ranks(kind.step.model, [float(lacks_room)])[0]:
-            verification.expect(kind.plain_outcome(), is_plain=True)
-    if not verification.has_expected:
-        outcome = _outcome_again(kind, device)
-        if outcome is not None:
-            verification.expect(outcome, is_plain=False)
-
-
-def with_new_step(kind: PricedBlocks) -> PricedBlocks:
-    """Return the same blocks with a step that nothing is expected of, for changed parameters."""
-    return kind._replace(step=replace(kind.step))
-
-
-def expect_again(kind: PricedBlocks, device: torch.device) -> None:
-    """Run the step that plans are compared with again, and allow the spread of its outcomes.
-
-    Args:
-        kind: blocks with their costs.
-        device: the device whose bytes are counted.
-    """
-    step = kind.step
-    if step.verification.is_plain:
-        step.verification.expect_again(kind.plain_outcome())
-    is_coded = isinstance(kind.code_again, CodeByModule)
-    if is_coded or not step.verification.is_plain:
-        outcome = _outcome_again(kind, device)
-        if outcome is not None:
-            step.verification.expect_again(outcome)
-
-
-def _outcome_again(kind: PricedBlocks, device: torch.device) -> Outcome | None:
-    """Run the step that runs all blocks again, and return its outcome."""
-    code = kind.code_again if isinstance(kind.code_again, CodeByModule) else None
-    return measure_blocks(kind.step, kind.blocks, device, code).outcome
-
-
-def fastest_first(
-    kinds: Sequence[PricedBlocks], budget_bytes: int
-) -> list[tuple[PricedBlocks, float]]:
-    """Return the kinds of blocks, sorted by the predicted cost of their plans for a budget.
-
-    Args:
-        kinds: the kinds of blocks.
-        budget_bytes: the budget of a step.
-
-    Returns:
-        Each kind with that cost, in the unit of `PricedBlocks.seconds`; infinite if none fits.
-    """
-
-    def cost(kind: PricedBlocks) -> float:
-        fitting = [point for point in kind.points if point.peak_bytes <= budget_bytes]
-        more = fitting[-1].seconds - kind.points[-1].seconds if fitting else math.inf
-        return kind.seconds + more + kind.more * kind.kept_seconds
-
-    found = [(kind, cost(kind)) for kind in kinds]
-    return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))
+__all__ = ["kinds_of_blocks"]
 
 
 def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
     """Return the kinds of blocks to choose from: those with divided stages (if any), and `blocks`.
 
-    One forward without gradients is run if a block contains a list of modules of one class.
+    One forward is run if a block contains a list of modules of one class.
 
     Args:
         step: the step.
@@ -319,7 +75,7 @@ class _Call:
 _Chains = dict[int, list[_Call]]
 
 
-class _ChainObserver:
+class _ChainObserver(Observer):
     """An observer of the modules that each module within stages calls, and of their inputs."""
 
     def __init__(self) -> None:
@@ -345,11 +101,9 @@ class _ChainObserver:
 
 def _chains(step: Step, stages: Sequence[nn.Module]) -> _Chains:
     """Return the calls of all modules within stages in one forward."""
-    observer = _ChainObserver()
     modules = {id(each): each for stage in stages for each in stage.modules()}
     with step.rehearsed():
-        step.observe_forward(modules.values(), observer.begins, observer.ends)
-    return observer.chains
+        return step.observe_forward(modules.values(), _ChainObserver).chains
 
 
 def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:

@@ -14,14 +14,17 @@ Rule 3. Of tensors and numpy arrays found on the way, other than parameters, the
         their own write past it).
 Rule 4. Parameters are not copied, since a copy of all of them may not fit. A parameter that was
         given other memory gets its own back; a write to one is detected by a sum of its values.
+Rule 5. Of generators of torch, Python and numpy found on the way the states are restored.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +60,7 @@ class StateSnapshot:
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._parameters: list[tuple[nn.Parameter, Tensor, bool, float | None]] = []
+        self._generators: list[Callable[[], object]] = []  # each restores the state of one
         for root in roots:
             self._note(root, 0)
 
@@ -77,6 +81,8 @@ class StateSnapshot:
                     parameter.requires_grad_(requires_grad)
         for array, content in self._arrays:
             array[...] = content
+        for restore in self._generators:
+            restore()
 
     def changed_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose values have changed (See Rule 4)."""
@@ -94,6 +100,10 @@ class StateSnapshot:
                 self._note_module(module)
         elif isinstance(value, Tensor):
             self._note_tensor(value, is_buffer=False)
+        elif (restore := _restored(value)) is not None:
+            self._seen[id(value)] = value
+            self._generators.append(restore)
+            self._note_attributes(value, depth)
         elif not is_left_alone(value) and depth < _DEEPEST:
             self._note_container(value, depth)
 
@@ -133,10 +143,11 @@ class StateSnapshot:
                 self._seen[id(value)] = value
                 self._arrays.append((value, value.copy()))
             return
-        if (
-            hasattr(value, "__dict__")
-            and type(value).__module__.partition(".")[0] not in _OF_NOBODY
-        ):
+        self._note_attributes(value, depth)
+
+    def _note_attributes(self, value: object, depth: int) -> None:
+        is_users = type(value).__module__.partition(".")[0] not in _OF_NOBODY
+        if is_users and hasattr(value, "__dict__"):
             self._note_entries(vars(value), depth)
 
     def _note_entries(self, container: Any, depth: int) -> None:
@@ -185,6 +196,22 @@ def _refill(container: Any, entries: Any) -> None:
     ):
         container.clear()
         container.extend(entries)
+
+
+def _restored(value: Any) -> Callable[[], object] | None:
+    """Return what restores the state of a generator; None if `value` is none (See Rule 5)."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.SystemRandom):
+        return None  # has no state
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, numpy.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.RandomState):
+        return partial(value.set_state, value.get_state())
+    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.pytree import flatten
 from recoup._core.restoring import Undoing
-from recoup._core.saved_tensors import grad_mode
+from recoup._core.saved_tensors import grad_mode, saving
 from recoup._core.snapshots import copied
 from recoup.memory.timeline import timeline
 from recoup.planning.forwards import PartsFollower, followed
@@ -29,9 +29,22 @@ from recoup.planning.verification import (
     outcome_of,
 )
 
-__all__ = ["Step", "device_of", "peak_of", "plain_outcome", "seconds_of"]
+__all__ = ["Observer", "Step", "device_of", "peak_of", "plain_outcome", "seconds_of"]
 
 Hook = Callable[..., None]
+
+
+class Observer:
+    """What is called around the modules of a forward, without gradients."""
+
+    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Do what is to be done before a call."""
+
+    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Do what is to be done after a call."""
+
+
+AnyObserver = TypeVar("AnyObserver", bound=Observer)
 
 
 @dataclass(frozen=True)
@@ -89,28 +102,45 @@ class Step:
     def observe_forward(
         self,
         modules: Iterable[nn.Module],
-        begins: Hook,
-        ends: Hook | None = None,
+        observing: Callable[[], AnyObserver],
         seed: int | None = None,
-    ) -> None:
-        """Run a forward without gradients, with hooks that are called around modules.
+    ) -> AnyObserver:
+        """Run a forward, and return an observer of the calls of modules.
+
+        There is a graph, which a forward may ask for (hooks of tensors), but nothing is kept for
+        its backward. A forward that fails so (it runs a backward of its own) is run once more
+        without a graph, and with another observer.
 
         Args:
             modules: the modules.
-            begins: called with the module, its arguments and its keyword arguments.
-            ends: called with these and the output.
+            observing: returns an observer.
             seed: the seed of its random draws; None to leave the random streams as they are.
         """
-        with torch.no_grad(), Undoing() as undo:
+        modules = list(modules)
+        try:
+            return self._observed(modules, observing(), seed, has_graph=True)
+        except Exception as error:  # noqa: BLE001
+            try:
+                return self._observed(modules, observing(), seed, has_graph=False)
+            except Exception:  # noqa: BLE001
+                raise error from None
+
+    def _observed(
+        self, modules: list[nn.Module], observer: AnyObserver, seed: int | None, *, has_graph: bool
+    ) -> AnyObserver:
+        quiet: Any = torch.no_grad()
+        begins, ends = quiet(observer.begins), quiet(observer.ends)
+        keeping = saving(_NotKept) if has_graph else nullcontext()
+        with grad_mode(has_graph), keeping, Undoing() as undo:
             for module in modules:
                 undo.later(_remove_hooks, module, begins, ends)
                 module.register_forward_pre_hook(begins, with_kwargs=True)
-                if ends is not None:
-                    module.register_forward_hook(ends, with_kwargs=True)
+                module.register_forward_hook(ends, with_kwargs=True)
             args, kwargs = copied((self.args, self.kwargs))
             if seed is not None:
                 _seed_all(seed)
             self.call(*args, **kwargs)
+        return observer
 
     def forget(self) -> None:
         """Free the gradients, so that memory allocated within a timeline is freed within it."""
@@ -166,13 +196,26 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _remove_hooks(module: nn.Module, *hooks: Hook | None) -> None:
+def _remove_hooks(module: nn.Module, *hooks: Hook) -> None:
     for kind in ("_forward_pre_hooks", "_forward_hooks"):
         registered: dict[int, Any] = getattr(module, kind)
         ours = [key for key, each in registered.items() if any(each is hook for hook in hooks)]
         for key in ours:
             del registered[key]
             getattr(module, f"{kind}_with_kwargs").pop(key, None)
+
+
+class _NotKept:
+    """What autograd holds in a forward that is observed: there is no backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        del tensor
+
+    def get(self) -> Tensor:
+        raise ValueError(
+            "The forward runs a backward of its own, which cannot be planned with blocks that are "
+            "stages, that are skipped, or that run in tiles. Give other `blocks`, without `tiles`."
+        )
 
 
 def _seed_all(seed: int) -> None:

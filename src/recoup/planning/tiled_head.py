@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,8 +33,8 @@ from recoup._core.summed_gradients import SummedGradients
 from recoup._core.unread_values import RowCall, Unread, unread
 from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import enclosing_checkpoints
-from recoup.planning.step import Step
+from recoup.planning.forwards import enclosing_checkpoints, own_forward
+from recoup.planning.step import Observer, Step
 
 __all__ = ["TiledHead", "find_head"]
 
@@ -92,7 +93,7 @@ class TiledHead:
             or is_transformed()
             or is_watched()  # See Rule 4
             or type(module) is not nn.Linear
-            or getattr(forward, "__func__", None) is not nn.Linear.forward
+            or getattr(own_forward(forward), "__func__", None) is not nn.Linear.forward
             or _has_backward_hooks(module)
         ):
             return forward(*args, **kwargs)
@@ -202,7 +203,7 @@ class _Called(NamedTuple):
 def find_head(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledHead | None:
     """Return the head of a model, if it has one that can run in tiles (See Rule 1).
 
-    One forward is run without gradients.
+    One forward is run.
 
     Args:
         step: the step.
@@ -237,20 +238,27 @@ def _calls_after(step: Step, blocks: Iterable[Block]) -> list[_Called]:
         if type(module) is nn.Linear and id(module) not in within and not is_compiled(module)
     }
     linears = [m for m in step.model.modules() if id(m) in names]
-    calls: list[_Called] = []
-
-    def ends(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if id(module) not in names:
-            calls.clear()  # a block: the head is after all of them
-        elif len(args) == 1 and not kwargs and isinstance(output, Tensor) and output.dim() > 1:
-            num_rows = math.prod(output.shape[:-1])
-            calls.append(_Called(names[id(module)], module, num_rows, output.nbytes))
-
     with step.rehearsed():
-        step.observe_forward([*planned, *linears], _nothing, ends)
+        found = step.observe_forward([*planned, *linears], partial(_HeadObserver, names))
+    calls = found.calls
     called = [call.module for call in calls]
     return [call for call in calls if called.count(call.module) == 1]
 
 
-def _nothing(*_: Any) -> None:
-    """Observe nothing."""
+class _HeadObserver(Observer):
+    """An observer of linear layers after the last block.
+
+    Args:
+        names: the names of linear layers, by id; other modules are blocks.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.calls: list[_Called] = []
+        self._names = names
+
+    def ends(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if id(module) not in self._names:
+            self.calls.clear()  # a block: the head is after all of them
+        elif len(args) == 1 and not kwargs and isinstance(output, Tensor) and output.dim() > 1:
+            num_rows = math.prod(output.shape[:-1])
+            self.calls.append(_Called(self._names[id(module)], module, num_rows, output.nbytes))

@@ -6,15 +6,18 @@ Rule 1. A module qualifies that is within a block, has parts of its own, is call
         of the block with one tensor, and returns one tensor with the same rows. Of nested ones the
         outermost is taken.
 Rule 2. It must treat rows independently, and draw nothing, since tiles would draw other numbers.
-        Both are tried: it is run on the first and on the second half of the rows that it was given.
-        Nor may it change attributes or buffers: the last tile alone would say what they are. What
-        that cannot show, the comparison of rehearsals with the plain step does.
+        Both are tried: it is run on the first and on the second half of the rows that it was given,
+        as it is and with other parameters, since a parameter that begins at zero may hide that rows
+        depend on each other. Nor may it change attributes or buffers: the last tile alone would
+        say what they are. What that cannot show, the comparison of rehearsals with the plain step
+        does.
 Rule 3. Each tile is a region, as in `recoup.tiled`, so backward pays one more run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,9 +26,10 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled, is_watched
 from recoup._core.generators import generator_states, generators_restored, same_states
+from recoup._core.random_sources import own_generator
 from recoup._core.saved_tensors import version_of
 from recoup.planning.blocks import Block
-from recoup.planning.step import Step
+from recoup.planning.step import Observer, Step
 
 __all__ = ["TiledModules", "find_mlps"]
 
@@ -78,13 +82,12 @@ class TiledModules:
 def find_mlps(step: Step, blocks: Iterable[Block]) -> TiledModules | None:
     """Return the modules within blocks that can run in tiles, if there are any (See Rule 1).
 
-    One forward is run without gradients, and those modules on halves of their rows.
+    One forward is run, and those modules on halves of their rows without gradients.
 
     Args:
         step: the step.
         blocks: the names and modules of the blocks.
     """
-    found = _Finder()
     parts: dict[int, Block] = {}
     blocks = list(blocks)
     for name, block in blocks:
@@ -96,7 +99,7 @@ def find_mlps(step: Step, blocks: Iterable[Block]) -> TiledModules | None:
         return None
     with step.rehearsed():
         called = [*(block for _, block in blocks), *modules]
-        step.observe_forward(called, found.begins, found.ends)
+        found = step.observe_forward(called, _Finder)
     chosen = [part for key, part in parts.items() if key in found.num_rows]
     within = {id(each) for _, module in chosen for each in module.modules() if each is not module}
     chosen = [part for part in chosen if id(part[1]) not in within]
@@ -107,16 +110,13 @@ def find_mlps(step: Step, blocks: Iterable[Block]) -> TiledModules | None:
     return TiledModules(chosen, tiles) if tiles > 1 else None
 
 
-class _Finder:
+class _Finder(Observer):
     """An observer that tries modules on halves of their rows (See Rule 2)."""
 
     def __init__(self) -> None:
         self.num_rows: dict[int, tuple[int, int]] = {}  # of modules that qualify, and their length
         self._refused: set[int] = set()
         self._is_trying = False
-
-    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Do nothing."""
 
     def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Try the module."""
@@ -152,20 +152,44 @@ def _is_row_local(module: nn.Module, x: Tensor, output: Any) -> bool:
     """Whether `module` returns for halves of its rows what it returned for all of them."""
     if not isinstance(output, Tensor) or output.shape[:-1] != x.shape[:-1]:
         return False
-    middle = x.shape[_DIM] // 2
-    halves = [slice(None, middle), slice(middle, None)]
     states, before = generator_states(), _state_of(module)
+    others = _other_parameters(module)
     with generators_restored():
         try:
-            got = torch.cat([module(x[..., half, :]) for half in halves], _DIM)
+            pairs = [(output, _in_halves(module, x))]
+            if others:
+                call = partial(torch.func.functional_call, module, others)
+                pairs.append((call(x), _in_halves(call, x)))
         except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
             return False
         if not same_states(generator_states(), states) or not _is_same(_state_of(module), before):
             return False
-    if got.shape != output.shape or got.dtype != output.dtype:
+    return all(_is_alike(whole, of_halves) for whole, of_halves in pairs)
+
+
+def _in_halves(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    middle = x.shape[_DIM] // 2
+    return torch.cat([call(x[..., :middle, :]), call(x[..., middle:, :])], _DIM)
+
+
+def _is_alike(output: Tensor, other: Tensor) -> bool:
+    if other.shape != output.shape or other.dtype != output.dtype:
         return False
     allowed = torch.finfo(output.dtype).eps ** 0.5 * float(output.abs().max())
-    return float((got - output).abs().max()) <= allowed
+    return float((other - output).abs().max()) <= allowed
+
+
+def _other_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters none of which is zero (See Rule 2); none if they are not plain."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in cast("Iterator[tuple[str, Tensor]]", module.named_parameters()):
+        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            return {}
+        generator = own_generator(parameter.device, len(found))
+        noise = torch.empty(parameter.shape, device=parameter.device)
+        noise.normal_(generator=generator).div_(max(1, *parameter.shape[-1:]) ** 0.5)
+        found[name] = parameter.detach() + noise.to(parameter.dtype)
+    return found
 
 
 _State = list[tuple[str, Any, int]]

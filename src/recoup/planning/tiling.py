@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup.errors import ChangedError, GradientError
 from recoup.planning.forwards import PartsFollower
-from recoup.planning.stages import PricedBlocks, price_blocks
+from recoup.planning.priced_blocks import PricedBlocks, price_blocks
 from recoup.planning.tiled_head import find_head
 from recoup.planning.tiled_mlps import TiledModules, find_mlps
 

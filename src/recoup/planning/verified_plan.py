@@ -15,14 +15,15 @@ from recoup.planning.advice import what_can_be_inverted
 from recoup.planning.choosing import choose
 from recoup.planning.following import PlannedModel
 from recoup.planning.plan import Plan
+from recoup.planning.priced_blocks import PricedBlocks, expect_again, expect_plain
 from recoup.planning.ranks import is_sharded
 from recoup.planning.sizes import ArgumentSizes
-from recoup.planning.stages import PricedBlocks, expect_again, expect_plain
 from recoup.planning.step import peak_of, seconds_of
 from recoup.planning.verification import DifferentStepError
 
 __all__ = ["seconds_under", "verified"]
 
+_NEAR = 1.25  # budgets; what is predicted to take so much may take less
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
 
@@ -107,7 +108,11 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
         # Other forwards call more blocks than the rehearsal did.
         return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
 
-    choice = choose([point.peak_bytes for point in kind.points], budget, rehearse)
+    # What inverts nothing is exact, so it is tried where inverses were predicted to be needed, if
+    # the plain step has shown that there is room for it.
+    within = _NEAR if kind.guard is not None and step.verification.is_plain else 1.0
+    peaks = [point.peak_bytes for point in kind.points]
+    choice = choose(peaks, budget, rehearse, fastest_within=within)
     if choice.point_index is None:
         advice = [] if kind.guard else what_can_be_inverted(step.model, kind.calls)
         least = standing + choice.least_bytes

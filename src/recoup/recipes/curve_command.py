@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recoup.memory import Point, curve, format_bytes
+from recoup.recipes.checks import check_outputs
 from recoup.recipes.mistakes import MISTAKES, report_mistake
 
 __all__ = ["curve_command"]
@@ -52,7 +53,7 @@ def curve_command(
         )
 
     try:
-        _check_outputs(csv, figure)
+        check_outputs(csv, figure, figure=figure)
         modes = [int(memory) if memory.isdecimal() else memory for memory in memories]
         result = curve(build, depths, modes, device=device, repeats=repeats, progress=report)
         print(result)
@@ -63,17 +64,3 @@ def curve_command(
     except MISTAKES as error:
         return report_mistake(error)
     return 0
-
-
-def _check_outputs(csv: Path | None, figure: Path | None) -> None:
-    """Raise before the measurements, not after them, if a file cannot be written."""
-    if figure is not None:
-        from recoup.memory.figures import check_format, require_matplotlib
-
-        check_format(figure.suffix)
-        require_matplotlib()
-    for path in (csv, figure):
-        if path is not None and path.is_dir():
-            raise ValueError(f"{path} is a folder, but must be a file.")
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)

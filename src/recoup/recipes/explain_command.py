@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from recoup import plan, timeline
 from recoup.memory import load_builder
 from recoup.memory.timeline_page import check_page
-from recoup.recipes.checks import device_checked
+from recoup.recipes.checks import check_outputs, device_checked
 from recoup.recipes.mistakes import MISTAKES, report_mistake
 from recoup_cli import MistakeError
 
@@ -57,7 +57,8 @@ def explain_command(
     """
     try:
         if html is not None:
-            check_page(html.suffix)  # before minutes of planning
+            check_page(html.suffix)
+        check_outputs(figure, html, figure=figure)  # before minutes of planning
         model, args, kwargs = _built(build, device)
         with _progress():
             of_loss = None if loss is None else cast("Any", load_builder(loss))
@@ -69,7 +70,6 @@ def explain_command(
                 made = plan(model, *args, budget=budget, **options)
         print(made)
         if figure is not None:
-            figure.parent.mkdir(parents=True, exist_ok=True)
             print(f"figure: {made.figure(figure)}")
         if html is not None:
             chosen: Any = None if budget is None else made

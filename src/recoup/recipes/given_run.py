@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
+from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -19,7 +24,7 @@ from recoup.recipes.results import Step, results_of, write_results
 from recoup.recipes.run_folder import checkpoint_folder, folder_locked
 from recoup.recipes.training_run import CHECKPOINT, EARLY_STOPPING, TRAINER, TrainingRun
 
-__all__ = ["GivenRun", "fitted"]
+__all__ = ["GivenRun", "check_given", "fitted"]
 
 
 class GivenRun(TrainingRun):
@@ -49,6 +54,9 @@ class GivenRun(TrainingRun):
         out: Path,
         trainer: Mapping[str, Any],
     ) -> None:
+        for name, value in {"epochs": epochs, "patience": patience}.items():
+            if value is None:  # pyright: ignore[reportUnnecessaryComparison]
+                raise ValueError(f"`{name}` is None, but must be a whole number.")
         check_at_least(1, epochs=epochs, patience=patience)
         _check_not_set(trainer, max_epochs="epochs", default_root_dir="out")
         self.model = model
@@ -71,6 +79,43 @@ class GivenRun(TrainingRun):
             )
 
 
+def check_given(
+    steps: type[LightningModule],
+    fit: Callable[..., object],
+    *,
+    seed: object,
+    trainer: object,
+    settings: Mapping[str, Any],
+) -> None:
+    """Raise an error if what a call of `fit` was given is not what it takes.
+
+    Args:
+        steps: The class that takes the settings.
+        fit: The function that was called, whose arguments may be meant.
+        seed: The seed of the run.
+        trainer: Further arguments of the Trainer.
+        settings: Settings by name.
+
+    Raises:
+        TypeError: When there is no such setting.
+        ValueError: When the seed is no whole number, or the arguments are no mapping.
+    """
+    if not isinstance(seed, Integral):
+        raise ValueError(f"`seed` is {seed!r}, but must be a whole number.")
+    if not isinstance(trainer, (Mapping, NoneType)):
+        raise ValueError(
+            f"`trainer` is {trainer!r}, but must be a dictionary of arguments of Lightning's "
+            'Trainer, such as {"accelerator": "cpu"}.'
+        )
+    known = inspect.signature(steps).parameters
+    for name in settings:
+        if name not in known:
+            meant = [*known, *inspect.signature(fit).parameters]
+            near = difflib.get_close_matches(name, meant, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(f"`fit` has no argument `{name}`.{hint}")
+
+
 def fitted(
     model: LightningModule,
     data: LightningDataModule,
@@ -80,7 +125,7 @@ def fitted(
     step: Step,
     epochs: int,
     patience: int,
-    out: str | Path | None,
+    out: str | PathLike[str] | None,
     progress: bool,
     trainer: Mapping[str, Any],
     memory: object,
@@ -109,6 +154,11 @@ def fitted(
         ValueError: When an argument does not fit; it is named.
         KeyboardInterrupt: When a signal ended the training, after a step.
     """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            f"No parameter of the {type(module).__name__} requires a gradient, so there is nothing "
+            "to train: call `requires_grad_(True)` on what is to be trained."
+        )
     before = next(module.parameters())
     device, dtype = before.device, before.dtype
     with _folder(out) as folder, _random_stream_kept():
@@ -149,12 +199,14 @@ def _check_not_set(trainer: Mapping[str, Any], **arguments: str) -> None:
 
 
 @contextmanager
-def _folder(out: str | Path | None) -> Generator[Path]:
+def _folder(out: str | PathLike[str] | None) -> Generator[Path]:
     """Give the folder of a run, which no other run writes to; a temporary one if `out` is None."""
     if out is None:
         with tempfile.TemporaryDirectory(prefix="recoup-") as folder:
             yield Path(folder)
         return
+    if not isinstance(out, (str, PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`out` is {out!r}, but must be the path of a new folder.")
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"`out` is {folder}, which is not empty. Give a new folder.")

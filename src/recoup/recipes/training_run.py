@@ -101,8 +101,11 @@ class TrainingRun:
         with self.threads(), quiet_lightning(), self.stopping.listening():
             try:
                 trainer.fit(self.model, self.datamodule, ckpt_path=self.resume, weights_only=True)
-            except (StopRun, SystemExit):
+            except (StopRun, SystemExit) as ending:
                 if self.stopping.signum is None:
+                    # Lightning exits where a callback raises a KeyboardInterrupt.
+                    if isinstance(ending.__context__, KeyboardInterrupt):
+                        raise KeyboardInterrupt from ending
                     raise
 
     @contextmanager

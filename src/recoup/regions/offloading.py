@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from recoup._core.restoring import Restoring, Reusable
 from recoup._core.rng import is_run_again
 from recoup._core.save_observer import current
 from recoup._core.saved_tensors import Kept, Packed, Pair, is_transformed, pair_in_force, saving
-from recoup._core.tiers import Tier, tier_for
+from recoup._core.tiers import Tier, existing_folder, tier_for
 from recoup.errors import RecoupError
 from recoup.memory import parse_bytes
 
@@ -102,13 +101,13 @@ def _bytes(name: str, value: int | str) -> int:
 def _place(to: str | os.PathLike[str]) -> str:
     if to == "host":
         return "host"
-    folder = Path(to).expanduser()
-    if not folder.is_dir():
+    folder = existing_folder(to)
+    if folder is None:
         raise ValueError(
-            f"`to` is {str(to)!r}, which is no folder. Make the folder first, on a disk with room "
+            f"`to` is {to!r}, which is no folder. Make the folder first, on a disk with room "
             'for what the step keeps, or give "host".'
         )
-    return str(folder.absolute())
+    return str(folder)
 
 
 class Offloading(Reusable):

@@ -104,6 +104,7 @@ def tiled(
     Source: Bekman et al., "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996.
     """
     check_arguments(fn, dim, tiles, reduction)
+    check_which(split, ignore_index)
     return Tiled(fn, dim, tiles, split, reduction, target, ignore_index)
 
 
@@ -224,6 +225,17 @@ def _run(tiled: Tiled[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _is_over_rows(norm: _NormBase) -> bool:
     return norm.training or (isinstance(norm, _InstanceNorm) and not norm.track_running_stats)
+
+
+def check_which(split: object, ignore_index: object) -> None:
+    """Raise if `split` or `ignore_index` is not what it must be."""
+    if split is not None and (isinstance(split, str) or not isinstance(split, Sequence)):
+        raise ValueError(
+            f"`split` is {split!r}, but must be a list of the positions of arguments and the names "
+            "of keyword arguments, or None."
+        )
+    if type(ignore_index) is not int:
+        raise ValueError(f"`ignore_index` is {ignore_index!r}, but must be an int.")
 
 
 def check_arguments(fn: object, dim: object, tiles: object, reduction: object) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from recoup._core.closures import ClosureGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup._core.summed_gradients import SummedGradients, alone
-from recoup.regions.tiled import Tiled, check_arguments
+from recoup.regions.tiled import Tiled, check_arguments, check_which
 from recoup.regions.tiles import Reduction, Tiles, tile_value
 
 __all__ = ["TiledLoss", "tiled_loss"]
@@ -80,6 +80,7 @@ def tiled_loss(
     entropy).
     """
     check_arguments(fn, dim, tiles, reduction)
+    check_which(split, ignore_index)
     if reduction == "none":
         raise ValueError(
             '`reduction` is "none", but gradients can be taken in forward for a loss alone. Give '

@@ -166,12 +166,26 @@ def _has_rows(tensor: Tensor, rows: Tensor, dim: int) -> bool:
         return tensor is rows
     before = zip(tensor.shape[:dim], rows.shape[:dim], strict=True)
     if all(a == b or 1 in (a, b) for a, b in before):
-        return True
+        if not _may_be_of_features(tensor, rows):
+            return True
+        raise ValueError(  # See Rule 2
+            f"An argument has shape {tuple(tensor.shape)} beside the first one, of shape "
+            f"{tuple(rows.shape)}: it may have a value a row, or one a feature. `split` must say "
+            "which arguments are split: give their positions and names."
+        )
     raise ValueError(  # See Rule 2
         f"An argument has shape {tuple(tensor.shape)}, so as many entries in dimension {dim} as "
         f"the first one, of shape {tuple(rows.shape)}, but other dimensions before it. `split` "
         "must say which arguments are split: give their positions and names."
     )
+
+
+def _may_be_of_features(tensor: Tensor, rows: Tensor) -> bool:
+    """Whether a tensor of numbers would also be broadcast along the last dimensions of `rows`."""
+    if not tensor.is_floating_point() or tensor.dim() >= rows.dim():
+        return False
+    last = zip(reversed(tensor.shape), reversed(rows.shape), strict=False)
+    return all(a in (b, 1) for a, b in last)
 
 
 def joined(outputs: list[Any], sizes: Sequence[int], dim: int, name: str) -> Any:

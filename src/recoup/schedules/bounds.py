@@ -7,6 +7,7 @@ They are from Griewank and Walther, "Algorithm 799: revolve" (2000), in terms of
 from __future__ import annotations
 
 from math import comb
+from numbers import Integral
 
 __all__ = [
     "best_split",
@@ -25,12 +26,14 @@ def require_positive(name: str, value: int) -> None:
         value: the count.
 
     Raises:
-        ValueError: `value` is below one.
+        ValueError: `value` is below one, or no whole number.
 
     Example:
         >>> from recoup.schedules.bounds import require_positive
         >>> require_positive("slots", 3)
     """
+    if type(value) is bool or not isinstance(value, Integral):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+        raise ValueError(f"`{name}` is {value!r}, but must be a whole number")
     if value < 1:
         raise ValueError(f"`{name}` is {value}, but it must be at least 1")
 

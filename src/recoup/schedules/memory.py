@@ -72,5 +72,5 @@ def schedule_for(memory: Memory, num_stages: int, ways: Sequence[Way] | None = N
         case _:
             raise ValueError(
                 f'`memory` is {memory!r}, but must be "linear", "inputs", "sqrt", "log", '
-                '"constant", a number of slots, or a Schedule.'
+                '"constant", a number of bytes such as "2 GiB", a number of slots, or a Schedule.'
             )

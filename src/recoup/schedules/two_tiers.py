@@ -42,7 +42,7 @@ def offloaded(n: int, to: str = "host", *, every: int = 1, slots: int | None = N
         The schedule.
 
     Raises:
-        ValueError: `n`, `every` or `slots` is below one.
+        ValueError: `n`, `every` or `slots` is below one, or `to` is no string.
 
     Example:
         >>> from recoup.schedules import offloaded, simulate
@@ -54,6 +54,8 @@ def offloaded(n: int, to: str = "host", *, every: int = 1, slots: int | None = N
     """
     require_positive("n", n)
     require_positive("every", every)
+    if not isinstance(to, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f'`to` is {to!r}, but must be "host" or the path of a folder.')
     stops = range(n, 0, -every)
     segments = [(max(stop - every, 0), stop) for stop in stops]  # the last one first
     (start, stop), *others = segments

@@ -43,7 +43,8 @@ from recoup.weights.reparametrization import Application, Covering, Reparametriz
 __all__ = ["NOT_IN_GRAPH", "forward_in_graph", "read_in_graph"]
 
 NOT_IN_GRAPH = (
-    "Outside of graphs run recurrent layers with reparametrized weights, and what reads a weight "
+    "Outside of graphs run recurrent layers with reparametrized weights, modules with weights that "
+    'are tied by `tied="same"`, and what reads a weight '
     "that a function computes (recoup.weights.apply) or whose noise has a deviation that is a "
     "parameter. Leave `fullgraph` out."
 )

@@ -96,7 +96,7 @@ def run_both(name, settings, *, device="cpu", dtype=torch.float32, consume=True,
     return optimizers[1]
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("consume", [True, False], ids=["consumed", "kept"])
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_that_of_torch(name, way, consume):

@@ -378,6 +378,7 @@ def test_threads_and_the_compiler_find_one_plan():
     assert len(recoup.applied_plans(chain)) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_segments_keep_to_bytes(has_aux):
     """R10: the plan lives in the store from one step to the next; the loss is part of the step."""

@@ -35,7 +35,7 @@ def budgets_of(frontier, num):
     return [least + (most - least) * place // (num - 1) for place in range(num)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plans_are_those_that_are_made_for_each_budget():
     model, x = model_and_input()
     frontier = recoup.plan(model, x, loss=loss_of)
@@ -168,6 +168,7 @@ def test_the_table(tmp_path):
     assert frontier.figure(tmp_path / "frontier.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")

@@ -33,6 +33,7 @@ def exhaustive(model, build, budget, sizes, **options):
     return best
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kib", [150, 260])
 def test_the_largest_batch(kib):
     net = model()
@@ -62,6 +63,7 @@ def test_a_plan_trains_more_than_the_model_alone():
     assert peak(found.size) > 1.5 * budget
 
 
+@pytest.mark.slow
 def test_sequences_and_keywords():
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]
@@ -74,7 +76,7 @@ def test_sequences_and_keywords():
     assert found.kwargs["input"].shape == (2, found.size, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_blocks_that_may_be_inverted_never_train_less():
     torch.manual_seed(0)
     halves = lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())  # noqa: E731
@@ -115,6 +117,7 @@ def test_a_model_that_takes_no_more_says_the_way_out():
     assert "`most`" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_errors():
     net = model()
     with pytest.raises(BudgetError, match="a step of size 2 takes at least"):
@@ -126,5 +129,12 @@ def test_errors():
     assert alone.size == 20
     with pytest.raises(ValueError, match="`least` is 3 and `most` is 2"):
         recoup.largest(batch, net, budget="1 MiB", least=3, most=2)
+    for least in ("1", 1.5):
+        with pytest.raises(ValueError, match=f"`least` is {least!r}"):
+            recoup.largest(batch, net, budget="1 MiB", least=least)
+    with pytest.raises(ValueError, match="`build_batch` is 3, but must be a function"):
+        recoup.largest(3, net, budget="1 MiB")
+    with pytest.raises(ValueError, match="`build_batch` returned None for size 1"):
+        recoup.largest(lambda size: None, net, budget="1 MiB")
     with pytest.raises(ValueError, match="`budget` is 'much'"):
         recoup.largest(batch, net, budget="much")

@@ -69,6 +69,7 @@ def test_a_slow_folder_is_not_used_where_recomputing_is_faster(tmp_path, monkeyp
 
 @pytest.mark.parametrize(("to", "message"), [
     ("host", '`offload_to` is "host", but the model is on the cpu'),
+    (3, "`offload_to` is 3, which is no folder"),
     ("/nowhere", "`offload_to` is '/nowhere', which is no folder"),
 ])  # fmt: skip
 def test_wrong_places(to, message):

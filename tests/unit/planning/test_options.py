@@ -36,6 +36,7 @@ def test_largest_takes_every_option():
         ("budget_of", "all"),
         ("compile", "fast"),
         ("exact", 1),
+        ("holds_output", "x"),
         ("tiles", 1),
         ("loss", "mean"),
         ("optimizer", "adam"),

@@ -149,6 +149,7 @@ def test_budgets_of_other_things():
         plan(nn.DataParallel(model), batch(), "1 GiB")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "num_copies"),
@@ -316,6 +317,7 @@ def test_names_that_are_html_are_text_in_a_notebook():
     assert fromstring(made._repr_html_()).find("p/b").text.startswith("Plan for <script>&: ")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fraction", [0, 1])
 def test_all_times_of_a_plan_are_seconds(monkeypatch, fraction):
     """A step of 3 s, of which the runs of blocks have the share that was counted."""
@@ -379,6 +381,8 @@ def test_explain(tmp_path: Path, capsys):
         ([built, "--budget", "much"], "`budget` is 'much'"),
         ([f"{path}:wrong", "--budget", "1MiB"], "returned a int, but must return a model"),
         ([f"{path}:nothing", "--budget", "1MiB"], "there is no function nothing"),
+        ([f"{path}", "--budget", "1MiB"], "names no function: give"),
+        ([":build", "--budget", "1MiB"], "names no function: give"),
     ):
         assert main(["explain", *wrong]) == 2
         assert message in capsys.readouterr().err

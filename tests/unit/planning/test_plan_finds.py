@@ -154,6 +154,7 @@ def test_a_block_with_a_list_within_is_no_stage(kind: type[Stage]):
     assert [row.name for row in plan.blocks] == ["stages.0", "stages.1"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["swin", "convnext"])
 def test_the_layers_of_swin_and_convnext_are_found(name: str):

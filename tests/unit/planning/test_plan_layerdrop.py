@@ -129,7 +129,7 @@ def test_blocks_in_another_order_keep_what_was_planned_once():
     plan.remove()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [pytest.param("whisper", marks=pytest.mark.exhaustive), "wav2vec2"]
 )

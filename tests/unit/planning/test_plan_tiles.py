@@ -97,6 +97,7 @@ def shifted_loss(tokens):
     return loss
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [functools.partial(gpt2, 0.0), llama], ids=["gpt2", "llama"])
 def test_a_language_model_in_fewer_bytes_than_its_logits(build):
     torch.manual_seed(0)
@@ -219,6 +220,7 @@ def test_whatever_is_made_of_logits_has_its_gradient(doubles, loss):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
 def test_a_model_whose_loss_is_given(dtype, tolerance):
     torch.manual_seed(0)
@@ -299,6 +301,36 @@ def test_logits_that_are_read_too_late(planned):
     with torch.no_grad():
         for parameter, before in zip(model.parameters(), weights, strict=True):
             parameter.copy_(before)
+
+
+@pytest.mark.parametrize("kind", ["mask", "places"])
+def test_an_index_that_is_written_to(planned, kind):
+    model, plan = planned
+    tokens, _ = batch()
+    index = torch.arange(4) % 2 if kind == "places" else torch.ones(4, 64).tril().bool()
+    torch.manual_seed(3)
+    with plan.applied():
+        taken = model(tokens).logits[index]
+        before = index.clone()
+        index.zero_()
+        value = taken.exp()
+    torch.manual_seed(3)
+    torch.testing.assert_close(value, model(tokens).logits[before].exp())
+
+
+def test_a_further_plan_over_one_that_is_applied():
+    torch.manual_seed(0)
+    model = gpt2()
+    tokens, labels = batch()
+    budget = int(1.1 * recoup.plan(model, tokens, labels=labels, tiles=True).least_bytes)
+    with recoup.plan(model, tokens, labels=labels, budget=budget, tiles=True).applied():
+        again = recoup.plan(model, tokens[:, :50], labels=labels[:, :50], budget=budget, tiles=True)
+    assert again.rehearsed_peak_bytes <= budget
+    with recoup.plan(
+        model, tokens, labels=labels, budget=budget, tiles=True, replan=True
+    ).applied() as plan:
+        step(model, tokens[:, :50], labels[:, :50])
+    assert plan.is_applied is False
 
 
 def test_what_was_derived_before_a_write(planned):
@@ -422,12 +454,18 @@ class Mixing(nn.Module):
         self.how = how
         self.register_buffer("count", torch.zeros(()))
         self.shown = torch.zeros(())
+        if how == "zeros":  # the branch of a residual begins at zero
+            self.scale = nn.Parameter(torch.zeros(32))
+            nn.init.zeros_(self.inner[-1].weight)
+            nn.init.zeros_(self.inner[-1].bias)
 
     def forward(self, x):
         if self.how == "mean":
             return self.inner(x - x.mean(1, keepdim=True))
         if self.how == "places":
             return self.inner(x) + torch.arange(x.shape[1])[:, None] / 10
+        if self.how == "zeros":  # which begin to mix rows when they are trained
+            x = x + self.scale * x.norm(dim=1, keepdim=True)
         if self.how == "gradient":  # only backward mixes rows
             x = x + (x.mean(1, keepdim=True) - x.mean(1, keepdim=True).detach())
         if self.how == "draws":
@@ -462,7 +500,10 @@ def gradients(model, x):
     return torch.ones(()), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("how", ["mean", "places", "gradient", "draws", "counts", "shows", "rows"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "how", ["mean", "places", "gradient", "zeros", "draws", "counts", "shows", "rows"]
+)
 def test_an_mlp_runs_in_tiles_only_if_its_rows_are_independent(how):
     model, x = mixing(how)
     frontier = recoup.plan(model, x, loss=lambda y: y.square().mean(), tiles=True)
@@ -562,6 +603,7 @@ def test_a_parametrized_head_is_left_alone():
     assert plan.planned.tiled is None
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_larger():
     def loss(logits):
         return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel()).long())
@@ -765,3 +807,60 @@ def test_blocks_may_be_inverted_beside_a_head_in_tiles():
 
     for got, want in zip(*under(plan, step), strict=True):
         torch.testing.assert_close(got, want)
+
+
+class Graphed(Plain):
+    """A language model whose forward needs a graph."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.num_calls = way, 0
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.way == "grad":
+            x = x.detach().requires_grad_()
+        start = x
+        for block in self.blocks:
+            x = x + block(x)
+        if self.way == "hook":
+            x.register_hook(self.count)
+        elif self.way == "retain_grad":
+            x.retain_grad()
+        elif self.way == "graph of its own":
+            with torch.enable_grad():
+                start = x.detach().requires_grad_()
+                x = x + torch.autograd.grad(self.blocks[0](start).square().sum(), start)[0]
+        elif self.way == "func":
+            energy = torch.func.grad(lambda start: start.sin().square().sum())
+            x = x + energy(x.detach())
+        elif self.way == "grad":
+            x = x + torch.autograd.grad(x.square().sum(), start, create_graph=True)[0]
+        return self.head(x)
+
+    def count(self, gradient):
+        self.num_calls += 1
+        return gradient * 2
+
+
+@pytest.mark.parametrize("way", ["hook", "retain_grad", "graph of its own", "func"])
+def test_a_forward_that_needs_a_graph(way):
+    model, (tokens, _) = Graphed(way).double(), batch()
+    loss = shifted_loss(tokens)
+    loss(model(tokens)).backward()
+    wanted, _ = [p.grad for p in model.parameters()], model.zero_grad()
+    model.num_calls = 0
+    plan = recoup.plan(model, tokens, loss=loss, tiles=True).plan("10 MiB")
+    assert plan.planned.tiled is not None
+    model.num_calls = 0
+    with plan.applied():
+        loss(model(tokens)).backward()
+    assert model.num_calls == (way == "hook")
+    for parameter, want in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-10, atol=1e-14)
+
+
+def test_a_forward_that_runs_a_backward_is_an_error_that_says_so():
+    model, (tokens, _) = Graphed("grad"), batch()
+    with pytest.raises(ValueError, match="The forward runs a backward of its own"):
+        recoup.plan(model, tokens, loss=shifted_loss(tokens), tiles=True)

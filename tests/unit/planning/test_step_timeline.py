@@ -73,6 +73,7 @@ def measured(model, x, loss=square):
     return peak
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [chain, convolutions, layers])
 def test_the_most_bytes_are_those_of_the_meter_and_of_the_plan(build):
     model, x = build()
@@ -377,7 +378,29 @@ def test_the_command_without_a_budget_shows_the_step_as_it_is(tmp_path, capsys):
     assert 'id="line0"' in page.read_text(encoding="utf-8")
     assert 'id="line1"' not in page.read_text(encoding="utf-8")
     capsys.readouterr()
-    assert main(["explain", f"{tmp_path}/models.py:build", "--html", "step.png"]) == 2
-    printed = capsys.readouterr()
-    assert "must end in .html" in printed.err
-    assert not printed.out  # nothing was planned before
+    for option, file, message in (
+        ("--html", "step.png", "must end in .html"),
+        ("--html", str(tmp_path), "must end in .html"),
+        ("--figure", "step.gif", "must end in one of .png"),
+    ):
+        assert main(["explain", f"{tmp_path}/models.py:build", option, file]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert not printed.out  # nothing was planned before
+
+
+def test_there_is_no_step_in_inference_mode():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"torch\.inference_mode"):
+        recoup.timeline(model, x)
+
+
+class Elsewhere(nn.Sequential):
+    def get_submodule(self, target):
+        raise AttributeError(target)
+
+
+def test_a_model_with_its_own_lookup_of_submodules():
+    model = Elsewhere(*(nn.Linear(8, 8) for _ in range(3)))
+    x = torch.ones(2, 8)
+    recoup.timeline(model, x, plan=recoup.plan(model, x, budget="1 MiB"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -59,12 +60,14 @@ def test_a_point_of_a_real_builder(capsys):
         ({"device": "abacus"}, '`device` is "abacus"'),
         ({"figure": Path("curve.gif")}, 'ends in ".gif"'),
         ({"csv": Path()}, "is a folder"),
+        ({"csv": Path("points.csv")}, "points.csv may not be written here"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_before_anything_is_measured(
     options, message, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as of a folder of somebody else
     arguments = {"build": "chain:build", "depths": [4], "memories": ["linear"], **options}
     assert curve_command(**arguments) == 2
     printed = capsys.readouterr()

@@ -375,6 +375,7 @@ def test_functional_transforms(folder):
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"min_bytes": "many"}, "`min_bytes` is 'many', which is no number of bytes"),
     ({"min_bytes": 0}, "`min_bytes` is 0, but it must be at least 1 byte"),
+    ({"to": None}, "`to` is None, which is no folder"),
     ({"to": "/nowhere"}, "`to` is '/nowhere', which is no folder. Make the folder first"),
     ({"in_flight_bytes": -1}, "`in_flight_bytes` is -1, which is no number of bytes"),
 ])  # fmt: skip

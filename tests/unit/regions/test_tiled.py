@@ -530,3 +530,22 @@ def test_torch_compile_and_export():
 
     exported = torch.export.export(Model(), (x.detach(),))
     assert_same([exported.module()(x)], [module(x)])
+
+
+@pytest.mark.parametrize(
+    ("x", "other", "dim"), [((2, 8, 8), (1, 8), 1), ((8, 8), (8,), 0)], ids=["3d", "2d"]
+)
+def test_numbers_of_rows_or_of_features_have_to_be_named(x, other, dim):
+    x, scale = torch.randn(x), torch.rand(other)
+    with pytest.raises(ValueError, match=r"a value a row, or one a feature. `split` must say"):
+        recoup.tiled(torch.mul, dim=dim, tiles=8)(x, scale)
+    got = recoup.tiled(torch.mul, dim=dim, tiles=8, split=[0])(x, scale)
+    assert torch.equal(got, x * scale)
+
+
+@pytest.mark.parametrize(("name", "value"), [("split", 0), ("split", "x"), ("ignore_index", None)])
+def test_what_is_split_and_ignored_is_checked(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is "):
+        recoup.tiled(torch.relu, **{name: value})
+    with pytest.raises(ValueError, match=f"`{name}` is "):
+        recoup.tiled_loss(torch.sum, **{name: value})

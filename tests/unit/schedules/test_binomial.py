@@ -18,7 +18,7 @@ OPTIMUM = {
 ROWS = [(n, slots, runs) for n, row in OPTIMUM.items() for slots, runs in row.items()]
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("n", "slots", "num_forwards"), ROWS)
 def test_binomial_equals_the_tabulated_optimum(n, slots, num_forwards):
     simulation = simulate(binomial(n, slots))
@@ -28,7 +28,7 @@ def test_binomial_equals_the_tabulated_optimum(n, slots, num_forwards):
     assert simulation.peak_bytes <= 2 * slots + 2
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("n", range(1, 61))
 def test_binomial_is_optimal_for_every_number_of_slots(n):
     for slots in range(1, n + 1):

@@ -18,7 +18,7 @@ OPTIMUM = {
 ROWS = [(n, slots, runs) for n, row in OPTIMUM.items() for slots, runs in row.items()]
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("n", "slots", "num_forwards"), ROWS)
 def test_revolve_equals_the_tabulated_optimum(n, slots, num_forwards):
     simulation = simulate(revolve(n, slots))
@@ -28,7 +28,7 @@ def test_revolve_equals_the_tabulated_optimum(n, slots, num_forwards):
     assert simulation.peak_bytes <= slots + 2
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("n", range(1, 61))
 def test_revolve_is_optimal_for_every_number_of_slots(n):
     for slots in range(1, n + 2):

@@ -91,3 +91,10 @@ def test_wrong_counts(name):
     arguments = {"n": 4, "every": 2, "slots": 1, name: 0}
     with pytest.raises(ValueError, match=f"`{name}` is 0, but it must be at least 1"):
         offloaded(arguments.pop("n"), **arguments)
+    with pytest.raises(ValueError, match=f"`{name}` is 1.5, but must be a whole number"):
+        offloaded(**{"n": 4, "every": 2, "slots": 1, name: 1.5})
+
+
+def test_a_place_that_is_no_string():
+    with pytest.raises(ValueError, match="`to` is 3, but must be"):
+        offloaded(11, 3, every=3)

@@ -772,6 +772,7 @@ class Written(nn.Module):
         return sum(kl_by_torch(weight, std, prior_std) for weight, std in pairs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("learned", LEARNED)
 def test_training_is_that_of_a_network_that_is_written_out(learned):

@@ -341,7 +341,7 @@ def test_a_checkpoint_that_lacks_the_weight_is_refused():
 # -- types and devices -----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types(layer, dtype, when):
@@ -646,7 +646,7 @@ WHEN = {
 }
 
 
-@pytest.mark.sampled(47)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("way", COPIES)
 def test_copies(layer, way, when):

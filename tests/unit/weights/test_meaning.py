@@ -145,7 +145,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(61)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_numbers_of_plain_torch(layer, way):
@@ -230,7 +230,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sampled(23)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("second", ["dropout", "axes", "noise", None])
 @pytest.mark.parametrize("first", [name for name in STEPS if name.startswith("norm")] + [None])
@@ -349,7 +349,7 @@ def test_all_dropped(layer):
             assert torch.count_nonzero(parameter.grad) == 0
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(
     "apply",
@@ -434,7 +434,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("size", [(), (7,), (3, 5), (2, 3, 4), (0,), (4, 0)])
 def test_rows_of_an_embedding(settings, size):

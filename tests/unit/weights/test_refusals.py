@@ -449,7 +449,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("kind", "name", "size"),
@@ -653,7 +653,7 @@ EDITS = {
 }
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm])
 def test_a_weight_edited_before_it_is_used(apply, edit):

@@ -116,7 +116,7 @@ def test_rates_are_rounded_as_for_any_weight(p, dtype):
 SIZES = [(50_000, 64), (1, 1), (37, 5), (4, 33_000), (300, 257), (0, 8), (8, 0)]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_some_rows_have_the_numbers_of_the_table(size, dtype):
@@ -409,7 +409,7 @@ IDS = {
 }
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("settings", SETTINGS)

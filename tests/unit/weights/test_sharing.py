@@ -119,7 +119,7 @@ def plain_with(model, *, tied):
     return plain
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("both", [False, True], ids=["evaluation is plain", "both reparametrized"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
 @pytest.mark.parametrize("order", ORDERS)

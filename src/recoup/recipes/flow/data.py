@@ -249,7 +249,7 @@ def _split(
         what = "points" if samples.levels is None else "pictures"
         raise ValueError(
             f"{samples.name} has {num_samples} {what}, and none are left to train on. Give "
-            "more, or smaller `--data.validation_fraction` and `--data.test_fraction`."
+            "more, or smaller fractions for validation and test."
         )
     images["train"] = samples.train[rows]
     if "train" in labels:

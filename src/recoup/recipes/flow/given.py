@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from numbers import Real
+from os import PathLike
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from recoup.flows import Flow
 from recoup.recipes.flow.data import Batch, SampleBatches
 from recoup.recipes.flow.reading import Samples
 from recoup.recipes.flow.steps import MONITOR, TRAINER, FlowSteps, measured_step
-from recoup.recipes.given_run import fitted
+from recoup.recipes.given_run import check_given, fitted
 
 __all__ = ["train_given"]
 
@@ -28,17 +29,20 @@ def train_given(
     patience: int,
     batch_size: int,
     seed: int,
-    out: str | Path | None,
+    out: str | PathLike[str] | None,
     progress: bool,
     trainer: Mapping[str, Any] | None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a flow, and return the results. `recoup.flows.fit` explains the arguments."""
+    check_given(FlowSteps, train_given, seed=seed, trainer=trainer, settings=settings)
+    if not isinstance(flow, Flow):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`flow` is of type {type(flow).__name__}, but must be a Flow.")
     given = {"images": data, "validation": validation, "test": test}
     parts = {
         name: _checked(flow, name, part)
         for name, part in given.items()
-        if not isinstance(part, (int, float))
+        if name == "images" or not isinstance(part, Real)
     }
     samples = Samples(
         "`images`",
@@ -50,8 +54,8 @@ def train_given(
     )
     batches = SampleBatches(
         samples,
-        validation_fraction=_fraction(validation),
-        test_fraction=_fraction(test),
+        validation_fraction=_fraction("validation", validation),
+        test_fraction=_fraction("test", test),
         batch_size=batch_size,
         seed=seed,
         conditional=flow.num_classes is not None,
@@ -76,19 +80,28 @@ def train_given(
 _PARTS = {"images": "train", "validation": "validation", "test": "test"}
 
 
-def _fraction(part: float | Batch) -> float:
+def _fraction(name: str, part: float | Batch) -> float:
     """Return a fraction; that of the recipe for a part of its own, which is not cut off."""
-    return float(part) if isinstance(part, (int, float)) else 0.1
+    if not isinstance(part, Real):
+        return 0.1
+    fraction = float(cast("Any", part))
+    if not 0 <= fraction < 1 or (name == "validation" and not fraction):  # a test is optional
+        raise ValueError(
+            f"`{name}` is {part}, but as a fraction of the samples must lie between 0 and 1. Try "
+            "0.1, or give the samples themselves."
+        )
+    return fraction
 
 
-def _checked(flow: Flow, name: str, batch: Batch) -> tuple[Tensor, Tensor | None]:
+def _checked(flow: Flow, name: str, batch: object) -> tuple[Tensor, Tensor | None]:
     """Return the samples and labels of a part; raise a ValueError if they do not fit the flow."""
     pair: list[Any] = list(batch) if isinstance(batch, tuple) else [batch]
     if len(pair) not in (1, 2) or not all(isinstance(each, Tensor) for each in pair):
         shown = ", ".join(type(each).__name__ for each in pair)
+        needed = "a tensor" if name == "images" else "a fraction, a tensor"
         raise ValueError(
-            f"`{name}` is of type {shown}, but must be a tensor, or a pair of samples and labels. "
-            "torch.from_numpy makes one of an array."
+            f"`{name}` is of type {shown}, but must be {needed}, or a pair of samples and labels. "
+            "torch.from_numpy makes a tensor of an array."
         )
     x: Tensor = pair[0]
     labels: Tensor | None = pair[1] if len(pair) > 1 else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from numbers import Real
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup.recipes.given_run import fitted
+from recoup.recipes.given_run import check_given, fitted
 from recoup.recipes.language_model.data import TokenWindows
 from recoup.recipes.language_model.network import LanguageModel
 from recoup.recipes.language_model.steps import MONITOR, TRAINER, LanguageModelSteps, measured_step
@@ -31,13 +32,18 @@ def train_given(
     batch_size: int,
     bptt: int,
     seed: int,
-    out: str | Path | None,
+    out: str | PathLike[str] | None,
     progress: bool,
     trainer: Mapping[str, Any] | None,
     eval_batch_size: int = 10,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a language model, and return the results. `fit` explains the arguments."""
+    check_given(LanguageModelSteps, train_given, seed=seed, trainer=trainer, settings=settings)
+    if not isinstance(network, LanguageModel):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"`network` is of type {type(network).__name__}, but must be a LanguageModel."
+        )
     windows = TokenWindows(
         "`tokens`",
         _parts(network, tokens, validation, test),
@@ -76,18 +82,24 @@ def _parts(
     rest = _checked(network, "tokens", tokens)
     num_tokens = len(rest)
     for name, part in (("test", test), ("validation", validation)):
-        if isinstance(part, Tensor):
+        if not isinstance(part, Real):
             parts[name] = _checked(network, name, part)
             continue
         if not 0 < part < 1:
             raise ValueError(f"`{name}` is {part}, but must lie between 0 and 1. Try 0.1.")
-        start = max(0, len(rest) - round(part * num_tokens))
+        start = max(0, len(rest) - round(float(part) * num_tokens))
         parts[name], rest = rest[start:], rest[:start]
     return {"train": rest, "validation": parts["validation"], "test": parts["test"]}
 
 
-def _checked(network: LanguageModel, name: str, ids: Tensor) -> Tensor:
+def _checked(network: LanguageModel, name: str, ids: object) -> Tensor:
     """Return tokens on CPU; raise a ValueError unless they are numbers of the vocabulary."""
+    if not isinstance(ids, Tensor):
+        needed = "a tensor" if name == "tokens" else "a fraction or a tensor"
+        raise ValueError(
+            f"`{name}` is of type {type(ids).__name__}, but must be {needed}. torch.as_tensor "
+            "makes a tensor."
+        )
     size = network.decoder.weight.shape[0]
     is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool)
     if ids.ndim != 1 or not is_whole:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 import recoup
-from recoup.recipes.checks import check_not_negative
+from recoup.recipes.checks import check_at_least, check_not_negative
 from recoup.recipes.draws import seed_at
 from recoup.recipes.language_model.averaging import AveragingKind, TriggeredAveraging
 from recoup.recipes.language_model.cache import NeuralCache
@@ -87,14 +87,13 @@ class LanguageModelSteps(LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_at_least(0, weight_noise_start=weight_noise_start, num_patient=num_patient)
         check_not_negative(
-            weight_noise_start=weight_noise_start,
             activation_penalty=activation_penalty,
             temporal_penalty=temporal_penalty,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             clip=clip,
-            num_patient=num_patient,
         )
         for name, given, choices in (
             ("optimizer", optimizer, [*_OPTIMIZERS]),
