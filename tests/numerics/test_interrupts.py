@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import recoup
-from recoup._core import guards, replay, save_observer
+from recoup._core import replaced_values, replay, save_observer
 from recoup._core import rng as seeds
 from recoup._core import saved_tensors as hooks
 from recoup._core import shared_evaluation as evaluation
