@@ -437,6 +437,22 @@ def test_autocast_in_constant_memory():
     assert_same(step(flow, pictures(16), cost(flow)), want, 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"mode": "most"}, ValueError, "'mode': 'most'.*max-autotune"),
+        ({"backend": "most"}, ValueError, "'backend': 'most'.*Invalid backend"),
+        ({"options": {"most": 1}}, ValueError, "Unexpected optimization option most"),
+        ({"budget": 1}, TypeError, "'budget'"),
+    ],
+)
+def test_settings_that_torch_compile_does_not_take_are_refused_at_once(settings, error, said):
+    flow = glow()
+    with pytest.raises(error, match=said):
+        flow.compile(**settings)
+    assert flow.chain._settings is None
+
+
 @pytest.mark.slow
 def test_copies_are_compiled_likewise():
     flow = glow("constant")

@@ -15,7 +15,7 @@ Rule 3. If compiling fails, the function runs as it is. If that fails too, it is
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, Self
 
@@ -50,21 +50,30 @@ class CompileSettings(NamedTuple):
     fullgraph: bool = False
 
     @classmethod
-    def of(
-        cls,
-        *,
-        fullgraph: bool = False,
-        dynamic: bool | None = None,
-        backend: Any = "inductor",
-        mode: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Return the settings for the arguments of `torch.compile`."""
-        given = dict(options or {})
+    def of(cls, **settings: Any) -> Self:
+        """Return the settings for the arguments of `torch.compile`.
+
+        Raises:
+            TypeError: one of them is no argument of `torch.compile`.
+            ValueError: `torch.compile` does not take their values.
+        """
+        try:
+            torch.compile(lambda: None, **settings)
+        except TypeError:
+            raise
+        except Exception as error:
+            raise ValueError(f"`torch.compile` does not take {settings}: {error}") from error
+        dynamic, mode = settings.get("dynamic"), settings.get("mode")
+        options = dict(settings.get("options") or {})
         if mode is not None:
             inductor: Any = importlib.import_module("torch._inductor")
-            given = {**inductor.list_mode_options(mode, dynamic), **given}
-        return cls(backend, tuple(sorted(given.items())), dynamic, fullgraph)
+            options = {**inductor.list_mode_options(mode, dynamic), **options}
+        return cls(
+            settings.get("backend", "inductor"),
+            tuple(sorted(options.items())),
+            dynamic,
+            settings.get("fullgraph", False),
+        )
 
     @classmethod
     def in_force(cls) -> Self:

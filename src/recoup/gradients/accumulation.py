@@ -147,6 +147,11 @@ def check_fits(gradient: Tensor, target: Tensor) -> None:
             f"The gradient of {described(target)} has the layout {gradient.layout}, which cannot "
             "be summed in place. Give a dense one, or a sparse one in COO layout."
         )
+    if gradient.is_meta and not target.is_meta:
+        raise ValueError(
+            f"The gradient of {described(target)} is on the meta device, where it has no values. "
+            f"Give one on {target.device}."
+        )
     if type(gradient) not in _PLAIN or type(target) not in _PLAIN:
         _check_placements(gradient, target)
     if gradient.dtype.is_complex and not target.dtype.is_complex:

@@ -121,7 +121,8 @@ class Chain(HasMemoryMode, InvertibleModule):
                 compiled is an error.
 
         Raises:
-            ValueError: In forward, when `fullgraph` is given and a step cannot be compiled.
+            ValueError: `torch.compile` does not take the settings; or, in forward, `fullgraph` is
+                given and a step cannot be compiled.
             RecoupError: In backward, when the graph of the gradients is asked for
                 (``create_graph``) under "constant".
 

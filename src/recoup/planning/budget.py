@@ -25,6 +25,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
 from recoup._core.restoring import Restoring
 from recoup._core.rng import is_run_again
+from recoup.errors import BudgetError
 from recoup.memory.size import parse_bytes
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
@@ -155,7 +156,11 @@ class Budget:
             self._forget()
         options = PlanOptions(loss=loss, blocks=blocks)
         found = frontier_of_call(chain, call, args, {}, options, guard)
-        plan = found.plan(self._bytes)
+        try:
+            plan = found.plan(self._bytes)
+        except BudgetError as error:  # the user has set `memory`
+            error.args = (str(error).replace("`budget`", "`memory`", 1),)
+            raise
         self._plan = plan.apply_while_held()
         self._size, self._blocks = size, blocks
         self._guard, self._refused = guard, refused

@@ -73,7 +73,10 @@ class TrainingCLI(PreparedRun):
             raise MistakeError(f"{one_line(error)} {self._go_on()}", 1) from error
         if isinstance(error, BudgetError):  # A chain makes its plan in its first step.
             self._forget_an_empty_run()
-            raise MistakeError(one_line(error).replace("`budget`", "`--memory`", 1)) from error
+            said = one_line(error)
+            for name in ("`budget`", "`memory`"):  # of a MemoryBudget, of a chain
+                said = said.replace(name, "`--memory`", 1)
+            raise MistakeError(said) from error
         if self.stopping.has_begun:
             return
         if self.resume is None:
