@@ -72,7 +72,7 @@ def test_a_gradient_that_does_not_fit_cannot_be_assigned():
     for wrong, words in (
         (torch.ones(3), r"has shape \(3,\)"),
         (torch.ones(2, 3, dtype=torch.complex64), "is complex"),
-        (torch.ones(2, 3, device="meta"), "meta device, .* Give one on cpu"),
+        (torch.ones(2, 3, device="meta"), r"meta device, .* Give one on cpu"),
         ([1.0], "`grad`"),
     ):
         with pytest.raises(ValueError, match=words):

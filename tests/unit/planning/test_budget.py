@@ -84,7 +84,7 @@ def peaks(model, loss):
     model.memory = "linear"
     most = peak(model, loss)
     model.memory = "1 KiB"
-    with pytest.raises(BudgetError, match="^`memory` is 1 KiB") as caught:
+    with pytest.raises(BudgetError, match=r"^`memory` is 1 KiB") as caught:
         loss()
     return most, caught.value.least_bytes
 
