@@ -166,12 +166,13 @@ def test_memory_is_set_and_stays():
 
 
 def test_bytes_bound_a_step():
-    linear, flow = (small_flow(num_steps=6, width=16) for _ in range(2))
-    most = fit_points(linear, batch_size=200).peak_bytes
-    fitted = fit_points(flow, batch_size=200, memory=f"{0.7 * most:.0f} B")
+    # Adam makes whole steps of gradients that are little more than the rounding of inverses.
+    linear, flow = (small_flow(num_steps=6, width=16).double() for _ in range(2))
+    most = fit_points(linear, points().double(), batch_size=200).peak_bytes
+    fitted = fit_points(flow, points().double(), batch_size=200, memory=f"{0.7 * most:.0f} B")
     assert fitted.peak_bytes < 0.8 * most
     for ours, theirs in zip(flow.parameters(), linear.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
     with pytest.raises(BudgetError):
         fit_points(small_flow(), memory="1 KiB")
 

@@ -3,9 +3,11 @@
 NOTE [ Drift ]
 
 Rule 1. Inverses round, and each magnifies the error of its input. A gradient depends on all the
-        states that inverses returned, so the guard bounds the sum of their relative errors: in
-        stiff chains gradients were off by one to five times that sum, in ordinary ones by a tenth
-        of it. The sum may reach a fifth of the tolerance.
+        states that inverses returned, so the guard bounds the sum of their relative errors by a
+        fifth of the tolerance. In ordinary chains gradients were off by a tenth of that sum, and in
+        stiff ones by once or twice it; one in twenty of these by more than five times, in chains
+        whose gradients a rounding error of the input changes by percents. A tighter bound would
+        recompute states of ordinary chains of 64 couplings.
 Rule 2. The sum may grow in proportion to the stages done, which leaves the stages to come their
         share; a tenth of the allowance may be used at once.
 Rule 3. A stage whose input is too far off is run again from its true input, which comes from
@@ -54,8 +56,8 @@ class DriftGuard:
             which is computed again from the nearest kept state; from the next forward on, keep
             states where the errors seen require it. "raise": raise a `DriftError`. "warn": warn,
             once. "ignore": measure nothing.
-        tolerance: the relative error that gradients may have. The relative errors of the states
-            that inverses return may add up to a fifth of it.
+        tolerance: the relative error that gradients may have, as estimated: the relative errors of
+            the states that inverses return may add up to a fifth of it.
 
     Raises:
         ValueError: an argument is out of range.
