@@ -1,13 +1,13 @@
 """AWD-LSTM's training beside the same written out by hand, on a text of yours.
 
-    python benchmarks/language_model_exact.py wikitext-2/ --precision 64-true --steps 20
+    python benchmarks/language_model_exact.py wikitext-2/ --precision 64-true --vocab-size 10000
     python benchmarks/language_model_exact.py wikitext-2/ --vocab-size 10000   # float32, 300 steps
     python benchmarks/language_model_exact.py --draw      # the picture again
 
 The folder has a text for training and one for validation, tokenized before (`train.txt`,
 `valid.txt`). Both trainings have the same first weights and the same draws, so they differ by
-rounding alone. In float32 a third one, by hand, begins from weights that are off by one rounding
-error, to show what rounding alone grows to. Each run adds its rows to the results.
+rounding alone. A third one, by hand, begins from weights that are off by one rounding error, to
+show what rounding alone grows to. Each run adds its rows to the results.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from tests.awd_lstm_by_hand import numbers_of  # noqa: E402
 RESULT = ROOT / "benchmarks" / "results" / "language_model_exact_cpu.json"
 PICTURE = ROOT / "docs" / "images" / "exact.png"
 PRESETS = ("tiny", "standard-lstm-200")
-ROUNDING = 1 + 2.0**-23
+ROUNDINGS = {"32-true": 1 + 2.0**-23, "64-true": 1 + 2.0**-52}
+NAMES = {"32-true": "float32", "64-true": "float64"}
 
 
 def one(preset, folder, precision, num_steps, num_windows, vocab_size):
@@ -54,11 +55,10 @@ def one(preset, folder, precision, num_steps, num_windows, vocab_size):
         validation = parts[:, : num_windows * data.bptt + 1].flatten()
         columns = (data.batch_size, num_columns)
         by_hand = Beside(train, validation, columns)
-        nudged = Beside(train, validation, columns, nudge=ROUNDING)
-        trainings = [by_hand] if precision == "64-true" else [by_hand, nudged]
+        nudged = Beside(train, validation, columns, nudge=ROUNDINGS[precision])
         start = time.perf_counter()
-        run.fit(*trainings)
-    row = {
+        run.fit(by_hand, nudged)
+    return {
         "preset": preset,
         "precision": precision,
         "vocab_size": data.vocab_size,
@@ -71,11 +71,9 @@ def one(preset, folder, precision, num_steps, num_windows, vocab_size):
         "perplexity_error": by_hand.perplexity_error,
         "seconds": time.perf_counter() - start,
         "losses": by_hand.losses,
+        "nudged_losses": [theirs for _, theirs in nudged.losses],
+        "nudged_perplexity": nudged.perplexities[0][1],
     }
-    if nudged in trainings:
-        row["nudged_losses"] = [theirs for _, theirs in nudged.losses]
-        row["nudged_perplexity"] = nudged.perplexities[0][1]
-    return row
 
 
 def _text(folder, part, number):
@@ -89,34 +87,39 @@ def _first(data, num_steps):
 
 
 def draw(rows):
-    """Draw the curves, and how far they are apart."""
+    """Draw the curves of the loss, and in each precision how far they are apart."""
 
     def panels(axes):
-        for row, color in zip(rows, (COLORS["linear"], COLORS["sqrt"]), strict=False):
-            ours, theirs = zip(*row["losses"], strict=True)
-            steps = range(1, len(ours) + 1)
-            label = f"{row['preset']}, by hand"
-            axes[0].plot(steps, theirs, color=color, alpha=0.35, linewidth=4.5, label=label)
-            axes[0].plot(steps, ours, color=color, linewidth=0.9, label=f"{row['preset']}, recipe")
-            label = f"{row['preset']}: recipe and by hand"
-            axes[1].plot(steps, _apart(ours, theirs), color=color, linewidth=1.2, label=label)
-            apart = _apart(row["nudged_losses"], theirs)
-            label = f"{row['preset']}: by hand, from weights a rounding error off"
-            style = "-" if row is rows[0] else (0, (3, 2))
-            axes[1].plot(steps, apart, QUIET, linestyle=style, linewidth=1.0, label=label)
+        for precision, panel in zip(ROUNDINGS, reversed(axes[1:]), strict=True):
+            least = (ROUNDINGS[precision] - 1) / 10
+            of_precision = [row for row in rows if row["precision"] == precision]
+            for row, color in zip(of_precision, (COLORS["linear"], COLORS["sqrt"]), strict=True):
+                ours, theirs = zip(*row["losses"], strict=True)
+                steps = range(1, len(ours) + 1)
+                if precision == "64-true":
+                    label = f"{row['preset']}, by hand"
+                    axes[0].plot(steps, theirs, color, alpha=0.35, linewidth=4.5, label=label)
+                    label = f"{row['preset']}, recipe"
+                    axes[0].plot(steps, ours, color, linewidth=0.9, label=label)
+                label = f"{row['preset']}: recipe and by hand"
+                panel.plot(steps, _apart(ours, theirs, least), color, linewidth=1.2, label=label)
+                apart = _apart(row["nudged_losses"], theirs, least)
+                label = f"{row['preset']}: by hand, and a rounding error off"
+                style = "-" if row is of_precision[0] else (0, (3, 2))
+                panel.plot(steps, apart, QUIET, linestyle=style, linewidth=1.0, label=label)
+            panel.set_yscale("log")
+            panel.set_ylim(1e-17, 1.0)
+            finish(panel, f"Difference of the losses, relative, {NAMES[precision]}", "Step")
         axes[0].legend(loc="upper right", frameon=False, fontsize=9)
-        finish(axes[0], "Loss of a training step, in nats", "Step")
-        axes[1].set_yscale("log")
-        axes[1].set_ylim(3e-11, 1.0)  # with room for the legend
-        axes[1].legend(loc="lower right", frameon=False, fontsize=8)
-        finish(axes[1], "Difference of the losses, relative", "Step")
+        finish(axes[0], "Loss of a training step in float64, in nats", "Step")
+        axes[2].legend(loc="lower right", frameon=False, fontsize=8)
 
-    PICTURE.write_bytes(rendered(panels, PICTURE.suffix, (11.0, 4.2), num_panels=2))
+    PICTURE.write_bytes(rendered(panels, PICTURE.suffix, (16.0, 4.2), num_panels=3))
 
 
-def _apart(ours, theirs):
-    # A difference of 0 has no logarithm; 1e-8 is a tenth of a rounding error.
-    return [max(1e-8, abs(a - b) / abs(b)) for a, b in zip(ours, theirs, strict=True)]
+def _apart(ours, theirs, least):
+    # A difference of 0 has no logarithm.
+    return [max(least, abs(a - b) / abs(b)) for a, b in zip(ours, theirs, strict=True)]
 
 
 def main():
@@ -137,8 +140,7 @@ def main():
         print(json.dumps({k: v for k, v in row.items() if not k.endswith("losses")}), flush=True)
         result = {"suite": "language_model_exact", **conditions("cpu"), "runs": _with(row)}
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    rows = json.loads(RESULT.read_text())["runs"]
-    draw([row for row in rows if row["precision"] == "32-true"])
+    draw(json.loads(RESULT.read_text())["runs"])
 
 
 def _with(row):
