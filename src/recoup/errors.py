@@ -24,7 +24,7 @@ class RecoupError(RuntimeError):
 
 
 class ChangedError(RecoupError):
-    """A tensor, a mode or a Python value was changed between forward and backward."""
+    """A tensor, a module, a mode or a hook was changed between forward and backward."""
 
 
 class ReplayError(RecoupError):

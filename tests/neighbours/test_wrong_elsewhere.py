@@ -66,87 +66,58 @@ def test_a_router_a_rounding_error_off(kind, elsewhere):
 # -- what is counted -------------------------------------------------------------------------------
 
 
-class Counts(nn.Module):
+class CountsTokens(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("tokens_per_expert", torch.zeros(4))
-        self.state = torch.zeros(4)
-        self.history = []
 
     def forward(self, x):
-        return self.linear(x).sin()
-
-
-class CountsTokens(Counts):
-    def forward(self, x):
-        y = super().forward(x)
+        y = self.linear(x).sin()
         self.tokens_per_expert += torch.bincount(y.detach().argmax(-1), minlength=4)
         return y * (1 + self.tokens_per_expert.clone())
 
 
-class HasState(Counts):
-    def forward(self, x):
-        y = super().forward(x) * (1 + self.state)
-        self.state = y.detach().mean(0)
-        return y
-
-
-class HasHistory(Counts):
-    def forward(self, x):
-        y = super().forward(x)
-        self.history.append(y.detach())
-        return y * torch.stack(self.history).mean((0, 1))
-
-
-@pytest.mark.parametrize("kind", [CountsTokens, HasState, HasHistory])
-def test_what_a_module_counts_and_appends(kind):
+def test_what_a_module_counts():
     def step(run):
-        model, x = kind(), leaf(3, 4)
+        model, x = CountsTokens(), leaf(3, 4)
         for _ in range(2):
             run(model, run(model, x)).square().sum().backward()
-        counted = torch.tensor([float(len(model.history)), 1.0])
-        return [x.grad, model.linear.weight.grad, model.tokens_per_expert, model.state, counted]
+        return [x.grad, model.linear.weight.grad, model.tokens_per_expert]
 
     assert outcome(step, theirs) in (WRONG, "CheckpointError")
     assert outcome(step, recoup.checkpoint) == RIGHT
 
 
-def sequence(kind, memory):
+def sequence(memory):
     torch.manual_seed(0)
-    stages = [kind() for _ in range(6)]
+    stages = [CountsTokens() for _ in range(6)]
     model, x = recoup.Sequential(*stages, memory=memory), leaf(3, 4)
     for _ in range(2):
         model(x).square().sum().backward()
-    counted = [torch.tensor(float(len(stage.history))) for stage in stages]
-    return [x.grad, *counted, *(stage.state for stage in stages), *model.buffers()]
+    return [x.grad, *model.buffers()]
 
 
 @pytest.mark.parametrize("memory", ["sqrt", 1])
-@pytest.mark.parametrize("kind", [CountsTokens, HasState, HasHistory])
-def test_what_stages_count_and_append(kind, memory):
-    torch.testing.assert_close(sequence(kind, memory), sequence(kind, "linear"), rtol=0, atol=0)
+def test_what_stages_count(memory):
+    torch.testing.assert_close(sequence(memory), sequence("linear"), rtol=0, atol=0)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", [CountsTokens, HasState, HasHistory])
-def test_what_planned_blocks_count_and_append(kind):
+def test_what_planned_blocks_count():
     def step(is_planned):
         torch.manual_seed(0)
-        model, x = nn.Sequential(*(kind() for _ in range(6))), leaf(3, 4)
+        model, x = nn.Sequential(*(CountsTokens() for _ in range(6))), leaf(3, 4)
         if is_planned:
             budget = recoup.plan(model, x, budget="1 GiB").least_bytes
             recoup.plan(model, x, budget=budget).apply()
         for _ in range(2):
             model(x).square().sum().backward()
-        counted = [torch.tensor(float(len(stage.history))) for stage in model]
-        return [x.grad, *counted, *(stage.state for stage in model), *model.buffers()]
+        return [x.grad, *model.buffers()]
 
     torch.testing.assert_close(step(is_planned=True), step(is_planned=False), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("is_closure", [False, True])
-def test_a_cache_of_transformers(is_closure):
+def test_a_cache_of_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -161,10 +132,7 @@ def test_a_cache_of_transformers(is_closure):
             "attention_mask": None,
         }
         layer = model.layers[0]
-        if is_closure:
-            y = run(lambda x: layer(x, past_key_values=cache, **kwargs), x)
-        else:
-            y = run(layer, x, past_key_values=cache, **kwargs)
+        y = run(layer, x, past_key_values=cache, **kwargs)
         y.square().sum().backward()
         return [x.grad, cache.layers[0].keys.detach()]
 
@@ -186,7 +154,7 @@ def test_batch_norm():
 
 
 def raises_changed(step):
-    return outcome(step, recoup.checkpoint) == ChangedError.__name__
+    return outcome(step, recoup.checkpoint) in (ChangedError.__name__, ReplayError.__name__)
 
 
 def test_a_loop_variable():

@@ -80,9 +80,9 @@ def stored():
 @pytest.mark.parametrize(
     ("build", "bound"),
     [
-        (checkpointed, 130),
-        (square_root, 570),
-        (constant, 3530),
+        (checkpointed, 66),
+        (square_root, 440),
+        (constant, 2700),
         (noisy, 80),
         (dropped_and_noisy, 170),
         (stored, 1045),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import recoup
-from recoup._core.rng import Draws, Recording, Replaying, SeededCall, draw_seed, hash_seed
-from recoup.errors import RecoupError
+from recoup._core.rng import Draws, SeededCall, draw_seed, hash_seed
+from recoup.errors import RecoupError, ReplayError
 from recoup.invertible import AdditiveCoupling, Chain, Dequantize, Logit
 from recoup.schedules import constant
 from tests.oracle import assert_same_step, loss_of_all, run_step
@@ -50,8 +51,6 @@ def test_draws_differ_from_step_to_step(memory):
     assert not torch.equal(model(x)[0], model(x)[0])
     # and from stage to stage
     network = nn.Dropout(0.5)
-    from recoup.invertible import AdditiveCoupling
-
     y, _ = Chain(AdditiveCoupling(network), AdditiveCoupling(network), memory=memory)(
         torch.ones(1, 200).double()
     )
@@ -108,8 +107,6 @@ def test_networks_that_draw_without_evaluate(both):
 
 
 def test_one_network_twice_in_a_coupling_that_draws():
-    from recoup.invertible import AdditiveCoupling
-
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double()
     model = Chain(AdditiveCoupling(network, network))
@@ -162,20 +159,34 @@ def test_other_sources_of_randomness(source):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("is_again", [False, True])
+def test_another_thread_that_draws_meanwhile(is_again):
+    """After all that the region draws itself, so that no residual shows it."""
+
+    def fn(x):
+        y = nn.functional.dropout(x, 0.5)
+        if is_again == (torch._C._current_graph_task_id() != -1):
+            thread = threading.Thread(target=torch.rand, args=(1,))
+            thread.start()
+            thread.join()
+        return y.exp().sin()
+
+    with pytest.raises(ReplayError, match=r"[Aa]nother thread draws from it"):
+        recoup.checkpoint(fn, leaf(64, 64)).sum().backward()
+
+
 # -- what is held ----------------------------------------------------------------------------------
 
 
 def held_states(model, x, monkeypatch):
     """The random states that a forward's run keeps, counted at their source."""
-    found = []
+    found, recording = [], Draws.recording
 
-    leave_recording = Recording.leave
+    def spying(self, **options):
+        found.append(self)
+        return recording(self, **options)
 
-    def spying(self, *args):
-        leave_recording(self, *args)
-        found.append(self._draws)
-
-    monkeypatch.setattr(Recording, "leave", spying)
+    monkeypatch.setattr(Draws, "recording", spying)
     loss = loss_of_all(model(x))
     states = [draws._start for draws in found if draws._start is not None]
     assert found, "no region was recorded"
@@ -259,12 +270,12 @@ def test_a_replay_repeats_seeds_and_foreign_draws_in_any_mixture():
         return values
 
     torch.manual_seed(0)
-    with Recording(draws):
+    with draws.recording():
         first = run()
     torch.manual_seed(1)
     before = torch.get_rng_state()
     for _ in range(2):
-        with Replaying(draws):
+        with draws.replaying():
             again = run()
         for got, want in zip(again, first, strict=True):
             assert torch.equal(got, want)
@@ -278,15 +289,15 @@ def test_a_first_run_within_a_second_one_writes_down_what_it_is_given():
     def run():
         inner = Draws()
         inners.append(inner)
-        with Recording(inner):
+        with inner.recording():
             first = SeededCall().run(lambda: torch.rand(2))
             return [first, torch.tensor(draw_seed()), torch.rand(2)]
 
-    with Recording(outer):
+    with outer.recording():
         first = run()
-    with Replaying(outer):
+    with outer.replaying():
         second = run()
-    with Replaying(inners[1]):
+    with inners[1].replaying():
         third = [SeededCall().run(lambda: torch.rand(2)), torch.tensor(draw_seed()), torch.rand(2)]
     for other in (second, third):
         for got, want in zip(other, first, strict=True):
@@ -320,8 +331,8 @@ def test_what_is_drawn_by_seeds_within_a_seeded_call_is_repeated_in_any_order():
     def run(order):
         return {k: calls[k].run(lambda: (draw_seed(), draw_seed())) for k in order}
 
-    with Recording(draws):
+    with draws.recording():
         first = run([0, 1])
-    with Replaying(draws):
+    with draws.replaying():
         assert run([1, 0]) == first
     assert first[0] != first[1]

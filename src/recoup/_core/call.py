@@ -6,7 +6,7 @@ Rule 1. The state of a stage is a tuple of tensors: the arguments that the stage
         tensors for a call that begins a chain. Other tensor arguments are kept with the call.
 Rule 2. The first run gets the caller's own objects, and the caller gets the objects that it
         returned. A later run gets other tensors in their places, and copies from before the first
-        run of objects that it changed (See NOTE [ The arguments of a second run ]).
+        run of objects that a run may change (a cache).
 Rule 3. A later run returns the tensors that this stage passes to the next one.
 Rule 4. A call of a module can be inverted if the module has an inverse of its first argument, and
         the stage before made all tensors in that argument. The inverse gets the other arguments as
@@ -20,26 +20,36 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from recoup._core.called_code import called_code
-from recoup._core.closures import ClosureGuard
-from recoup._core.executor import Executor
-from recoup._core.guards import mark_of
+from recoup._core.captured import parts_of
+from recoup._core.compile import is_watched, uncompiled
+from recoup._core.executor import Executor, changes_kept_input
 from recoup._core.lazy_values import HasTensor, keep
 from recoup._core.log_det_pairs import check_pair, has_inverse
-from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments, flatten_containers
-from recoup._core.saved_tensors import pair_in_force
-from recoup._core.snapshots import Snapshot, is_left_alone
-from recoup._core.stage import State, with_views
+from recoup._core.module_marks import is_in_place as is_in_place_itself
+from recoup._core.module_marks import mark_of
+from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
+from recoup._core.region import Region, State
+from recoup._core.saved_tensors import (
+    Kept,
+    as_leaves,
+    check_hooks_work,
+    is_transformed,
+    pair_in_force,
+    versions_of,
+)
+from recoup._core.shared_evaluation import answers
+from recoup._core.snapshots import copied, is_left_alone
 from recoup.errors import ReplayError, ScheduleError
 from recoup.schedules import constant
 
-__all__ = ["Call", "recomputing_executor", "run_again", "run_to_value"]
+__all__ = ["Call", "LoneRegion", "run_again", "run_to_value"]
 
 
 class Call:
@@ -51,30 +61,29 @@ class Call:
         args: its arguments.
         kwargs: its keyword arguments.
         module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
+        compares: whether what later runs make is compared with the first.
     """
 
     __slots__ = (
         "_args",
         "_fn",
-        "_is_as_given",
         "_kwargs",
         "_linked",
         "_outside",
         "_passed_by",
         "_places",
         "_returned",
-        "_snapshots",
-        "_tensors",
         "_tree",
-        "closure_guard",
+        "_tree_again",
         "code",
+        "compares",
         "has_run",
         "modules",
         "name",
         "output",
         "picks",
+        "tensors",
     )
-    part_names = ()
 
     def __init__(
         self,
@@ -83,42 +92,26 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         module: nn.Module | None = None,
+        *,
+        compares: bool = True,
     ) -> None:
         self.name = name
         self._fn = fn
         self._args = args
         self._kwargs = kwargs
-        self._tensors, self._tree = flatten_arguments(args, kwargs)
-        self._is_as_given = True  # whether the tensors are the arguments' own
+        self.tensors, self._tree = flatten_arguments(args, kwargs)
         self.has_run = False
         self._linked: Sequence[int] | None = None
         self._outside: list[tuple[int, HasTensor, bool]] = []
         self._places: list[int] | None = None  # where each tensor is first, if one is there twice
-        self._snapshots: dict[int, Snapshot] = {}
         self.picks: Sequence[int] | None = None
         self.output: Any = None
         self._returned: tuple[list[weakref.ref[Tensor]], Tree] | None = None  # if it is inverted
         self._passed_by: list[HasTensor | None] = []  # of these tensors; None if in the state
-        self.closure_guard: ClosureGuard | None = None
-        is_flat = self._tree.is_flat
-        given_modules = () if is_flat else self._tree.modules()
-        if module is not None:
-            self.modules = (module, *given_modules)
-            self.code: object = module
-            return
-        others = () if is_flat else self._tree.others()
-        if isinstance(fn, nn.Module):
-            self.modules = (fn, *given_modules)
-            self.code = called_code(fn, others) if others else fn
-        else:
-            self.closure_guard = ClosureGuard(fn)
-            self.modules = (*self.closure_guard.modules, *given_modules)
-            self.code = called_code(fn, others)
-
-    @property
-    def state(self) -> State:
-        """The tensors among the arguments; none after the first run."""
-        return self._tensors
+        self._tree_again = self._tree  # with copies of what a run may change
+        given = () if self._tree.is_flat else self._tree.others()
+        self.code, self.modules = parts_of(fn if module is None else module, given)
+        self.compares = compares
 
     def link(self, places: Sequence[int], *, may_run_again: bool) -> State:
         """Return the state: the tensor arguments at `places` (See Rule 1)."""
@@ -127,26 +120,22 @@ class Call:
             pair = pair_in_force()
             self._outside = [
                 (place, keep(value, f"An argument of {self.name}", pair), value.requires_grad)
-                for place, value in enumerate(self._tensors)
+                for place, value in enumerate(self.tensors)
                 if place not in places
             ]
-            # A parameter would be mistaken for the module's own (NOTE [ Regions and slots ]).
-            if any(isinstance(value, nn.Parameter) for value in self._tensors):
-                self._is_as_given = False
-                self._tensors = with_views(self._tensors)
-        return tuple(self._tensors[place] for place in places)
+        return tuple(self.tensors[place] for place in places)
 
     def is_invertible_from(self, places: Sequence[int]) -> bool:
         """Whether an inverse gives all tensors at these `places` (See Rule 4), before any run."""
         if not self._args or not isinstance(self.code, nn.Module):
             return False
         num = len(flatten(self._args[0])[0])
-        own = list(map(id, self._tensors[:num]))
+        own = list(map(id, self.tensors[:num]))
         return (
             num > 0
             and tuple(places) == tuple(range(num))
-            and len(set(map(id, self._tensors))) == len(self._tensors)
-            and not any(id(value) in own for value in self._tensors[num:])
+            and len(set(map(id, self.tensors))) == len(self.tensors)
+            and not any(id(value) in own for value in self.tensors[num:])
             and getattr(self.code, "inverts_in_backward", True)
             and has_inverse(self.code)
         )
@@ -193,10 +182,8 @@ class Call:
         tensors = state if self._linked is None else self._with_outside(state)
         if self._places is not None:  # See Rule 5
             tensors = tuple([tensors[place] for place in self._places])
-        tree = self._tree
-        if self._snapshots:
-            tree = tree.mapped(self._as_it_was)
-        outputs, _ = flatten(self._called(tree.unflatten(tensors)))
+        output = self._called(tensors if self._tree.is_flat else self._again(tensors))
+        outputs = (output,) if type(output) is Tensor else flatten(output)[0]
         return outputs if self.picks is None else tuple(outputs[i] for i in self.picks), None
 
     def inverse(self, state: State) -> State:
@@ -213,8 +200,7 @@ class Call:
                 for place, kept in enumerate(self._passed_by)
             )
         num = len(self._linked or ())
-        given_tree = self._tree.mapped(self._as_it_was) if self._snapshots else self._tree
-        given: Any = given_tree.unflatten(self._with_outside(state[:1] * num))
+        given: Any = self._again(self._with_outside(state[:1] * num))
         args: tuple[Any, ...] = given if self._tree.is_flat else given[0]
         kwargs: dict[str, Any] = {} if self._tree.is_flat else given[1]
         module: Any = self.modules[0]
@@ -245,14 +231,14 @@ class Call:
         for place, value in zip(self._linked or (), state, strict=True):
             tensors[place] = value
         for place, kept, requires_grad in self._outside:
-            tensors[place] = kept.get().detach().requires_grad_(requires_grad)
+            (tensors[place],) = as_leaves((kept.get(),), (requires_grad,))
         return tuple(value for value in tensors if value is not None)
 
     # -- the first run ---------------------------------------------------------------------
 
     def _first(self, state: State) -> State:
         self.has_run = True
-        own, self._tensors = self._tensors, ()
+        own, self.tensors = self.tensors, ()
         tensors = state
         if self._linked is not None:
             placed = list(own)
@@ -264,38 +250,70 @@ class Call:
             self._places = list(map(ids.index, ids))
         args, kwargs = self._args, self._kwargs
         self._args, self._kwargs = (), {}
-        if not self._tree.is_flat:
-            self._tree.mapped(self._take_snapshot)
-        if self._is_as_given and all(map(operator.is_, tensors, own)):
+        if not self._tree.is_flat and not all(map(is_left_alone, self._tree.others())):
+            self._tree_again = self._tree.mapped(copied)
+        if all(map(operator.is_, tensors, own)):
             given: Any = args if self._tree.is_flat else (args, kwargs)  # See Rule 2
         else:
             given = self._tree.unflatten(tensors)
-        output = self._called(given)
-        if not self._tree.is_flat:
-            if self._tree.has_containers:
-                self._check_arguments(given, tensors)
-            for snapshot in self._snapshots.values():
-                snapshot.first_run_ended()
-        self.output = output
-        return flatten(output)[0]
+        self.output = output = self._called(given)
+        return (output,) if type(output) is Tensor else flatten(output)[0]
 
-    def _take_snapshot(self, leaf: object) -> object:
-        if not is_left_alone(leaf):
-            self._snapshots[id(leaf)] = Snapshot(leaf, self.name)
-        return leaf
+    def _again(self, tensors: State) -> Any:
+        """Return the arguments of a later run (See Rule 2)."""
+        tree, first = self._tree_again, self._tree
+        return (tree if tree is first else tree.mapped(copied)).unflatten(tensors)
 
-    def _as_it_was(self, leaf: object) -> object:
-        snapshot = self._snapshots.get(id(leaf))
-        return leaf if snapshot is None else snapshot.for_a_run()
 
-    def _check_arguments(self, given: Any, tensors: Sequence[Tensor]) -> None:
-        now, tree = flatten_containers(given)
-        same = len(now) == len(tensors) and all(map(operator.is_, now, tensors))
-        if not same or not self._tree.matches(tree):
-            raise ReplayError(
-                f"{self.name} changes a list or dict among its arguments, which a second run would "
-                "do again. Return what it adds, and add it outside."
-            )
+class LoneRegion(Region):
+    """The region of a single call: it keeps its input, and needs no schedule to run again.
+
+    Args:
+        call: the call.
+        stops: whether a later run may end with the last residual.
+    """
+
+    __slots__ = ("_kept", "_stops", "lock")
+
+    def __init__(self, call: Call, *, stops: bool) -> None:
+        super().__init__(call, call.tensors)
+        self._stops = stops
+        self.lock = threading.RLock()
+        self._kept: list[HasTensor] = []
+        pair = pair_in_force()
+        name = f"The input of {call.name}"
+        for value in call.tensors:
+            is_plain = type(value) is Tensor
+            self._kept.append(Kept(value, name, pair) if is_plain else keep(value, name, pair))
+
+    def run(self, call: Call) -> Any:
+        """Run the call for the first time, and return its result."""
+        state = call.tensors
+        is_in_place = isinstance(call.code, nn.Module) and is_in_place_itself(call.code)
+        if is_in_place:
+            state = tuple([value.clone() for value in state])
+        self.record(state, self)
+        if self.changes_input and not is_in_place:
+            raise changes_kept_input(call)
+        output, call.output = call.output, None  # it may hold a reference to the call
+        return output
+
+    def fill_slots(self, index: int) -> None:
+        """Run the call again from its input."""
+        state = self.inputs if self._inputs_again is not None else None
+        if state is None:
+            values: list[Tensor] = []
+            for kept in self._kept:  # the pair beneath may give it once only (torch's checkpoint)
+                value = kept.get()
+                is_plain = type(value) is Tensor or not isinstance(value, nn.Parameter)
+                values.append(value.detach() if is_plain else value)
+            state = self._inputs_again = tuple(values)
+            self._input_versions = versions_of(state)
+        try:
+            self.fill(state, needs_output=not self._stops)
+        except BaseException:
+            self.inputs = None
+            raise
 
 
 def run_again(call: Call, *, stops: bool = True) -> Any:
@@ -305,17 +323,26 @@ def run_again(call: Call, *, stops: bool = True) -> Any:
         call: the call to run.
         stops: whether the second run may end with the last residual.
     """
-    state, _ = recomputing_executor(stops).execute((call,), call.state)
-    return call.take_output(state)
+    if is_transformed():
+        check_hooks_work()
+    if answers.answer is not None:  # the region around it owns every residual
+        call.forward(call.tensors)
+        return call.output
+    if is_watched():
+        return uncompiled(_run_again)(call, stops)
+    return LoneRegion(call, stops=stops).run(call)
+
+
+def _run_again(call: Call, stops: bool) -> Any:
+    return LoneRegion(call, stops=stops).run(call)
 
 
 def run_to_value(call: Call) -> Any:
     """Run `call` as `run_again` does, without keeping its result either."""
-    state, _ = recomputing_executor(stops=True).execute_to_values((call,), call.state)
+    state, _ = _executor().execute_to_values((call,), call.tensors)
     return call.take_output(state)
 
 
 @functools.cache
-def recomputing_executor(stops: bool) -> Executor:
-    """Return the executor of one call that is recomputed in backward."""
-    return Executor(constant(["recompute"]), stops=stops)
+def _executor() -> Executor:
+    return Executor(constant(["recompute"]))

@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from recoup._core.called_code import called_code
-from recoup._core.closures import ClosureGuard
+from recoup._core.captured import parts_of
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
-from recoup._core.guards import mark_of
 from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
+from recoup._core.module_marks import mark_of
 from recoup._core.pytree import BARE, Tree, flatten
-from recoup._core.stage import State
+from recoup._core.region import State
 from recoup.errors import NotInvertibleError, ReplayError
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
@@ -64,12 +63,22 @@ def executor_for(
     return executor
 
 
-def run_through(executor: Executor, callables: Mapping[str, Any], value: Any) -> Any:
-    """Call each of the callables in order; backward follows the schedule."""
+def run_through(
+    executor: Executor, callables: Mapping[str, Any], value: Any, *, compares: bool = True
+) -> Any:
+    """Call each of the callables in order; backward follows the schedule.
+
+    Args:
+        executor: the executor of the schedule.
+        callables: the callables in order, by their names in error messages.
+        value: the input of the first one.
+        compares: whether what later runs make is compared with the first.
+    """
     state, tree = flatten(value)
     trees = [tree] * (len(callables) + 1)
     stages = [
-        _CallableStage(index, name, fn, trees) for index, (name, fn) in enumerate(callables.items())
+        _CallableStage(index, name, fn, trees, compares)
+        for index, (name, fn) in enumerate(callables.items())
     ]
     state, _ = executor.execute(stages, state)
     return trees[-1].unflatten(state)
@@ -102,26 +111,20 @@ class _CallableStage:
         "_index",
         "_returns_log_det",
         "_trees",
-        "closure_guard",
         "code",
+        "compares",
         "modules",
         "name",
     )
-    part_names = ()
 
-    def __init__(self, index: int, name: str, fn: Any, trees: list[Tree]) -> None:
+    def __init__(self, index: int, name: str, fn: Any, trees: list[Tree], compares: bool) -> None:
         self._index = index
         self._fn = fn
         self._trees = trees
         self.name = name
-        self.closure_guard: ClosureGuard | None = None
-        self.modules: tuple[nn.Module, ...] = (fn,)
-        self.code: object = fn
+        self.compares = compares
+        self.code, self.modules = (fn, [fn]) if isinstance(fn, nn.Module) else parts_of(fn)
         self._returns_log_det = mark_of(fn, "returns_log_det")
-        if not isinstance(fn, nn.Module):
-            self.closure_guard = ClosureGuard(fn)
-            self.modules = self.closure_guard.modules
-            self.code = called_code(fn)
 
     def forward(self, state: State) -> tuple[State, Tensor | None]:
         trees, index = self._trees, self._index

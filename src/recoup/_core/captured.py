@@ -7,19 +7,19 @@ in its buffers once; what a second run makes is compared either way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import FunctionType, MethodType
-from typing import Any
+from collections.abc import Callable, Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-__all__ = ["captured_by", "modules_of"]
+__all__ = ["captured_by", "parts_of"]
 
 
 def captured_by(fn: Callable[..., Any]) -> list[Any]:
-    """Return the values in the closure, the owner or the parts of a callable, and itself if a module.
+    """Return the values in the closure, the owner or the parts of a callable; or a module itself.
 
-    Of the globals that a function names, modules and tensors are returned.
+    Of the globals that a function names, modules, tensors and containers are returned.
     """
     if isinstance(fn, nn.Module):
         return [fn]
@@ -39,14 +39,55 @@ def captured_by(fn: Callable[..., Any]) -> list[Any]:
             continue
     for name in fn.__code__.co_names:
         value = fn.__globals__.get(name)
-        if isinstance(value, nn.Module | Tensor):
+        if isinstance(value, nn.Module | Tensor | list | tuple | dict):
             found.append(value)
     return found
 
 
-def modules_of(fn: Callable[..., Any]) -> list[nn.Module]:
-    """Return the modules among the values that a callable holds, each once."""
+def parts_of(fn: Any, others: Iterable[Any] = ()) -> tuple[object, list[nn.Module]]:
+    """Return what stands for the code that a callable runs, and the modules that it holds.
+
+    Args:
+        fn: a function, module or other callable.
+        others: its arguments, which may be modules and functions, too.
+    """
+    if isinstance(fn, nn.Module) and not others:
+        return fn, [fn]
+    code = fn.__code__ if isinstance(fn, FunctionType) else _code_of(fn)
+    modules: dict[nn.Module, None] = {}
+    codes: list[object] = []
+    for value in (*captured_by(fn), *others):
+        several: Any = value
+        if isinstance(value, dict):
+            several = cast("dict[Any, Any]", value).values()
+        elif not isinstance(value, (tuple, list)):
+            several = (value,)
+        for each in cast("Iterable[Any]", several):
+            if isinstance(each, nn.Module):
+                modules[each] = None
+            elif isinstance(each, (FunctionType, MethodType, functools.partial)):
+                codes.append(_code_of(each))
+    return _joint(code, *codes) if codes else code, list(modules)
+
+
+def _code_of(fn: Any) -> object:
+    """Return a module itself; of other callables their code, or their type."""
+    while isinstance(fn, functools.partial):
+        fn = cast("Any", fn).func
     if isinstance(fn, nn.Module):
-        return [fn]
-    found = [value for value in captured_by(fn) if isinstance(value, nn.Module)]
-    return list(dict.fromkeys(found))
+        return fn
+    if isinstance(fn, MethodType):
+        fn = fn.__func__
+    if isinstance(fn, BuiltinFunctionType):
+        return fn
+    return getattr(fn, "__code__", cast("Any", type)(fn))
+
+
+class _Joint:
+    """An object that stands for the code of several functions, of which one calls the others."""
+
+
+@functools.cache
+def _joint(*codes: object) -> _Joint:
+    del codes
+    return _Joint()

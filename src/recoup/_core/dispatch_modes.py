@@ -1,4 +1,4 @@
-"""Dispatch modes as contexts that are restored even if they are cut off."""
+"""Dispatch modes as contexts that leave no mode and no flag of torch behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.compile import never_compiled
-from recoup._core.restoring import Restoring
 
 __all__ = ["DispatchMode", "InMode", "PassingMode", "compiles_nothing", "num_dispatch_modes"]
 
@@ -60,7 +59,7 @@ class PassingMode(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class InMode(Restoring):
+class InMode:
     """A context in which a dispatch mode is active.
 
     Args:
@@ -70,43 +69,43 @@ class InMode(Restoring):
     __slots__ = ("_mode", "_num_around")
 
     def __init__(self, mode: TorchDispatchMode) -> None:
-        super().__init__()
         self._mode = mode
-        self._num_around = -1
+        self._num_around = 0
 
     def __enter__(self) -> Any:
         with _lock:
             if not _active:
                 _found[:] = [getattr(dispatch, name) for name in _FLAGS]
-            self._num_around = _modes._len_torch_dispatch_stack()
+            self._num_around = num_dispatch_modes()
             _active.add(id(self))
             self._mode.__enter__()
         return self._mode
 
-    def restore(self) -> None:
-        if self._num_around < 0:
-            return
-        while _modes._len_torch_dispatch_stack() > self._num_around:
-            _modes._pop_torch_dispatch_stack(None)
-        self._restore_flags()
-        self._num_around = -1
-
-    def leave(self, kind: Any, value: Any, traceback: Any) -> bool | None:
-        if kind is not None:
-            self.restore()
-        elif self._num_around >= 0:
-            with _lock:
-                self._mode.__exit__(kind, value, traceback)
-                self._restore_flags()
-            self._num_around = -1
-
-    def _restore_flags(self) -> None:
+    @never_compiled
+    def __exit__(self, *error: Any) -> None:
         with _lock:
+            # Where a forward raises, torch 2.11 leaves the modes of its checkpoints on the stack.
+            while num_dispatch_modes() > self._num_around + 1:
+                _modes._pop_torch_dispatch_stack(None)
+            if num_dispatch_modes() > self._num_around:
+                self._mode.__exit__(*error)
             _active.discard(id(self))
-            if _active:
-                return
-            for name, flag in zip(_FLAGS, _found, strict=True):
-                setattr(dispatch, name, flag)
-            tell: Any = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
-            if tell is not None:
-                tell(getattr(dispatch, "_is_in_any_mode_without_ignore_compile_internals", False))
+            if not _active:
+                _restore_flags()
+
+    # What contexts call that are not plain ones yet.
+
+    def leave(self, *error: Any) -> None:
+        InMode.__exit__(self, *error)
+
+    def restore(self) -> None:
+        if id(self) in _active:
+            InMode.__exit__(self, None, None, None)
+
+
+def _restore_flags() -> None:
+    for name, flag in zip(_FLAGS, _found, strict=True):
+        setattr(dispatch, name, flag)
+    tell: Any = getattr(dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+    if tell is not None:
+        tell(getattr(dispatch, "_is_in_any_mode_without_ignore_compile_internals", False))

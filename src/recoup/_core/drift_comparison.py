@@ -1,15 +1,12 @@
 """Drift comparison: the states that inverses return against those of forward.
 
-NOTE [ Sketches ]
+NOTE [ Compared states ]
 
-Rule 1. Forward keeps a sketch of the input of each inverted stage: eight sums of its values under
-        random signs. The difference of two sketches has the length of the difference of the two
-        values, on average over the signs; so it estimates the distance between the inverse's
-        result and the original to a factor of three.
-Rule 2. Reading all of a large tensor would cost too much: a sketch samples 256 runs of eight
-        values, spread evenly, at positions that move from stage to stage. The signs come from a
-        fixed seed and are made again in backward. Each value has its own sign: a wrong inverse may
-        be off by a constant everywhere, which signs shared by runs could cancel.
+Rule 1. Forward keeps a sketch of the input of each inverted stage (NOTE [ A sketch ]). The length
+        of the difference of two sketches estimates the distance between what the inverse returns
+        and the original.
+Rule 2. A state that was too far off and is computed again from a kept one must be that of forward,
+        but for rounding. Else the code is another one by now, which is an error.
 Rule 3. A state is compared before autograd uses anything computed from it, or the gradient of one
         stage would be wrong before the drift is found. Where the last backward was far within the
         tolerance, only every fourth stage is compared, and the last of each run of inverses, since
@@ -26,20 +23,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recoup._core.autocast_off import without_autocast
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.random_sources import own_generator
+from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 
 __all__ = ["DriftComparison"]
 
-_NUM_RUNS, _RUN = 256, 8
 _EVERY = 4
-_SEED = 0
 
 
 class DriftComparison:
@@ -55,7 +48,6 @@ class DriftComparison:
         "_every",
         "_guard",
         "_inverted",
-        "_is_autocast",
         "_least",
         "_not_inverted",
         "_num_skipped",
@@ -63,7 +55,6 @@ class DriftComparison:
         "_owes",
         "_sketches",
         "_sum",
-        "_tables",
         "_top",
     )
 
@@ -75,9 +66,7 @@ class DriftComparison:
         self._every = _EVERY if guard._is_calm(self._num_stages) else 1
         self._num_skipped = 0
         self._owes = False  # whether the last stage passed on tensors that were not sketched
-        self._sketches: dict[int, tuple[Tensor | list[float] | None, ...]] = {}
-        self._tables: dict[tuple[object, ...], _Table | None] = {}
-        self._is_autocast = _is_autocast()
+        self._sketches: dict[int, tuple[Sketch | None, ...]] = {}
         self._errors: dict[int, float] = {}
         self._sum = 0.0
         self._least = 0.0  # the largest machine epsilon of the states
@@ -105,20 +94,16 @@ class DriftComparison:
         is_enough = is_always or self._every == 1
         passed = {id(value) for value in output} if is_enough else set[int]()
         self._owes = any(id(value) in passed for value in state)
-        sketches = (None if id(v) in passed else self._sketch(index, v) for v in state)
-        # On other devices this would wait for the numbers.
         self._sketches[index] = tuple(
-            _numbers(sketch) if sketch is not None and sketch.is_cpu else sketch
-            for sketch in sketches
+            [None if id(value) in passed else _sketch_of(value) for value in state]
         )
 
     def end_forward(self, lowest: int) -> None:
-        """Free the signs until backward (See Rule 2).
+        """Note where backward ends.
 
         Args:
             lowest: the lowest stage that backward can reach; those below are not inverted.
         """
-        self._tables.clear()
         self._not_inverted = tuple(index for index in self._inverted if index < lowest)
 
     def begin_backward(self) -> None:
@@ -128,7 +113,6 @@ class DriftComparison:
         self._num_skipped = 0
         self._guard.errors = self._errors
         self._guard._num_recomputed = 0
-        self._is_autocast = _is_autocast()
 
     def mark_exact(self, index: int) -> None:
         """Note that the working state at `index` is exact: kept or recomputed."""
@@ -168,67 +152,38 @@ class DriftComparison:
         self._guard._say_if_most_are_kept(self._num_stages)
         return spacing
 
+    def is_exact(self, index: int, state: tuple[Tensor, ...]) -> bool:
+        """Whether a state that was computed again is that of forward (See Rule 2)."""
+        pairs = zip(self._sketches.get(index, ()), state, strict=False)
+        return all(
+            sketch is None or _distance(sketch, value) <= tolerance_of(value.dtype)
+            for sketch, value in pairs
+        )
+
     def _error_of(self, index: int, state: tuple[Tensor, ...]) -> float:
         """Return the largest relative error of a tensor of `state` that was finite in forward."""
         worst = 0.0
         for sketch, value in zip(self._sketches.get(index, ()), state, strict=False):
-            again = None if sketch is None else self._sketch(index, value)
-            if sketch is None or again is None:
-                continue
-            before = _numbers(sketch) if isinstance(sketch, Tensor) else sketch
-            after = _numbers(again)
-            was, difference = math.hypot(*before), math.dist(before, after)
-            if math.isfinite(was):
-                error = difference / was if was > 0 else difference
-                worst = max(worst, math.inf if math.isnan(error) else error)
+            if sketch is not None and value.is_floating_point():
+                worst = max(worst, _distance(sketch, value))
                 self._least = max(self._least, torch.finfo(value.dtype).eps)
         return worst
 
-    def _sketch(self, index: int, value: Tensor) -> Tensor | None:
-        key = (value.shape, value.dtype, value.device)
-        if key not in self._tables:
-            self._tables[key] = _table_for(value)
-        table = self._tables[key]
-        if table is None or value.layout is not torch.strided:
-            return None
-        value = value.detach()
-        if not value.is_contiguous():
-            value = value.contiguous()
-        start = value.storage_offset() + index * table.size[0] % table.num_starts
-        sample = value.as_strided(table.size, table.stride, start)
-        if not (table.is_half or self._is_autocast):
-            return (sample * table.signs).sum(1)
-        with without_autocast(value.device.type):
-            return (sample.to(table.signs.dtype) * table.signs).sum(1)
+
+def _sketch_of(value: Tensor) -> Sketch | None:
+    """Return the sketch of a state: an inverse may deliver it in another layout in memory."""
+    is_plain = value.layout is torch.strided and not value.is_contiguous()
+    return sketch_of(value.detach().contiguous() if is_plain else value)
 
 
-class _Table(NamedTuple):
-    """The sampling of tensors of one shape, dtype and device (See Rule 2)."""
-
-    size: tuple[int, int]
-    stride: tuple[int, int]
-    num_starts: int
-    is_half: bool
-    signs: Tensor
-
-
-def _table_for(value: Tensor) -> _Table | None:
-    if not value.is_floating_point() or not value.numel():
-        return None
-    run = min(_RUN, value.numel())
-    num_runs = min(_NUM_RUNS, value.numel() // run)
-    every = value.numel() // num_runs
-    is_half = value.dtype not in (torch.float32, torch.float64)
-    generator = own_generator(value.device, _SEED)
-    signs = torch.randint(2, (run, num_runs), generator=generator, device=value.device)
-    signs = signs.mul_(2).sub_(1).to(torch.float32 if is_half else value.dtype)
-    return _Table((run, num_runs), (1, every), every - run + 1, is_half, signs)
-
-
-def _numbers(sketch: Tensor) -> list[float]:
-    numbers: Any = sketch
-    return numbers.tolist()
-
-
-def _is_autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+def _distance(sketch: Sketch, value: Tensor) -> float:
+    """Return the distance of a tensor from the sketched one, over the length of that."""
+    again = _sketch_of(value)
+    if again is None:
+        return 0.0
+    before, after = numbers_of(sketch), numbers_of(again)
+    was, distance = math.hypot(*before), math.dist(before, after)
+    if not math.isfinite(was):
+        return 0.0
+    error = distance / was if was > 0 else distance
+    return math.inf if math.isnan(error) else error

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, get_args
 
-from recoup._core.restoring import Undoing, restoring
 from recoup.errors import DriftError
 from recoup.schedules import Way
 
@@ -46,9 +45,9 @@ _MARGIN = 2.0
 class DriftGuard:
     """The policy for inverses that drift in backward, and a record of their errors.
 
-    Kept for backward: eight numbers a stage and tensor of its state, and, where the guard
+    Kept for backward: sixteen numbers a stage and tensor of its state, and, where the guard
     recomputes, the first state of the chain and those it has learned to keep. Backward pays for
-    comparing a sample of each state, and where errors were too large, for a recomputation. A guard
+    comparing each state, and where errors were too large, for a recomputation. A guard
     is for one chain, whose errors it remembers.
 
     Args:
@@ -280,12 +279,13 @@ class _Strict:
     is_on = False
 
 
-@restoring
+@contextmanager
 def _strict() -> Generator[None]:
-    with Undoing() as undo:
-        undo.later(setattr, _Strict, "is_on", _Strict.is_on)
-        _Strict.is_on = True
+    before, _Strict.is_on = _Strict.is_on, True
+    try:
         yield
+    finally:
+        _Strict.is_on = before
 
 
 Drift = Otherwise | DriftGuard

@@ -15,15 +15,14 @@ Rule 4. The last state may itself be a value that is not kept: a second run of t
 Rule 5. Stages may be entered one at a time, by user code.
 Rule 6. Stages that the schedule always treats alike run as one stage: a segment of `sqrt` is one
         region, and its states are not handed over one by one.
-Rule 7. A single stage that is recomputed (a checkpointed call) needs no walk through its schedule,
-        which is to keep its input, run, load the input, and tape.
-Rule 8. A value that a stage returns and that is not kept could be made again by that stage alone.
+Rule 7. A value that a stage returns and that is not kept could be made again by that stage alone.
         Where the schedule keeps it as a state, the tensor itself is kept: that stage cannot be run
         again in the middle of loading a state.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -33,20 +32,26 @@ from torch import Tensor
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_comparison import DriftComparison
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.lazy_values import HasTensor, Source, as_value, keep
+from recoup._core.inverted_region import InvertedRegion
+from recoup._core.lazy_values import Source, as_value, keep
 from recoup._core.memory_layout import geometry_of, laid_out
+from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.restoring import new_lock
+from recoup._core.region import Region, Stage, State, is_marked_in_place
 from recoup._core.reversal import Forward, Reversal
-from recoup._core.saved_tensors import Kept, check_hooks_work, pair_in_force, storage_address
+from recoup._core.saved_tensors import (
+    Kept,
+    check_hooks_work,
+    pair_in_force,
+    storage_address,
+)
 from recoup._core.shared_evaluation import is_answered
-from recoup._core.stage import Stage, StageRun, State, is_marked_in_place
 from recoup._core.stage_group import grouped, ungrouped
 from recoup.errors import ReplayError, ScheduleError
-from recoup.schedules import Drop, Offload, Schedule, constant
+from recoup.schedules import Drop, Offload, Schedule
 from recoup.schedules.grouping import groups_of, on_groups
 
-__all__ = ["Executor", "Result", "Run"]
+__all__ = ["Executor", "Result", "Run", "changes_kept_input"]
 
 Result = tuple[State, list[Tensor | None]]
 
@@ -60,7 +65,7 @@ class Executor:
         guard: the drift guard of the chain; None if inverses are not checked.
     """
 
-    __slots__ = ("_groups", "_is_single", "_on_groups", "guard", "prepared")
+    __slots__ = ("_groups", "_on_groups", "guard", "prepared")
 
     def __init__(
         self, schedule: Schedule, *, stops: bool = True, guard: DriftGuard | None = None
@@ -68,7 +73,6 @@ class Executor:
         self.prepared = Prepared(schedule, stops=stops)
         self.guard = guard if self.prepared.inverted else None
         self._groups = groups_of(schedule)
-        self._is_single = schedule.actions == constant(["recompute"]).actions  # See Rule 7
         self._on_groups: Prepared | None = None  # See Rule 6
         if len(self._groups) < schedule.num_stages and not self.prepared.inverted:
             self._on_groups = Prepared(on_groups(schedule, self._groups), stops=stops)
@@ -94,11 +98,9 @@ class Executor:
         if is_answered():
             return _run_plainly(stages, state)  # the region around it owns every residual
         sweep = uncompiled(_sweep) if is_watched() else _sweep
-        if self._is_single:
-            single = _SingleRun(needs_output=0 in self.prepared.tapes_that_go_on)
-            return sweep(single, stages, state)
-        if self._on_groups is None or (groups := grouped(stages, self._groups)) is None:
+        if self._on_groups is None:
             return sweep(Run(self.prepared, self.guard), stages, state)
+        groups = grouped(stages, self._groups)
         state, of_groups = sweep(Run(self._on_groups, None), groups, state)
         return state, ungrouped(of_groups, groups)
 
@@ -119,7 +121,7 @@ def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
     return state, beside
 
 
-def _sweep(run: Run | _SingleRun, stages: Sequence[Stage], state: State) -> Result:
+def _sweep(run: Run, stages: Sequence[Stage], state: State) -> Result:
     return run.sweep(stages, state)
 
 
@@ -132,16 +134,22 @@ def _sweep_to_values(run: Run, stages: Sequence[Stage], state: State) -> Result:
 class _Output(Source):
     """A tensor of the last state, made by running the last stage again (See Rule 4)."""
 
-    __slots__ = ("_geometry", "_run")
+    __slots__ = ("_geometry", "_outcome", "_run")
 
     def __init__(self, run: Run, name: str, output: Tensor) -> None:
         super().__init__(name, run.lock)
         self._run = run
         self._geometry = geometry_of(output)
+        self._outcome: Outcome = {}
+        if run.last.stage.compares:
+            self._outcome = outcome_of([(0, output, output._version)], ())
 
     def take(self, output: Tensor) -> None:
         # Outer hooks may have returned the inputs in another memory layout.
-        self.give(laid_out(output, self._geometry))
+        output = laid_out(output, self._geometry)
+        if self._outcome:
+            compare(self._outcome, [(0, output)], (), self._run.last.surroundings)
+        self.give(output)
 
     def make(self) -> None:
         self._run.fill_slots(self._run.num_stages - 1)
@@ -164,13 +172,21 @@ class Run:
         self._forward = Forward(schedule, drift)
         self._reversal: Reversal | None = None  # until backward begins
         self._storages: set[int] = set()  # of the states that are kept
-        self.lock = new_lock()
+        self.lock = threading.RLock()
 
     def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index`, in backward or before forward has ended."""
         if self._reversal is None and self._forward.has_ended:
             self._reversal = Reversal(self._forward)
         (self._reversal or Reversal(self._forward)).fill_slots(index)
+
+    @property
+    def last(self) -> Region:
+        """The record of the last stage, which runs again."""
+        found = self._forward.runs[-1]
+        if found is None:
+            raise ScheduleError("The schedule does not run the last stage again.")
+        return found
 
     @property
     def num_stages(self) -> int:
@@ -210,7 +226,7 @@ class Run:
             return self._record(index, state)
         if not step.is_run_again:
             return stage.forward(state)
-        run = forward.runs[index] = StageRun(stage, state, index, is_inverted=False)
+        run = forward.runs[index] = Region(stage, state, index)
         return run.tape(state)
 
     def end(self, state: State) -> None:
@@ -233,7 +249,7 @@ class Run:
     def _lowest_wanted(self) -> int:
         """The lowest stage whose residuals autograd may still need."""
         for index, run in enumerate(self._forward.runs):
-            if run is not None and run.is_wanted:
+            if run is not None and run.are_wanted:
                 return index
         return len(self._forward.runs)
 
@@ -257,7 +273,7 @@ class Run:
         self._storages.update(map(storage_address, state))
         if index == 0:
             self._forward.kept[0] = tuple([keep(value, name, pair) for value in state])
-        else:  # See Rule 8
+        else:  # See Rule 7
             self._forward.kept[index] = tuple([Kept(value, name, pair) for value in state])
 
     def _spared(self, state: State) -> State:
@@ -269,13 +285,14 @@ class Run:
         forward = self._forward
         stage = forward.stages[index]
         is_inverted = index in forward.schedule.inverted
-        run = forward.runs[index] = StageRun(stage, state, index, is_inverted=is_inverted)
+        kind = InvertedRegion if is_inverted else Region
+        run = forward.runs[index] = kind(stage, state, index)
         result = run.record(state, self)
         if is_inverted and forward.drift is not None and not run.changes_input:
             is_always = getattr(stage, "is_one_call", False)
             forward.drift.sketch_input(index, state, result[0], is_always=is_always)
         if run.changes_input and index in forward.kept and not is_marked_in_place(stage):
-            raise _changes_kept_input(stage)
+            raise changes_kept_input(stage)
         return result
 
     def as_value(self, place: int, value: Tensor, given: set[int]) -> Tensor:
@@ -288,54 +305,7 @@ class Run:
         return as_value(value.view_as(value), source)
 
 
-class _SingleRun:
-    """One forward of a single stage, which backward recomputes from its input (See Rule 7).
-
-    Args:
-        needs_output: whether a second run goes on to its end.
-    """
-
-    __slots__ = ("_kept", "_needs_output", "_run", "lock")
-
-    _run: StageRun
-
-    def __init__(self, *, needs_output: bool) -> None:
-        self._needs_output = needs_output
-        self._kept: list[HasTensor] = []
-        self.lock = new_lock()
-
-    def sweep(self, stages: Sequence[Stage], state: State) -> tuple[State, list[Any]]:
-        """Run the stage."""
-        (stage,) = stages
-        name, pair = f"The input of {stage.name}", pair_in_force()
-        self._kept = [keep(value, name, pair) for value in state]
-        is_in_place = is_marked_in_place(stage)
-        if is_in_place:
-            state = tuple(value.clone() for value in state)
-        run = self._run = StageRun(stage, state, 0, is_inverted=False)
-        state, beside = run.record(state, self)
-        if run.changes_input and not is_in_place:
-            raise _changes_kept_input(stage)
-        for kept in self._kept:
-            kept.check("before forward had ended")
-        return state, [beside]
-
-    def fill_slots(self, index: int) -> None:
-        """Fill the slots of the stage."""
-        del index
-        run = self._run
-        state = run.inputs
-        if state is None:
-            # The pair beneath may give it once only (torch's checkpoint does).
-            state = run.inputs = tuple([kept.get().detach() for kept in self._kept])
-        try:
-            run.fill(state, needs_output=self._needs_output)
-        except BaseException:
-            run.inputs = None
-            raise
-
-
-def _changes_kept_input(stage: Stage) -> ReplayError:
+def changes_kept_input(stage: Stage) -> ReplayError:
     return ReplayError(
         f"{stage.name} changes its input in place, but the schedule keeps that input. "
         "Let it change a clone (for an activation, set inplace=False)."

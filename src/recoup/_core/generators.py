@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from recoup._core.restoring import Restoring
-
 __all__ = [
     "States",
     "fingerprint",
+    "generator_at_hand",
     "generator_states",
     "generators_restored",
+    "hash_of",
+    "own_generator",
     "same_states",
     "seed_generators",
     "set_generator_states",
@@ -71,23 +73,47 @@ def fingerprint() -> int:
     return hash(ctypes.string_at(state.data_ptr(), state.numel()))
 
 
-class generators_restored(Restoring):  # noqa: N801 - it reads as what it does
+def hash_of(states: States) -> int:
+    """Return a hash of the states of generators."""
+    return hash(tuple(ctypes.string_at(each.data_ptr(), each.numel()) for each in states))
+
+
+class generators_restored:  # noqa: N801 - it reads as what it does
     """A context after which the default generators have the states from before it.
 
     Attributes:
         states: the states that they will have.
     """
 
-    states: States | None = None
+    states: States
 
     def __enter__(self) -> Self:
         self.states = generator_states()
         return self
 
-    def restore(self) -> None:
-        if self.states is not None:
-            set_generator_states(self.states)
-            self.states = None
+    def __exit__(self, *error: object) -> None:
+        set_generator_states(self.states)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+
+_local = _Local()
+
+
+def generator_at_hand(device: torch.device, seed: int) -> torch.Generator:
+    """Return a generator of this thread seeded with `seed`, to draw with at once."""
+    generator = _local.generators.get(device)
+    if generator is None:
+        _local.generators[device] = generator = torch.Generator(device)
+    return generator.manual_seed(seed)
+
+
+def own_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a new generator seeded with `seed`."""
+    return torch.Generator(device).manual_seed(seed)
 
 
 def with_seed(call: Callable[[], T], seed: int) -> T:

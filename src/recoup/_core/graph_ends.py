@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from recoup._core.pytree import flatten
-from recoup._core.restoring import Undoing, restoring
 
 __all__ = ["Ends", "ends_of", "hidden_leaves", "nodes_of", "when_node_runs"]
 
@@ -69,7 +69,7 @@ def when_node_runs(node: Any, call: Callable[[int], None]) -> None:
     node.register_prehook(begins)
 
 
-@restoring
+@contextmanager
 def hidden_leaves(
     checkpoints: Iterable[Any], found: Callable[[list[Tensor]], None]
 ) -> Generator[None]:
@@ -81,11 +81,12 @@ def hidden_leaves(
     """
     nodes = [node for node in checkpoints if hasattr(node, "run_function")]
     functions = [node.run_function for node in nodes]
-    with Undoing() as undo:
-        for node, function in zip(nodes, functions, strict=True):
-            undo.later(setattr, node, "run_function", function)
+    try:
         _listen(nodes, found)
         yield
+    finally:
+        for node, function in zip(nodes, functions, strict=True):
+            node.run_function = function
 
 
 def _listen(nodes: Iterable[Any], found: Callable[[list[Tensor]], None]) -> None:

@@ -4,72 +4,48 @@ NOTE [ Tensors that are away ]
 
 Rule 1. A storage moves once, however many tensors look at it; each slot knows how its tensor does.
         So what is away is what autograd would have kept. The tensors must share one counter of
-        versions: parts that autograd takes for tensors of their own (of `unsafe_chunk`, as in
-        recurrent kernels) are written to without a trace in the others, so they stay.
-Rule 2. Until its copy has landed a tensor stays, and its version is compared then. If it was
-        changed meanwhile, the copy may have either value: asking for it is an error, as it is
-        where autograd keeps the tensor. What is changed later does not reach the copy.
-Rule 3. Bytes in flight are those of tensors that are leaving, and of tensors that arrive, or have
-        arrived, before backward asks for them. Where a tensor would exceed the bound, forward
+        versions. Parts that autograd takes for tensors of their own (of `unsafe_chunk`, as in
+        recurrent kernels) are written to without a trace in the others, so that the storage would
+        move once for each: they stay.
+Rule 2. A storage is held until its copy has been made, and its version is compared then. If it was
+        changed meanwhile, the copy may have either value: it stays, and asking for it is an error,
+        as it is where autograd keeps the tensor. What is changed later does not reach the copy.
+Rule 3. Kernels may write to a tensor that autograd has saved already: `rrelu` fills its noise. So
+        the copy of what autograd saves begins when the operator is done: at the first save after a
+        later node of the graph was made, or where forward ends.
+Rule 4. Bytes in flight are those that are being copied, and those that are coming back, or have
+        come back, before backward asks for them. Where a storage would exceed the bound, forward
         waits for those that left before it; backward asks for one at a time.
-Rule 4. Backward asks in the reverse order of forward. When it takes one tensor, those that were
+Rule 5. Backward asks in the reverse order of forward. When it takes one storage, those that were
         sent before it begin to come back, as far as the bound allows. What was sent last is still
-        here then: only a tensor that is sent, or backward asking for it, makes another one go.
-Rule 5. Autograd holds the slots, a slot what is away, that its traffic and its copy. The traffic
+        here then: only a storage that is sent, or backward asking for it, makes another one go.
+Rule 6. Autograd holds the slots, a slot what is away, that its traffic and its copy. The traffic
         holds nothing that is away, so all of it goes with the slots.
-Rule 6. If a tensor cannot be copied (the disk is full), it stays where it is, and so does every
+Rule 7. If a storage cannot be copied (the disk is full), it stays where it is, and so does every
         later one; the error is raised where forward ends, and backward would still work.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.memory_layout import Geometry, geometry_of
-from recoup._core.restoring import new_lock
-from recoup._core.saved_tensors import backward_id, set_versions, version_of, when_backward_ends
+from recoup._core.memory_layout import geometry_of
+from recoup._core.saved_tensors import (
+    backward_id,
+    num_nodes,
+    set_versions,
+    version_of,
+    when_backward_ends,
+)
 from recoup._core.tiers import Arrival, Copy, Tier, flat
 from recoup.errors import ChangedError, OffloadError
 
-__all__ = ["Away", "Traffic", "can_move"]
-
-
-def can_move(tensor: Tensor) -> bool:
-    """Whether `tensor` may be away: it is an ordinary tensor, and nothing else keeps it."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        return False  # a parameter is alive anyway; other subclasses have memory of their own
-    if tensor.is_conj() or tensor.is_neg():
-        return False  # the storage holds other numbers
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
-        return False
-    return _covers_storage(base)  # See Rule 1
-
-
-def _covers_storage(tensor: Tensor) -> bool:
-    """Whether the entries of `tensor` span its storage."""
-    if not tensor.numel() or tensor.storage_offset():
-        return False
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize == tensor.untyped_storage().nbytes()
-
-
-def _share_counter(a: Tensor, b: Tensor) -> bool:
-    """Whether a change of one tensor counts as one of the other: `.data` has its own counter."""
-    version = version_of(a)
-    if a.is_inference() or b.is_inference() or version_of(b) != version:
-        return False
-    set_versions((a,), (version + 1,))
-    try:
-        return version_of(b) == version + 1
-    finally:
-        set_versions((a,), (version,))
+__all__ = ["Away", "Traffic"]
 
 
 class Away:
@@ -84,8 +60,8 @@ class Away:
 
     def __init__(self, parcel: _Parcel, tensor: Tensor) -> None:
         self._parcel = parcel
-        self._dtype: torch.dtype = tensor.dtype
-        self._geometry: Geometry = geometry_of(tensor)
+        self._dtype = tensor.dtype
+        self._geometry = geometry_of(tensor)
 
     @never_compiled
     def get(self) -> Tensor:
@@ -102,83 +78,47 @@ class Away:
 class _Parcel:
     """A storage that is away, or on its way (See Rule 1)."""
 
-    __slots__ = (
-        "__weakref__",
-        "arrival",
-        "back",
-        "copy",
-        "is_changed",
-        "is_shared",
-        "name",
-        "num_bytes",
-        "place",
-        "tensor",
-        "traffic",
-        "version",
-        "whole",
-        "witness_back",
-        "witness_sent",
-    )
-
-    def __init__(self, traffic: Traffic, tensor: Tensor, name: str) -> None:
+    def __init__(self, traffic: Traffic, tensor: Tensor, name: str, place: int) -> None:
         self.traffic = traffic
         self.name = name
-        self.tensor: Tensor | None = tensor.detach()  # shares the version counter (See Rule 2)
-        self.version = version_of(tensor)
-        self.is_changed = False
-        self.witness_sent = tensor.detach()  # shares the counter, and has no memory
-        self.witness_sent.data = tensor.new_empty(0)
-        self.whole: Tensor | None = flat(tensor.untyped_storage())
-        self.num_bytes = self.whole.numel()
-        self.copy: Copy | None = None  # None where it could not be copied (See Rule 6)
-        self.arrival: Arrival | None = None
-        self.is_shared = False  # whether several slots look at it
-        self.back: weakref.ref[torch.UntypedStorage] | None = None  # the last arrival, if in use
-        self.witness_back: Tensor | None = None  # shares the version of that one, and has no memory
-        self.place = 0  # in the order in which they were sent
+        self.place = place  # in the order in which they were sent
+        self.held: torch.UntypedStorage | None = tensor.untyped_storage()  # See Rule 2
+        self.num_bytes = self.held.nbytes()
+        self.copy: Copy | None = None  # when it has been made
+        self.lies_in(tensor)
+
+    def lies_in(self, tensor: Tensor) -> None:
+        """Remember that `tensor` has the value of the storage, for as long as it is alive."""
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._version = version_of(tensor)
+        self._witness = _in_counter_of(tensor, tensor.new_empty(0))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor with the value was changed in place."""
+        return version_of(self._witness) != self._version
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether the copy has the value of a tensor with the same storage (See Rule 1)."""
-        is_same = version_of(tensor) == self.version == version_of(self.witness_sent)
-        return is_same and _share_counter(self.witness_sent, tensor)
-
-    def leave(self) -> None:
-        """Let go of the memory, since the copy has landed (See Rule 2)."""
-        self.is_changed = self._is_changed_now()
-        self.tensor = self.whole = None
-
-    def stay(self) -> None:
-        """Stay where it is, for good (See Rule 6)."""
-        self.copy = None
+        """Whether it has the value of `tensor` (See Rule 1)."""
+        is_same = self._storage() is tensor.untyped_storage() and not self.is_changed
+        return is_same and _share_counter(self._witness, tensor)
 
     def here(self) -> Tensor | None:
-        """Return the bytes if they are still here, or here again."""
+        """Return the bytes if a tensor that is alive has them."""
         self.check("between forward and backward")
-        if self.whole is not None:
-            return self.whole
-        storage = None if self.back is None else self.back()
-        if storage is None or self.witness_back is None or self.witness_back._version:
-            return None  # nobody uses it, or somebody has changed it in place
-        return flat(storage)
-
-    def arrived(self, found: Tensor) -> None:
-        """Remember what has arrived, for other slots that look at it."""
-        if self.is_shared:
-            self.back = weakref.ref(found.untyped_storage())
-            self.witness_back = found.detach()
-            self.witness_back.data = found.new_empty(0)
+        storage = self._storage()
+        if storage is None or self.is_changed or storage.nbytes() != self.num_bytes:
+            return None
+        return _in_counter_of(self._witness, flat(storage))
 
     def check(self, when: str) -> None:
         """Raise if the tensor was changed in place before it had left."""
-        if self.is_changed or self._is_changed_now():
+        if self.held is not None and self.is_changed:
             raise ChangedError(
                 f"{self.name} was changed in place {when}, before its copy had been made, so "
                 "backward would see other values than forward did. Run backward before changing "
                 "it, or change a clone."
             )
-
-    def _is_changed_now(self) -> bool:
-        return self.tensor is not None and version_of(self.tensor) != self.version
 
 
 class Traffic:
@@ -187,174 +127,169 @@ class Traffic:
     Args:
         tier: where they wait.
         in_flight_bytes: the bound on bytes in flight; None for twice the largest storage so far.
+        min_bytes: the least bytes of a storage that moves.
     """
 
-    def __init__(self, tier: Tier, in_flight_bytes: int | None = None) -> None:
+    def __init__(self, tier: Tier, in_flight_bytes: int | None = None, min_bytes: int = 1) -> None:
         self._tier = tier
         self._bound = in_flight_bytes
+        self._min_bytes = min_bytes
         self._largest = 0
-        self._lock = new_lock()
+        self._lock = threading.RLock()
         self._sent: list[weakref.ref[_Parcel]] = []
-        self._leaving: list[weakref.ref[_Parcel]] = []
-        self._arriving: list[weakref.ref[_Parcel]] = []
-        # By the storage, which is the same object for as long as it is alive.
-        self._of_storage = weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[_Parcel]]()
-        self._next = -1  # the last one that was sent of those that may be fetched (See Rule 4)
-        self._asked = -1  # the one that backward asked for last
+        self._num_begun = 0  # of those that were sent; the others wait (See Rule 3)
+        self._node = 0  # how many there were at the last save
+        self._of_storage = weakref.WeakValueDictionary[int, _Parcel]()  # by its address
+        self._leaving = weakref.WeakKeyDictionary[_Parcel, Copy]()
+        self._arriving = weakref.WeakKeyDictionary[_Parcel, Arrival]()
+        self._next = -1  # the last one that was sent of those that may be fetched (See Rule 5)
         self._task = -1
-        self.failure: OSError | None = None
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """The bytes in flight now (See Rule 3)."""
-        leaving = sum(parcel.num_bytes for parcel in _alive(self._leaving))
-        return leaving + sum(parcel.num_bytes for parcel in self._arriving_now())
+        self._failure: BaseException | None = None
 
     @never_compiled
-    def send(self, tensor: Tensor, name: str) -> Away | None:
-        """Send a tensor away; None if it has to stay."""
-        if self.failure is not None or not can_move(tensor) or not self._tier.takes(tensor):
+    def send(self, tensor: Tensor, name: str, *, at_save: bool = False) -> Away | None:
+        """Send a tensor away; None if it has to stay.
+
+        Args:
+            tensor: the tensor.
+            name: its name in error messages.
+            at_save: whether autograd saves it now (See Rule 3).
+        """
+        if not _can_move(tensor, self._min_bytes) or not self._tier.takes(tensor):
             return None
         with self._lock:
-            storage = tensor.untyped_storage()
-            known = self._of_storage.get(storage)
-            parcel = None if known is None else known()
+            if self._failure is not None:
+                return None
+            if self._node != num_nodes():
+                self._begin()
+                self._node = num_nodes()
+            address = tensor.untyped_storage().data_ptr()
+            parcel = self._of_storage.get(address)
             if parcel is None or not parcel.is_of(tensor):
-                parcel = _Parcel(self, tensor, name)
-                self._make_room(parcel.num_bytes)
-                if self.failure is not None:
-                    return None
-                parcel.copy = self._tier.send(parcel.whole)  # pyright: ignore[reportArgumentType]
-                parcel.place = len(self._sent)
-                ref = weakref.ref(parcel)
-                self._sent.append(ref)
-                self._leaving.append(ref)
-                self._of_storage[storage] = ref
-            else:
-                parcel.is_shared = True
+                parcel = _Parcel(self, tensor, name, len(self._sent))
+                self._next = len(self._sent)
+                self._sent.append(weakref.ref(parcel))
+                self._of_storage[address] = parcel
+                if not at_save:
+                    self._begin()
             return Away(parcel, tensor)
 
     @never_compiled
     def take(self, parcel: _Parcel) -> Tensor:
-        """Return the bytes of a parcel, and let those before it come back (See Rule 4)."""
+        """Return the bytes of a parcel, and let those before it come back (See Rule 5)."""
         with self._lock:
-            self._end_with_backward()
+            if backward_id() not in (-1, self._task):
+                self._task = backward_id()
+                when_backward_ends(self._forget_arrivals)
             found = parcel.here()
-            if found is not None and parcel.tensor is not None:
-                self._release(lambda each: each is parcel)
             if found is None:
-                parcel.arrival = arrival = parcel.arrival or self._fetched(parcel)
+                self._fetch(parcel)
                 self._fetch_before(parcel)
-                found = arrival.wait()
-                parcel.arrival = None
-                parcel.arrived(found)
+                found = self._arriving[parcel].wait()
+                parcel.lies_in(found)
             else:
+                if parcel in self._leaving and self._leaving[parcel].has_landed():
+                    self._let_go(parcel)
                 self._fetch_before(parcel)
+            self._arriving.pop(parcel, None)
             return found
 
     def raise_failure(self, where: str) -> None:
-        """Raise if a tensor could not be sent away (See Rule 6)."""
+        """Let all that was sent leave; raise if something could not (See Rule 7)."""
         with self._lock:
-            for ref in self._leaving:
-                parcel = ref()
-                if parcel is not None and parcel.copy is not None and parcel.copy.has_landed():
-                    self._try_to_land(parcel)
-        if self.failure is not None:
+            self._begin()
+            for copy in list(self._leaving.values()):
+                if copy.has_landed():
+                    self._failure = self._failure or copy.land()
+        if self._failure is not None:
             raise OffloadError(
-                f"Tensors could not be written to {where}: {self.failure}. What could not be "
+                f"Tensors could not be written to {where}: {self._failure}. What could not be "
                 "written is still in memory, so that a backward of what forward has returned gives "
                 "the right gradients. Make room there, name another folder, or let fewer tensors "
                 "leave (`min_bytes`)."
-            ) from self.failure
+            ) from self._failure
 
     # -- leaving ---------------------------------------------------------------------------
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` more may be in flight (See Rule 3)."""
-        self._largest = max(self._largest, num_bytes)
-        self._release()
-        while self._leaving and self.in_flight_bytes + num_bytes > self._limit:
-            self._land(self._leaving.pop(0)())
+    def _begin(self) -> None:
+        """Begin the copies of what was sent, each when it may be in flight (See Rules 3 and 4)."""
+        waiting, self._num_begun = self._sent[self._num_begun :], len(self._sent)
+        for parcel in [parcel for ref in waiting if (parcel := ref()) is not None]:
+            self._largest = max(self._largest, parcel.num_bytes)
+            for each in [each for each, copy in self._leaving.items() if copy.has_landed()]:
+                self._let_go(each)
+            for each in list(self._leaving):
+                if self._excess(parcel.num_bytes) > 0:
+                    self._let_go(each)
+            if self._failure is None and parcel.held is not None:
+                self._leaving[parcel] = self._tier.send(flat(parcel.held))
 
-    def _release(self, may_leave: Callable[[_Parcel], bool] = lambda parcel: True) -> None:
-        """Let go of tensors whose copy has landed."""
-        still: list[weakref.ref[_Parcel]] = []
-        for ref in self._leaving:
-            parcel = ref()
-            if parcel is None or parcel.copy is None:
-                continue
-            if may_leave(parcel) and parcel.copy.has_landed():
-                self._land(parcel)
-            else:
-                still.append(ref)
-        self._leaving = still
-
-    def _land(self, parcel: _Parcel | None) -> None:
-        if parcel is not None and self._try_to_land(parcel):
-            parcel.leave()
-
-    def _try_to_land(self, parcel: _Parcel) -> bool:
-        """Wait for the copy of a parcel; return whether there is one (See Rule 6)."""
-        if parcel.copy is None:
-            return False
-        try:
-            parcel.copy.land()
-        except OSError as error:
-            self.failure = self.failure or error
-            parcel.stay()
-            return False
-        return True
+    def _let_go(self, parcel: _Parcel) -> None:
+        """Wait for the copy of a storage, and hold that instead (See Rules 2 and 7)."""
+        copy = self._leaving.pop(parcel)
+        error = copy.land()
+        self._failure = self._failure or error
+        if error is None and not parcel.is_changed:
+            parcel.copy, parcel.held = copy, None
 
     # -- arriving --------------------------------------------------------------------------
 
+    def _fetch(self, parcel: _Parcel) -> None:
+        if parcel.copy is not None and parcel not in self._arriving:
+            self._arriving[parcel] = parcel.copy.fetch()
+
     def _fetch_before(self, parcel: _Parcel) -> None:
-        if parcel.place > self._asked or self._next >= parcel.place:
-            self._next = parcel.place - 1
-        self._asked = parcel.place
+        self._next = min(self._next, parcel.place - 1)
         while self._next >= 0:
             before = self._sent[self._next]()
-            if before is not None and before.tensor is None and before.arrival is None:
-                if self.in_flight_bytes + before.num_bytes > self._limit:
+            if before is not None and before.copy is not None and before not in self._arriving:
+                if self._excess(before.num_bytes) > 0:
                     return
-                before.arrival = self._fetched(before)
+                self._fetch(before)
             self._next -= 1
 
-    def _fetched(self, parcel: _Parcel) -> Arrival:
-        self._arriving = [ref for ref in self._arriving if _is_arriving(ref())]
-        self._arriving.append(weakref.ref(parcel))
-        return cast("Copy", parcel.copy).fetch()  # what has no copy is still here
-
-    def _end_with_backward(self) -> None:
-        """Forget what arrived and was not asked for when this backward ends."""
-        task = backward_id()
-        if task not in (-1, self._task):
-            self._task = task
-            when_backward_ends(self.forget_arrivals)
-
-    def forget_arrivals(self) -> None:
-        """Forget what arrived and was not asked for."""
+    def _forget_arrivals(self) -> None:
+        """Forget what arrived and was not asked for, where a backward ends."""
         with self._lock:
-            for parcel in self._arriving_now():
-                parcel.arrival = None
             self._arriving.clear()
-            self._asked = self._task = -1
+            self._next, self._task = len(self._sent), -1
 
-    # -- bytes -----------------------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int:
-        return 2 * self._largest if self._bound is None else self._bound
-
-    def _arriving_now(self) -> Iterator[_Parcel]:
-        return filter(_is_arriving, _alive(self._arriving))
+    def _excess(self, num_bytes: int) -> int:
+        """Return by how much `num_bytes` more in flight would exceed the bound (See Rule 4)."""
+        in_flight = sum(parcel.num_bytes for parcel in (*self._leaving, *self._arriving))
+        bound = 2 * self._largest if self._bound is None else self._bound
+        return in_flight + num_bytes - bound
 
 
-def _alive(parcels: list[weakref.ref[_Parcel]]) -> Iterator[_Parcel]:
-    for ref in parcels:
-        parcel = ref()
-        if parcel is not None:
-            yield parcel
+def _can_move(tensor: Tensor, min_bytes: int) -> bool:
+    """Whether `tensor` may be away: it is an ordinary, large one, and nothing else keeps it."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False  # a parameter is alive anyway; other subclasses have memory of their own
+    if tensor.is_conj() or tensor.is_neg():
+        return False  # the storage holds other numbers
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
+        return False
+    if not base.numel() or base.storage_offset():
+        return False
+    last = sum((n - 1) * step for n, step in zip(base.shape, base.stride(), strict=True))
+    # Its entries span the storage (See Rule 1).
+    return min_bytes <= (last + 1) * base.itemsize == base.untyped_storage().nbytes()
 
 
-def _is_arriving(parcel: _Parcel | None) -> bool:
-    return parcel is not None and parcel.arrival is not None
+def _share_counter(a: Tensor, b: Tensor) -> bool:
+    """Whether a change of one tensor counts as one of the other: `.data` has its own counter."""
+    version = version_of(a)
+    if a.is_inference() or b.is_inference() or version_of(b) != version:
+        return False
+    set_versions((a,), (version + 1,))
+    is_shared = version_of(b) == version + 1
+    set_versions((a,), (version,))
+    return is_shared
+
+
+def _in_counter_of(tensor: Tensor, data: Tensor) -> Tensor:
+    """Return `data` as a tensor that shares the counter of versions of `tensor`."""
+    found = tensor.detach()
+    found.data = data
+    return found

@@ -31,7 +31,7 @@ class OperatorTraits(NamedTuple):
 
     Attributes:
         writes: the arguments that it writes to, by position or name.
-        is_view: whether it only returns views of its arguments.
+        is_view: whether it only returns views of memory that exists.
         makes_or_writes: whether it returns tensors, or writes to any.
         overwrites: whether it ignores the previous content of the tensors that it writes to.
         allocates: whether it returns uninitialized memory.
@@ -61,17 +61,16 @@ def traits_of(func: Any) -> OperatorTraits:
         alias = argument.alias_info
         if (alias is not None and alias.is_write) or argument.name in _STATISTICS:
             writes |= {argument.name} if argument.kwarg_only else {position, argument.name}
-    returns_tensors = any("Tensor" in str(each.type) for each in schema.returns)
+    # `set_` writes nothing: the tensor becomes a view of another storage.
+    aliases = not writes and any(each.alias_info is not None for each in schema.returns)
+    is_torchs = func.namespace in _TORCH_NAMESPACES
     return OperatorTraits(
         writes=frozenset(writes),
-        is_view=not writes and any(each.alias_info is not None for each in schema.returns),
-        makes_or_writes=returns_tensors or bool(writes),
+        is_view=aliases or (name == "set_" and is_torchs),
+        makes_or_writes=bool(writes) or any("Tensor" in str(each.type) for each in schema.returns),
         overwrites=name in _OVERWRITING or "out" in writes,
         allocates=name in _ALLOCATING,
-        may_draw=(
-            torch.Tag.nondeterministic_seeded in func.tags
-            or func.namespace not in _TORCH_NAMESPACES
-        ),
+        may_draw=torch.Tag.nondeterministic_seeded in func.tags or not is_torchs,
     )
 
 
@@ -79,10 +78,9 @@ def map_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Return nested arguments with `change` applied to each instance of `kind` in them."""
     if isinstance(value, kind):
         return change(value)
-    if type(value) is tuple:
-        return tuple(map_instances(item, kind, change) for item in cast("tuple[Any, ...]", value))
-    if type(value) is list:
-        return [map_instances(item, kind, change) for item in cast("list[Any]", value)]
+    if type(value) in (tuple, list):
+        items = cast("list[Any]", value)
+        return type(items)(map_instances(item, kind, change) for item in items)
     if type(value) is dict:
         entries = cast("dict[str, Any]", value)
         return {key: map_instances(item, kind, change) for key, item in entries.items()}

@@ -165,8 +165,12 @@ def flatten_arguments(
 
     If all are tensors without a keyword, the tree is flat and stands for `args` alone.
     """
-    if not kwargs and are_tensors(args):
-        return args, _TUPLE
+    if not kwargs:
+        for arg in args:
+            if not isinstance(arg, Tensor):
+                break
+        else:
+            return args, _TUPLE
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
         if not _is_no_container(leaf):

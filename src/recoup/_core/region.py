@@ -2,56 +2,118 @@
 
 NOTE [ Regions and slots ]
 
-Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves; a
-        parameter is kept, since it is alive anyway. Autograd holds the slots, the slots hold the
-        region, and the region holds its slots weakly: a residual that autograd has dropped is not
-        made again.
+Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves. A
+        parameter, or a view of one, is kept, since it is alive anyway. Autograd holds the slots,
+        the slots hold the region and its owner, and the region holds its slots weakly: a residual
+        that autograd has dropped is not made again.
 Rule 2. Unpacking the first empty slot makes the region run again; the second run makes the same
         saves in the same order and fills the slots. The owner of the region does that, since it
-        alone knows where the inputs come from.
+        alone knows where the inputs come from. Code may take a gradient itself while its first run
+        goes on; then the region runs again as far as it has come.
 Rule 3. A slot returns its value once and drops it, so that memory falls during backward as it does
-        in a plain run, also with retain_graph. If it is unpacked again, the region runs again. If
-        that happens in one backward (a function that reads `ctx.saved_tensors` twice), the slots
-        of the region keep their values from then on, until another region does the same or that
-        backward ends.
-Rule 4. Values are detached: the graph of a second run is freed with it. For residuals that are
-        needed during the first run see NOTE [ A region that takes gradients ].
-Rule 5. Parameters must not be mistaken for inputs, or the saves would be counted differently in
-        the two runs: an input that is a parameter enters the region as a view of itself.
-Rule 6. Autograd does not check the version of a tensor that went through hooks, so a slot does.
+        in a plain run, also with retain_graph. If it is unpacked again, the region runs again; if
+        that happens in one backward (a function that reads `ctx.saved_tensors` twice), the values
+        that this makes once more are dropped when it ends.
+Rule 4. Values are detached: the graph of a second run is freed with it. Autograd does not check the
+        version of a tensor that went through hooks, so a slot does.
+Rule 5. A second run gets the inputs of the first as leaves with the same `requires_grad`, and runs
+        with grad mode on: what a module computes may depend on it. A parameter enters as itself.
+Rule 6. What a second run makes is compared with the first (NOTE [ What is compared ]) before any of
+        it is used.
+Rule 7. A second run whose output is not needed stops at the last slot that autograd still holds, by
+        an exception. (An `Exception`, since module hooks that are always called, FSDP2's among
+        them, are not called for any other.) Code that catches it is stopped at its next save. A
+        tensor that nothing has made or written to yet may be filled after it is saved, by the
+        kernel that it is given to; the run then goes on to its next save. So it does if draws are
+        left to make.
+Rule 8. A region may change its input in place, as an in-place activation does. Its later runs then
+        get a copy.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Container, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.inner_gradients import FirstRun
-from recoup._core.kept_decisions import saves_integer
-from recoup._core.restoring import Restoring
+from recoup._core.module_marks import is_in_place
+from recoup._core.outcome import Frontier, Outcome, compare, mismatch
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
+    as_leaves,
     backward_id,
+    detached,
+    grad_mode,
     num_nodes,
-    saving,
-    version_of,
+    pair_in_force,
+    pop_down_to,
+    pop_pair,
+    push_pair,
+    requires_grad_of,
+    set_grad_enabled,
+    unpack,
+    versions_of,
+    when_backward_ends,
 )
-from recoup.errors import ChangedError, ReplayError
+from recoup._core.surroundings import Surroundings
+from recoup.errors import ChangedError, RecoupError, ReplayError
 
-__all__ = ["Owner", "Region", "Slot"]
+__all__ = [
+    "Filled",
+    "Filling",
+    "Owner",
+    "Recording",
+    "Region",
+    "Residuals",
+    "Slot",
+    "Stage",
+    "State",
+    "is_marked_in_place",
+]
 
+State = tuple[Tensor, ...]
 # Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
 # smaller than this, the remaining operators take less.
 _WORTH_A_STOP = 4096
-# The types of indices and masks. (Bytes are the workspace of a kernel, in part never written.)
-_INTEGERS = frozenset((torch.int64, torch.int32, torch.bool))
+
+
+class Stage(Protocol):
+    """A call that a region runs, for the first time and again."""
+
+    @property
+    def name(self) -> str:
+        """The name of the call in error messages."""
+        ...
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that it uses, as far as they are known."""
+        ...
+
+    @property
+    def code(self) -> object:
+        """The code that it runs: a module, or the code of a function."""
+        ...
+
+    @property
+    def compares(self) -> bool:
+        """Whether what later runs make is compared with the first."""
+        ...
+
+    def forward(self, state: State) -> tuple[State, Any]:
+        """Return the next state, and a second output outside the chain (a log-determinant)."""
+        ...
+
+    def inverse(self, state: State) -> State:
+        """Return the state before it."""
+        ...
 
 
 class Owner(Protocol):
@@ -63,7 +125,7 @@ class Owner(Protocol):
         ...
 
     def fill_slots(self, index: int) -> None:
-        """Run region `index` again under a `Filling`."""
+        """Run region `index` again, and fill its slots."""
         ...
 
 
@@ -72,215 +134,446 @@ class Slot:
 
     __slots__ = (
         "__weakref__",
-        "address",
+        "_owner",
+        "_residuals",
+        "_task",
         "dtype",
-        "expected",
-        "region",
         "shape",
-        "task",
         "value",
-        "value_version",
         "version",
     )
 
-    def __init__(self, region: Region, tensor: Tensor) -> None:
-        self.region = region
+    def __init__(self, residuals: Residuals, owner: Owner, tensor: Tensor) -> None:
+        self._residuals = residuals
+        self._owner = owner
+        self._task = -1  # the backward that took the value last
+        self.version = 0
         self.value: Tensor | None = None
-        self.value_version = 0
-        self.expected: Tensor | None = None  # what a second run must make: see `saves_integer`
-        self.task = -1  # the backward that took the value last
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        try:
-            self.version = tensor._version
-            self.address = tensor.data_ptr()
-        except RuntimeError:  # an inference tensor has no version, a sparse one no address
-            self.version = version_of(tensor)
-            # Autograd saves the parts of a sparse tensor separately.
-            self.address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-    def _changed(self) -> ChangedError:
-        return ChangedError(
-            f"A tensor of shape {tuple(self.shape)} that {self.region.name} saved for backward was "
-            "changed in place by a later operator in it, so that its gradient would be wrong. Use "
-            "an operator that is not in place (for an activation, inplace=False)."
-        )
 
     @never_compiled
     def get(self) -> Tensor:
-        """Return the residual, made again if it is not here (See Rule 2)."""
-        region = self.region
-        with region.owner.lock:
-            if region.first_run.is_running:
-                region.first_run.asked(region.name)
-                if self.value is not None:
-                    if self.value._version != self.value_version:
-                        raise self._changed()
-                    return self.value
+        """Return the residual, made again if it is not here (See Rules 2 and 3)."""
+        with self._owner.lock:
             if self.value is None:
-                if region.first_run.has_failed:
-                    raise ReplayError(
-                        f"{region.name} raised an exception in forward, so its residuals cannot be "
-                        "recomputed. Call it again before backward."
-                    )
-                if self.task == backward_id() != -1:
-                    region.keep_for_now()
-                region.owner.fill_slots(region.index)
-            value = self.value
-            if value is not None and value._version != self.value_version:
-                raise self._changed()  # See Rule 6
-            task = backward_id()
-            if region.keeps_in != task:  # See Rule 3
-                self.value = None
-                self.task = task
+                if self._task == backward_id() != -1:
+                    when_backward_ends(self._residuals.forget)
+                self._owner.fill_slots(self._residuals.index)
+            value, self.value, self._task = self.value, None, backward_id()
+        name = self._residuals.surroundings.name
         if value is None:
             raise ReplayError(
-                f"Running {region.name} again did not save a tensor of shape {tuple(self.shape)} "
-                "that the first run saved. A region must do the same when it runs again: look for "
-                "outside state that it reads, such as a counter or a cache."
+                f"Running {name} again did not save a tensor of shape {tuple(self.shape)} that the "
+                "first run saved. A region must do the same when it runs again: look for outside "
+                "state that it reads, such as a counter or a cache."
+            )
+        if not value.is_inference() and value._version != self.version:
+            raise ChangedError(
+                f"A tensor of shape {tuple(self.shape)} that {name} saved for backward was changed "
+                "in place by a later operator in it, so that its gradient would be wrong. Use an "
+                "operator that is not in place (for an activation, inplace=False)."
             )
         return value
 
 
-class Region:
-    """One call whose residuals are not kept.
+class Residuals:
+    """The residuals of one run of a call: the slots that stand for them, and what they must be.
 
     Args:
-        name: the name of the region in error messages.
-        owner: runs the region again when an empty slot is unpacked.
-        index: the number by which the owner knows the region.
-        first_run: decides whether slots keep their values until the first run ends.
+        surroundings: those of the call.
+        index: the number by which the owner of its region knows it.
         way: the way that a census reports, "recompute" or "invert".
     """
 
     __slots__ = (
         "__weakref__",
-        "_beneath",
-        "first_run",
         "index",
-        "input_versions",
-        "inputs",
-        "is_looked_at",
         "is_worth_a_stop",
-        "keeps_in",
-        "marks",
-        "name",
-        "owner",
+        "outcome",
         "slots",
-        "start",
+        "surroundings",
         "way",
     )
 
-    def __init__(
-        self, name: str, owner: Owner, index: int, first_run: FirstRun, way: Way = "recompute"
-    ) -> None:
-        self.name = name
-        self.owner = owner
+    def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
+        self.surroundings = surroundings
         self.index = index
-        self.first_run = first_run
         self.way: Way = way
         self.slots: list[weakref.ref[Slot]] = []
-        self.is_looked_at = True  # whether the decisions of the first run are kept, or looked for
+        self.outcome: Outcome | None = None  # None while the first run goes on
         self.is_worth_a_stop = False  # whether any residual is large
-        self.marks: list[int] = []  # of each save, for `Filling` to compare
-        self.inputs: tuple[Tensor, ...] | None = None  # of a later run; freed with the last slot
-        self.input_versions: list[int] = []
-        self.start = 0  # the number of graph nodes before the first run
-        self.keeps_in: int | None = None  # the backward in which slots keep their values
-        self._beneath: Pair | None = None
+
+    def forget(self) -> None:
+        """Drop the values in the slots."""
+        for ref in self.slots:
+            slot = ref()
+            if slot is not None:
+                slot.value = None
 
     @property
-    def is_wanted(self) -> bool:
+    def are_wanted(self) -> bool:
         """Whether autograd still holds any slot."""
         for ref in self.slots:  # noqa: SIM110 - without a generator, for speed
             if ref() is not None:
                 return True
         return False
 
-    def keep_for_now(self) -> None:
-        """Let slots keep their values in the backward in progress (See Rule 3)."""
-        before = _local.keeping
-        if before is not None and before() is not self:
-            _Release(before)()
-        _local.keeping = weakref.ref(self)
-        self.keeps_in = backward_id()
-        torch.autograd.Variable._execution_engine.queue_callback(_Release(_local.keeping))
 
-    def recording(self, around: Restoring | None = None) -> _Recording:
-        """Return a context for the first run, in which residuals become slots (See Rule 1).
+class Region(Residuals):
+    """The record of the first run of a call, from which later runs repeat it.
+
+    Args:
+        stage: the call.
+        state: its input.
+        index: the number by which its owner knows it.
+        way: the way that a census reports, "recompute" or "invert".
+    """
+
+    __slots__ = ("_input_versions", "_inputs_again", "changes_input", "requires_grad", "stage")
+
+    def __init__(self, stage: Stage, state: State, index: int = 0, way: Way = "recompute") -> None:
+        surroundings = Surroundings(
+            stage.name,
+            stage.modules,
+            stage.code,
+            keeps_outputs=way != "invert",  # an inverse decides in another order
+        )
+        self.surroundings, self.index, self.way = surroundings, index, way
+        self.slots, self.outcome, self.is_worth_a_stop = [], None, False
+        self.stage = stage
+        self.requires_grad = list(map(requires_grad_of, state))
+        self.changes_input = False
+        self._inputs_again: State | None = None
+        self._input_versions: list[int] = []
+
+    # -- the first run ---------------------------------------------------------------------
+
+    def tape(self, state: State) -> tuple[State, Any]:
+        """Run the call with its residuals kept, so that it can still be run again."""
+        with self.surroundings.first():
+            versions = versions_of(state)
+            result = self.stage.forward(state)
+            self.changes_input = versions_of(state) != versions
+        return result
+
+    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
+        """Run the call and leave slots where it would have kept residuals; `owner` fills them."""
+        stage = self.stage
+        kept = getattr(stage, "kept_nodes", ())
+        recording = Recording(self, owner, state, kept, follows=stage.compares)
+        with self.surroundings.first(), recording:
+            versions = versions_of(state)
+            try:
+                result = stage.forward(state)
+            except RuntimeError as error:
+                self._explain(error)
+                raise
+            self.changes_input = versions_of(state) != versions
+            if stage.compares:
+                self.outcome = recording.ended()
+        surroundings = self.surroundings
+        if stage.modules or surroundings.has_foreign:
+            surroundings.has_run()
+        return result
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise an error that says what is wrong, where torch's own does not."""
+        if "saved tensor hooks" in str(error) and not isinstance(error, RecoupError):
+            raise RecoupError(
+                f"{self.stage.name} uses a transform of torch.func (grad, vjp, jacrev), in which "
+                "torch has no saved tensor hooks. Use torch.autograd.grad there, call it outside "
+                'of the region, or keep its residuals (memory="linear").'
+            ) from error
+
+    # -- later runs ------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> State | None:
+        """The inputs of the last run that filled slots; None without one."""
+        inputs = self._inputs_again
+        if inputs is not None and versions_of(inputs) != self._input_versions:
+            raise ChangedError(
+                f"The input of {self.stage.name} was changed in place between two backwards, so "
+                "the second would see other values than forward did. Change a clone."
+            )
+        return inputs
+
+    @inputs.setter
+    def inputs(self, inputs: State | None) -> None:
+        self._inputs_again = inputs
+        self._input_versions = [] if inputs is None else versions_of(inputs)
+
+    def advance(self, state: State) -> State:
+        """Run the call again from its input, and keep nothing."""
+        dropped = Residuals(self.surroundings, self.index, self.way)
+        recording = Recording(dropped, _Alone(self, state, dropped))
+        with self.surroundings.restored(), grad_mode(True), recording:
+            output, _ = self.stage.forward(self._inputs(state))
+        return detached(output)
+
+    def fill(
+        self, state: State, *, needs_output: bool = True, residuals: Residuals | None = None
+    ) -> State:
+        """Run the call again from its input, and fill the slots that autograd still holds.
 
         Args:
-            around: a context that is entered before it and left after it.
+            state: the input.
+            needs_output: whether the run goes on to its end; else it returns an empty state.
+            residuals: those of another run than the first.
         """
-        return _Recording(self, around)
+        inputs = as_leaves(state, self.requires_grad)
+        if self.changes_input:
+            inputs = _copied(inputs)
+        filling = Filling(residuals or self, inputs, stops=not needs_output)
+        output: State = ()
+        with self.surroundings.restored(), filling:
+            output, _ = self.stage.forward(inputs)
+        return detached(output) if needs_output else ()
+
+    def _inputs(self, state: State) -> State:
+        inputs = as_leaves(state, self.requires_grad)
+        return _copied(inputs) if self.changes_input else inputs
+
+
+def _copied(inputs: State) -> State:
+    with grad_mode(True):  # autograd allows no change of a leaf
+        return tuple([value.clone() for value in inputs])
+
+
+class _Alone:
+    """The owner of the residuals of a run whose input is at hand (See Rule 2)."""
+
+    __slots__ = ("_region", "_residuals", "_state", "lock")
+
+    def __init__(self, region: Region, state: State, residuals: Residuals) -> None:
+        self._region, self._state, self._residuals = region, state, weakref.ref(residuals)
+        self.lock = threading.RLock()
+
+    def fill_slots(self, index: int) -> None:
+        residuals = self._residuals()
+        self._region.fill(self._state, needs_output=False, residuals=residuals)
+
+
+def is_marked_in_place(stage: Stage) -> bool:
+    """Whether the module of `stage` says that it changes its input in place (See Rule 8)."""
+    return isinstance(stage.code, nn.Module) and is_in_place(stage.code)
+
+
+class Recording(Frontier):
+    """A context for the first run of a region, in which residuals become slots.
+
+    Args:
+        residuals: the residuals.
+        owner: fills the slots.
+        inputs: those of the run.
+        kept: the numbers of nodes whose outputs later runs are given.
+        follows: whether the run is followed, to be compared with later ones.
+    """
+
+    __slots__ = ("_beneath", "_follows", "_owner", "_residuals", "pair")
+
+    _beneath: Pair | None
+    pair: Pair | None
+    follows_history = True
+
+    def __init__(
+        self,
+        residuals: Residuals,
+        owner: Owner,
+        inputs: State = (),
+        kept: Container[int] = (),
+        *,
+        follows: bool = False,
+    ) -> None:
+        self._residuals = residuals
+        self._owner = owner
+        self._follows = follows
+        self.inputs, self.kept = inputs, kept
+        self.outcome, self.waiting, self.seen = {}, {}, set()
 
     @never_compiled
-    def pack(self, tensor: Tensor) -> Slot | Kept:
-        """Return a slot for `tensor`, or `tensor` kept if it is a parameter."""
-        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
-            return Kept(tensor, f"A parameter that {self.name} uses", self._beneath)
-        slot = Slot(self, tensor)
-        ref = weakref.ref(slot)
-        if self.first_run.keeps:
-            slot.value = tensor.detach()
-            slot.value_version = tensor._version
-            self.first_run.filled.append(ref)
-        self.slots.append(ref)
+    def __enter__(self) -> None:
+        self._beneath = pair = pair_in_force()
+        outer: Any = None if pair is None else getattr(pair[0], "__self__", None)
+        # A region around this one passes what is not its own to the pair beneath it.
+        self.pair = outer.pair if type(outer) in (Recording, Filling) else pair
+        push_pair(self._packed, unpack)
+
+    @never_compiled
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is None:
+            pop_pair()
+        else:
+            pop_down_to(self._beneath)
+        self.waiting, self.inputs, self.outcome = {}, (), {}  # the hooks live as long as the graph
+
+    @never_compiled
+    def _packed(self, tensor: Tensor) -> Slot | Kept:
+        residuals = self._residuals
+        base = tensor._base
+        if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
+            base is not None and isinstance(base, nn.Parameter)
+        ):
+            return Kept(tensor, f"A parameter that {residuals.surroundings.name} uses", self.pair)
+        slot = Slot(residuals, self._owner, tensor)
+        if self._follows:
+            waiting, node, number = self.waiting, tensor.grad_fn, num_nodes() - 1
+            if node is not None and waiting:
+                self.follow(node, number)
+            version = 0 if tensor.is_inference() else tensor._version
+            found = (len(residuals.slots), tensor, version)
+            if number in waiting:
+                waiting[number].append(found)
+            else:
+                waiting[number] = [found]
+        residuals.slots.append(weakref.ref(slot))
         if tensor.numel() >= _WORTH_A_STOP:
-            self.is_worth_a_stop = True
-        mark = 2 * (num_nodes() - self.start) + tensor.requires_grad
-        self.marks.append(mark)
-        if tensor.dtype in _INTEGERS:
-            parts, is_looked_at = self.first_run.parts, self.is_looked_at
-            if saves_integer(parts, mark, is_looked_at=is_looked_at):
-                slot.expected = tensor.detach()
+            residuals.is_worth_a_stop = True
         if current.observer is not None:
-            current.observer.saved(tensor, slot, self.way)
+            current.observer.saved(tensor, slot, residuals.way)
         return slot
 
 
-class _Local(threading.local):
-    keeping: weakref.ref[Region] | None = None  # the last region whose slots keep their values
+class Filled(Exception):  # noqa: N818 - it is no error
+    """The exception that ends a second run which has filled its slots (See Rule 7)."""
+
+    def __init__(self, residuals: Residuals) -> None:
+        super().__init__(residuals.surroundings.name)
+        self.residuals = residuals
 
 
-_local = _Local()
+class Filling:
+    """A context for a second run of a region, which fills its slots.
 
+    Args:
+        residuals: the residuals.
+        inputs: the inputs of the run.
+        stops: whether the run may end when the last slot is filled.
+    """
 
-class _Release:
-    """Lets the slots of a region drop their values; a callback at the end of a backward."""
+    __slots__ = (
+        "_beneath",
+        "_grad_mode",
+        "_inputs",
+        "_last",
+        "_made",
+        "_num_saves",
+        "_residuals",
+        "_stops",
+    )
 
-    def __init__(self, region: weakref.ref[Region]) -> None:
-        self._region = region
+    _beneath: Pair | None
+    follows_history = True
+    pair = None  # that is given what is not of the region: nobody, in a run of its own
 
-    def __call__(self) -> None:
-        region = self._region()
-        # Another thread that holds the lock is about to take a value.
-        if region is None or not region.owner.lock.acquire(blocking=False):
-            return
+    def __init__(self, residuals: Residuals, inputs: State, *, stops: bool = False) -> None:
+        self._residuals = residuals
+        self._inputs = inputs
+        self._num_saves = 0
+        self._made: list[tuple[int, Tensor]] = []  # residuals that are compared
+        self._last = _last_of(residuals) if stops and residuals.is_worth_a_stop else -1
+        self._stops = False  # at the next save
+        self._grad_mode = False
+
+    def __enter__(self) -> Self:
+        self._grad_mode = torch.is_grad_enabled()
+        self._beneath = pair_in_force()
+        push_pair(self._packed, _itself)
+        set_grad_enabled(True)
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
+        set_grad_enabled(self._grad_mode)
+        if kind is None:
+            pop_pair()
+        else:
+            pop_down_to(self._beneath)
+        is_filled = isinstance(value, Filled) and value.residuals is self._residuals
         try:
-            region.keeps_in = None
-            for ref in region.slots:
-                slot = ref()
-                if slot is not None:
-                    slot.value = None
-        finally:
-            region.owner.lock.release()
+            if kind is None or is_filled:
+                self._compare(is_whole=kind is None and not self._stops)
+        except BaseException:
+            self._residuals.forget()
+            raise
+        if kind is not None and not is_filled:
+            self._residuals.forget()
+            self._made, self._inputs = [], ()  # whose graph holds the hooks
+        return is_filled
+
+    def put(self, values: State) -> None:
+        """Fill the slots with `values`, where nothing runs that would save them."""
+        for value in values:
+            self._packed(value)
+
+    @never_compiled
+    def _packed(self, tensor: Tensor) -> Tensor:
+        base = tensor._base
+        if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
+            base is not None and isinstance(base, nn.Parameter)
+        ):
+            return tensor
+        residuals, place = self._residuals, self._num_saves
+        if self._stops:
+            raise Filled(residuals)
+        self._num_saves = place + 1
+        value = tensor.detach()
+        # A save too many is counted, and reported when the run has ended.
+        slot = residuals.slots[place]() if place < len(residuals.slots) else None
+        if slot is not None:
+            if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
+                raise self._another(slot, tensor)
+            slot.value = value
+            slot.version = 0 if value.is_inference() else value._version
+        if residuals.outcome is not None and place in residuals.outcome:
+            self._made.append((place, tensor))
+        if place == self._last and residuals.surroundings.has_drawn_all:
+            self._stops = True
+            if _is_settled(tensor) or any(tensor is each for each in self._inputs):
+                raise Filled(residuals)
+        return value
+
+    def _another(self, slot: Slot, tensor: Tensor) -> Exception:
+        return mismatch(
+            self._residuals.surroundings,
+            f"it made a {tensor.dtype} of shape {tuple(tensor.shape)} where the first run made a "
+            f"{slot.dtype} of shape {tuple(slot.shape)}",
+        )
+
+    def _compare(self, *, is_whole: bool) -> None:
+        """Raise if the run was not the same as the first (See Rule 6)."""
+        residuals, made = self._residuals, self._made
+        self._made = []
+        outcome, surroundings = residuals.outcome, residuals.surroundings
+        if outcome is None:
+            return
+        if is_whole and self._num_saves != len(residuals.slots):
+            num_first = len(residuals.slots)
+            what = f"it saved {self._num_saves} values where the first run saved {num_first}"
+            raise mismatch(surroundings, what)
+        compare(outcome, made, self._inputs, surroundings)
+        if surroundings.has_foreign and not surroundings.has_drawn_all:
+            raise mismatch(
+                surroundings,
+                "it left torch's default generator elsewhere than the first run. Another thread "
+                "draws from it meanwhile, and either's numbers would be wrong: give that thread a "
+                "torch.Generator of its own, or let this one wait",
+            )
 
 
-class _Recording(saving):
-    __slots__ = ("_region",)
+def _is_settled(tensor: Tensor) -> bool:
+    """Whether an operator has made a tensor, or has written to it (See Rule 7)."""
+    return tensor.grad_fn is not None or (not tensor.is_inference() and tensor._version > 0)
 
-    def __init__(self, region: Region, around: Restoring | None) -> None:
-        super().__init__(region.pack, around=around)
-        self._region = region
 
-    def __enter__(self) -> None:
-        super().__enter__()
-        region = self._region
-        region._beneath = pair = self._beneath
-        if pair is not None:
-            # A region around this one passes what is not its own to the pair beneath it.
-            outer = getattr(pair[0], "__self__", None)
-            if type(outer) is Region:
-                region._beneath = outer._beneath
-        region.start = num_nodes()
+def _last_of(residuals: Residuals) -> int:
+    """Return the place of the last save that a second run must come to; -1 if there is none."""
+    last = max(residuals.outcome) if residuals.outcome else -1
+    for place in range(len(residuals.slots) - 1, last, -1):
+        if residuals.slots[place]() is not None:
+            return place
+    return last
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

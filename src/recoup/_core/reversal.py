@@ -25,11 +25,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from recoup._core.drift_comparison import DriftComparison
+from recoup._core.inverted_region import InvertedRegion
 from recoup._core.lazy_values import HasTensor
 from recoup._core.offload import Away, Traffic
+from recoup._core.outcome import mismatch
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.saved_tensors import Kept, detached
-from recoup._core.stage import Stage, StageRun, State
+from recoup._core.region import Region, Stage, State
+from recoup._core.saved_tensors import Kept, detached, without_history
 from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
@@ -59,7 +61,7 @@ class Forward:
         self.schedule = schedule
         self.drift = drift
         self.stages: list[Stage] = []
-        self.runs: list[StageRun | None] = []  # of the stages that may run again
+        self.runs: list[Region | None] = []  # of the stages that may run again
         self.kept: dict[int, tuple[HasTensor, ...]] = {}  # states, by the stage they enter
         self.outputs: list[tuple[int, weakref.ref[Output]]] = []
         self.has_ended = False
@@ -103,7 +105,8 @@ class Reversal:
             if not forward.has_ended or (schedule.inverted and not forward.is_whole):
                 self._fill_alone(index)
                 return
-            inputs = self._run(index).inputs
+            run = self._run(index)
+            inputs = run.inputs
             if inputs is not None and target < self._position:
                 self._fill(index, inputs)
                 return
@@ -156,8 +159,8 @@ class Reversal:
 
     def _execute(self, action: Action, demanded: int) -> None:
         forward = self._forward
-        if not forward.is_whole:
-            num_stages = len(forward.stages)
+        num_stages = len(forward.stages)
+        if num_stages < forward.schedule.num_stages:
             if isinstance(action, Advance) and action.stop >= num_stages:
                 action = Advance(action.start, max(action.start, num_stages - 1))  # See Rule 5
             elif not isinstance(action, Advance) and action.index >= num_stages:
@@ -217,7 +220,10 @@ class Reversal:
         index = action.index
         is_taped = index <= demanded
         # Handed over, so that the stage can free it half way.
-        state = self._run(index).invert(self._take(index + 1), is_taped=is_taped)
+        run = self._run(index)
+        if not isinstance(run, InvertedRegion):
+            raise ReplayError(f"{self._forward.stages[index].name} did not run to be inverted.")
+        state = run.invert(self._take(index + 1), is_taped=is_taped)
         if self._forward.drift is not None:
             state = self._compared(index, state, self._forward.drift, is_taped=is_taped)
         self._current = (index, state)
@@ -252,8 +258,10 @@ class Reversal:
             self._advance(at)
         drift.mark_exact(index)
         state = self._state_at(index)
-        if is_taped:
-            self._run(index).fill(state)
+        run = self._run(index)
+        output = run.fill(state) if is_taped else ()
+        if not drift.is_exact(index, state) or not drift.is_exact(index + 1, output):
+            raise mismatch(run.surroundings, "what it is given, or returns, is another tensor")
         return state
 
     def _check_alone(self, start: int, stop: int) -> None:
@@ -284,7 +292,7 @@ class Reversal:
             state = detached(value.get() for value in moved)
         elif state is None:
             # The pair beneath may give it once only (torch's checkpoint does).
-            state = detached(kept.get() for kept in self._forward.kept[index])
+            state = without_history([kept.get() for kept in self._forward.kept[index]])
             self._kept[index] = state
         self._current = (index, state)
         if self._forward.drift is not None:
@@ -301,7 +309,7 @@ class Reversal:
         self._current = (-1, ())
         return state
 
-    def _run(self, index: int) -> StageRun:
+    def _run(self, index: int) -> Region:
         run = self._forward.runs[index]
         if run is None:
             raise ScheduleError(

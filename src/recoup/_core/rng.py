@@ -13,12 +13,16 @@ Rule 4. A first run inside a second run takes its seeds from the region that run
 Rule 5. After a second run the default generators are restored to their states before it.
 Rule 6. A decision that is made outside of a region and may differ later (which draw a weight has
         depends on the forward around it) is recorded in order among the seeds.
+Rule 7. The default generators are those of all threads. Where another thread has drawn while a
+        region with foreign draws ran, in forward or again, a second run does not leave them where
+        the first one did; that is an error, since the numbers of one of them would be wrong.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,20 +31,18 @@ from recoup._core.generators import (
     States,
     generator_states,
     generators_restored,
+    hash_of,
     same_states,
     seed_generators,
     set_generator_states,
     with_seed,
 )
-from recoup._core.restoring import Restoring
 from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.errors import RecoupError, ReplayError
 
 __all__ = [
     "Counted",
     "Draws",
-    "Recording",
-    "Replaying",
     "SeededCall",
     "counted",
     "draw_seed",
@@ -119,20 +121,67 @@ class Draws:
         has_foreign: whether a default generator was moved by a foreign draw (See Rule 3).
     """
 
-    __slots__ = ("_cursor", "_entries", "_expected", "_is_replaying", "_start", "has_foreign")
+    _start: States | None = None
+    _expected: States = ()  # the generator states, if no foreign draw was made since
+    _end = 0  # a hash of the states after a first run with foreign draws
+    _is_replaying = False
+    _cursor = 0
+    has_foreign = False
 
     def __init__(self) -> None:
         self._entries: list[Any] = []  # seeds, seeded calls, and the decisions of Rule 6
-        self._start: States | None = None
-        self._expected: States = ()  # the generator states, if no foreign draw was made since
-        self._is_replaying = False
-        self._cursor = 0
-        self.has_foreign = False
 
     @property
     def has_entries(self) -> bool:
         """Whether anything was drawn or decided by recoup."""
         return bool(self._entries)
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """A context for the first run of a region, which records seeds and notes foreign draws."""
+        around = _local.regions
+        _local.regions = (*around, self)
+        self._start = self._expected = generator_states()
+        try:
+            yield
+        finally:
+            _local.regions = around
+            states = generator_states()
+            if self.has_foreign or not same_states(self._expected, states):
+                self.has_foreign = True
+                self._end = hash_of(states)
+            else:
+                self._start = None
+            self._expected = ()
+
+    @contextmanager
+    def replaying(self, *, is_alone: bool = False) -> Generator[None]:
+        """A context for a later run of a region: it repeats draws and restores the generators.
+
+        Args:
+            is_alone: whether no region around records what is drawn.
+        """
+        start, before = self._start, None
+        if start is not None or any(map(_moves_generator, self._entries)):
+            before = generator_states()
+        outer = (self._is_replaying, self._cursor)
+        self._is_replaying, self._cursor = True, 0
+        around = _local.regions
+        _local.regions = (self,) if is_alone else (*around, self)
+        try:
+            if start is not None:
+                set_generator_states(start)
+            yield
+        finally:
+            _local.regions = around
+            self._is_replaying, self._cursor = outer
+            if before is not None:
+                set_generator_states(before)  # See Rule 5
+
+    @property
+    def has_drawn_all(self) -> bool:
+        """Whether a later run has left the generators where the first one did (See Rule 7)."""
+        return not self.has_foreign or hash_of(generator_states()) == self._end
 
     def _next(self) -> Any:
         entry = self._entries[self._cursor] if self._cursor < len(self._entries) else None
@@ -140,88 +189,15 @@ class Draws:
         return entry
 
 
-class _Regions(Restoring):
+@contextmanager
+def _within(regions: tuple[Draws, ...]) -> Generator[None]:
     """A context in which draws belong to `regions`."""
-
-    __slots__ = ("_around", "_regions")
-
-    def __init__(self, regions: tuple[Draws, ...]) -> None:
-        self._regions = regions
-        self._around: tuple[Draws, ...] | None = None
-
-    def __enter__(self) -> None:
-        self._around = _local.regions
-        _local.regions = self._regions
-
-    def restore(self) -> None:
-        if self._around is not None:
-            _local.regions = self._around
-            self._around = None
-
-
-class Recording(_Regions):
-    """A context for the first run of a region, which records seeds and notes foreign draws."""
-
-    __slots__ = ("_draws",)
-
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-        self._around: tuple[Draws, ...] | None = None
-
-    def __enter__(self) -> None:
-        draws = self._draws
-        draws._start = draws._expected = generator_states()
-        self._around = around = _local.regions
-        _local.regions = (*around, draws)
-
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        self.restore()
-        draws = self._draws
-        if not same_states(draws._expected, generator_states()):
-            draws.has_foreign = True
-        draws._expected = ()
-        if not draws.has_foreign:
-            draws._start = None
-
-
-class Replaying(_Regions):
-    """A context for a later run of a region: it repeats draws and restores the generators.
-
-    Args:
-        draws: the draws that the first run recorded.
-        is_alone: whether no region around records what is drawn.
-    """
-
-    __slots__ = ("_before", "_draws", "_is_alone", "_outer")
-
-    def __init__(self, draws: Draws, *, is_alone: bool = False) -> None:
-        self._draws = draws
-        self._is_alone = is_alone
-        self._around: tuple[Draws, ...] | None = None
-        self._outer: tuple[bool, int] | None = None
-        self._before: States | None = None
-
-    def __enter__(self) -> None:
-        draws = self._draws
-        if draws._start is not None or any(map(_moves_generator, draws._entries)):
-            self._before = generator_states()
-        self._outer = (draws._is_replaying, draws._cursor)
-        draws._is_replaying, draws._cursor = True, 0
-        self._around = around = _local.regions
-        _local.regions = (draws,) if self._is_alone else (*around, draws)
-        if draws._start is not None:
-            set_generator_states(draws._start)
-
-    def restore(self) -> None:
-        if self._around is not None:
-            _local.regions = self._around
-            self._around = None
-        if self._outer is not None:
-            self._draws._is_replaying, self._draws._cursor = self._outer
-            self._outer = None
-        if self._before is not None:
-            set_generator_states(self._before)  # See Rule 5
-            self._before = None
+    around = _local.regions
+    _local.regions = regions
+    try:
+        yield
+    finally:
+        _local.regions = around
 
 
 def _moves_generator(entry: Any) -> bool:
@@ -296,7 +272,7 @@ def remembered(decide: Callable[[], T]) -> T:
 
     def make(recorded: Any) -> tuple[Counted, T]:
         if recorded is None:
-            with _Regions(()):
+            with _within(()):
                 made = counted(decide)
             return made, made.value
         if not isinstance(recorded, Counted):
@@ -363,7 +339,7 @@ class SeededCall:
             generators.states = generator_states()
             seed_generators(seed)
             start = generator_states()
-            with _Regions((within,)):
+            with _within((within,)):
                 result = call()
             if same_states(start, generator_states()):
                 generators.states = before  # See Rule 2
@@ -374,7 +350,7 @@ class SeededCall:
 
     def _repeat(self, call: Callable[[], T]) -> T:
         if self._within is not None:
-            with Replaying(self._within, is_alone=True):
+            with self._within.replaying(is_alone=True):
                 return self._seeded(call)
         return self._seeded(call)
 

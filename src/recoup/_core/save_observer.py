@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
-
-from recoup._core.restoring import Restoring
 
 __all__ = ["SaveObserver", "Way", "current", "observed_by"]
 
@@ -29,24 +29,11 @@ class _Current(threading.local):
 current = _Current()
 
 
-class observed_by(Restoring):  # noqa: N801 - it reads as what it does
-    """A context in which `observer` is called; entering it returns the previous observer."""
-
-    __slots__ = ("_is_entered", "_observer", "_previous")
-
-    def __init__(self, observer: SaveObserver) -> None:
-        super().__init__()
-        self._observer = observer
-        self._previous: SaveObserver | None = None
-        self._is_entered = False
-
-    def __enter__(self) -> SaveObserver | None:
-        self._previous = previous = current.observer
-        self._is_entered = True
-        current.observer = self._observer
-        return previous
-
-    def restore(self) -> None:
-        if self._is_entered:
-            current.observer = self._previous
-            self._is_entered = False
+@contextmanager
+def observed_by(observer: SaveObserver) -> Generator[SaveObserver | None]:
+    """Call `observer` in this context; entering it returns the previous observer."""
+    previous, current.observer = current.observer, observer
+    try:
+        yield previous
+    finally:
+        current.observer = previous

@@ -9,26 +9,23 @@ Rule 2. Autograd does not check the version of a tensor that went through hooks.
 Rule 3. A kept tensor is detached: a saved output that held its own node would be a reference
         cycle, which only the garbage collector ends.
 Rule 4. Only the top of the stack of pairs can be read. Each pair of ours records the pair that it
-        was pushed upon; when it is cut off it pops all above that, including pairs of other code.
+        was pushed upon; after an exception it pops all above that, including pairs of other code.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter, methodcaller
-from traceback import walk_tb
-from types import GeneratorType
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup._core.compile import never_compiled
-from recoup._core.restoring import Restoring
 from recoup.errors import ChangedError, RecoupError
 
 __all__ = [
@@ -47,7 +44,8 @@ __all__ = [
     "num_nodes",
     "pair_in_force",
     "pop_down_to",
-    "pop_saved_tensors_hooks",
+    "pop_pair",
+    "push_pair",
     "requires_grad_of",
     "reverse_at_once",
     "saving",
@@ -59,6 +57,7 @@ __all__ = [
     "version_of",
     "versions_of",
     "when_backward_ends",
+    "without_history",
     "without_pairs",
     "without_torch_function",
 ]
@@ -67,8 +66,8 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do
 # torch.enable_grad() calls this; making and entering that context takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _top: Callable[[bool], Pair | None] = _autograd._top_saved_tensors_default_hooks
-_push: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
-_pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+push_pair: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
+pop_pair: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # Returns the number of the backward that this thread runs; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 # Returns whether the backward that this thread runs leaves its graph for another one.
@@ -97,63 +96,39 @@ class Packed(Protocol):
 unpack: Callable[[Packed], Tensor] = methodcaller("get")
 
 
-def pair_in_force() -> Pair | None:
-    """Return the innermost pair of saved-tensor hooks of this thread."""
-    return _top(False)
+# Returns the innermost pair of saved-tensor hooks of this thread; without a Python frame.
+pair_in_force: Callable[[], Pair | None] = partial(_top, False)
 
 
-class saving(Restoring):  # noqa: N801 - it stands where torch's saved_tensors_hooks does
-    """A context in which saved tensors go through a pair of hooks (See Rule 4).
+class saving:  # noqa: N801 - it stands where torch's saved_tensors_hooks does
+    """A context in which saved tensors go through a pair of hooks.
 
     Args:
         pack: returns the object that autograd holds in place of a tensor.
         unpack: returns the tensor for that object; by default its `get` does.
-        around: a context that is entered before it and left after it, by hand: a `with` statement
-            for both is cheaper.
     """
 
-    __slots__ = ("_beneath", "_is_entered", "_pack", "_unpack", "around")
+    __slots__ = ("_beneath", "_pack", "_unpack")
+
+    _beneath: Pair | None
 
     def __init__(
-        self,
-        pack: Callable[[Tensor], Any],
-        unpack: Callable[[Any], Tensor] = unpack,
-        around: Restoring | None = None,
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor] = unpack
     ) -> None:
         self._pack = pack
         self._unpack = unpack
-        self.around = around
-        self._beneath: Pair | None = None
-        self._is_entered = False
 
     @never_compiled
     def __enter__(self) -> None:
-        if self.around is not None:
-            self.around.__enter__()
         self._beneath = _top(False)
-        self._is_entered = True
-        _push(self._pack, self._unpack)
+        push_pair(self._pack, self._unpack)
 
     @never_compiled
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        if kind is not None:
-            self.restore()
-        elif self._is_entered:  # then the pair is the innermost one
-            _pop()
-            self._is_entered = False
-        if self.around is not None:
-            self.around.leave(kind, value, traceback)
-
-    @never_compiled
-    def restore(self) -> None:
-        if self._is_entered:
-            pop_down_to(self._beneath)
-            self._is_entered = False
-        if self.around is not None:
-            self.around.restore()
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool | None:
+        pop_down_to(self._beneath)
 
 
-class without_pairs(Restoring):  # noqa: N801 - as `saving`
+class without_pairs:  # noqa: N801 - as `saving`
     """A context in which no pair is in force, for code that keeps nothing for autograd."""
 
     __slots__ = ("_pairs",)
@@ -164,51 +139,27 @@ class without_pairs(Restoring):  # noqa: N801 - as `saving`
     def __enter__(self) -> None:
         while (pair := _top(False)) is not None:
             self._pairs.append(pair)
-            _pop()
+            pop_pair()
 
-    def restore(self) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._pairs:
-            _push(*self._pairs[-1])
-            self._pairs.pop()
+            push_pair(*self._pairs.pop())
 
 
 def pop_down_to(beneath: Pair | None) -> None:
     """Pop pairs of hooks until `beneath`, which is on the stack, is in force."""
-    if _is_above(beneath):
-        _close_checkpoints_of(sys.exception())
-    while _is_above(beneath):
-        _pop()
+    while (top := _top(False)) is not None and (beneath is None or top[0] is not beneath[0]):
+        pop_pair()
 
 
-def _is_above(beneath: Pair | None) -> bool:
-    top = _top(False)
-    return top is not None and (beneath is None or top[0] is not beneath[0])
-
-
-def _close_checkpoints_of(error: BaseException | None) -> None:
-    """Close the torch checkpoints that `error` has left, so that each pops its own pair.
-
-    Where a forward raises, torch 2.11 leaves the generator that pushed the pair to the garbage
-    collector, which pops whatever pair is in force then.
-    """
-    traceback = None if error is None else error.__traceback__
-    frames = [] if traceback is None else [frame for frame, _ in walk_tb(traceback)]
-    for frame in reversed(frames):
-        # Python keeps the result of `f_locals` with the frame, so other frames are not read.
-        if frame.f_globals.get("__name__") == _CHECKPOINT:
-            left = frame.f_locals.get("gen")
-            if isinstance(left, GeneratorType):
-                left.close()
-
-
-class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_enabled does
+class grad_mode:  # noqa: N801 - it stands where torch's set_grad_enabled does
     """A context in which grad mode is on, or off."""
 
     __slots__ = ("_before", "_is_enabled")
 
     def __init__(self, is_enabled: bool) -> None:
         self._is_enabled = is_enabled
-        self._before: bool | None = None
+        self._before = False
 
     @never_compiled
     def __enter__(self) -> None:
@@ -216,10 +167,8 @@ class grad_mode(Restoring):  # noqa: N801 - it stands where torch's set_grad_ena
         set_grad_enabled(self._is_enabled)
 
     @never_compiled
-    def restore(self) -> None:
-        if self._before is not None:
-            set_grad_enabled(self._before)
-            self._before = None
+    def __exit__(self, *error: object) -> None:
+        set_grad_enabled(self._before)
 
 
 def frame_in_force() -> object | None:
@@ -300,23 +249,27 @@ def detached(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(map(Tensor.detach, tensors))
 
 
+def without_history(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return `tensors` without their history; a parameter, which has none, stays itself."""
+    return tuple([t if isinstance(t, nn.Parameter) else t.detach() for t in tensors])
+
+
 def as_leaves(tensors: Iterable[Tensor], requires_grad: Iterable[bool]) -> tuple[Tensor, ...]:
-    """Return `tensors` as leaves of a new graph that require a gradient as told."""
-    leaves = tuple(map(Tensor.detach, tensors))
-    for leaf, flag in zip(leaves, requires_grad, strict=True):
-        if flag:
-            leaf.requires_grad_()
-    return leaves
+    """Return `tensors` as leaves of a new graph that require a gradient as told.
+
+    A parameter stays itself, since code must not take it for another tensor.
+    """
+    leaves: list[Tensor] = []
+    for tensor, flag in zip(tensors, requires_grad, strict=True):
+        is_plain = type(tensor) is Tensor or not isinstance(tensor, nn.Parameter)
+        leaf = tensor.detach() if is_plain else tensor
+        leaves.append(leaf.requires_grad_() if flag else leaf)
+    return tuple(leaves)
 
 
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
     """Set the version counters of `tensors`."""
     _autograd._unsafe_set_version_counter(tensors, versions)
-
-
-def pop_saved_tensors_hooks() -> None:
-    """Pop the innermost pair of saved-tensor hooks."""
-    _pop()
 
 
 def reverse_at_once(tensor: Tensor) -> None:
@@ -344,13 +297,17 @@ class Kept:
     def __init__(self, tensor: Tensor, name: str, pair: Pair | None) -> None:
         self._name = name
         self._version = 0 if tensor.is_inference() else tensor._version
-        if pair is None:
-            self._packed: Any = tensor.detach()  # See Rule 3
-            self._unpack: Callable[[Any], Tensor] | None = None
-        else:
-            # A state with its history, kept by the pair, would hold the graph that holds it.
-            self._packed = pair[0](tensor if tensor.grad_fn is None else tensor.detach())
+        self._unpack: Callable[[Any], Tensor] | None = None
+        self._packed: Any = tensor
+        if pair is not None:
+            # A state with its history, kept by the pair, would hold the graph that holds it. A view
+            # of a parameter holds none, and is told by its base; a region lets go of the history.
+            is_plain = tensor.grad_fn is None or isinstance(tensor._base, nn.Parameter)
+            is_ours = getattr(getattr(pair[0], "__self__", None), "follows_history", False)
+            self._packed = pair[0](tensor if is_plain or is_ours else tensor.detach())
             self._unpack = pair[1]
+        elif type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):
+            self._packed = tensor.detach()  # See Rule 3
 
     @never_compiled
     def get(self) -> Tensor:

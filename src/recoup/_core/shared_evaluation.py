@@ -13,38 +13,87 @@ Rule 3. A network is recognized by identity. A network that one forward evaluate
 Rule 4. The draws of a network come from a seed of its own, in every memory mode, so that they
         do not depend on which direction runs first. They are made in the order of memory, so a
         network that runs again gets its inputs in the memory layout of forward.
+Rule 5. A network that is known to draw nothing needs no seed. That follows from the network itself,
+        never from its earlier runs: a resumed training has to draw the same numbers.
 """
 
 from __future__ import annotations
 
 import threading
-import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.closures import ClosureGuard
-from recoup._core.filling import Filling
-from recoup._core.inner_gradients import Advancing, FirstRun
 from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.pytree import Tree, flatten
-from recoup._core.random_sources import draws_nothing
-from recoup._core.region import Region
-from recoup._core.restoring import Restoring
+from recoup._core.region import Filling, Owner, Recording, Residuals
 from recoup._core.rng import SeededCall
-from recoup._core.saved_tensors import as_leaves, detached, requires_grad_of, versions_of
+from recoup._core.saved_tensors import (
+    as_leaves,
+    detached,
+    grad_mode,
+    requires_grad_of,
+    versions_of,
+)
 from recoup.errors import ReplayError
 
-__all__ = ["Evaluations", "answer_with", "evaluate", "is_answered", "unshared"]
+__all__ = [
+    "Evaluations",
+    "answer_with",
+    "answers",
+    "draws_nothing",
+    "evaluate",
+    "is_answered",
+    "unshared",
+]
 
 Inputs = tuple[Tensor, ...]
 Then = Callable[[Any], Any] | None
 _Answer = Callable[[nn.Module, Inputs, Then], Any]
+
+
+# Modules of torch whose forward computes from input, parameters and buffers alone.
+DETERMINISTIC: frozenset[type[nn.Module]] = frozenset((
+    nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten, nn.Linear, nn.Bilinear, nn.Embedding,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm,
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid,
+    nn.Hardswish, nn.Softmax, nn.LogSoftmax, nn.GLU, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+    nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle,
+))  # fmt: skip
+_DROPOUTS: frozenset[type[nn.Module]] = frozenset((
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+))  # fmt: skip
+
+
+def draws_nothing(module: nn.Module) -> bool:
+    """Whether each module in `module` is known to draw nothing in its current mode (See Rule 5)."""
+    own = module.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    kind = type(module)
+    if kind in _DROPOUTS:
+        return not module.training or own.get("p") == 0
+    # A subclass may do anything, except a sequence that does not override forward, and a class that
+    # itself (not through a base class) declares that only the modules within may draw.
+    if (
+        kind not in DETERMINISTIC
+        and kind.forward is not nn.Sequential.forward
+        and not vars(kind).get("draws_only_in_modules", False)
+    ):
+        return False
+    for child in module._modules.values():  # a loop: this runs at every evaluation of a network
+        if child is not None and not draws_nothing(child):
+            return False
+    return True
 
 
 class _Local(threading.local):
@@ -52,7 +101,8 @@ class _Local(threading.local):
         self.answer: _Answer | None = None
 
 
-_local = _Local()
+# Who makes the evaluations of this thread: a region that is inverted, or nobody.
+answers = _Local()
 
 
 class _InGraph:
@@ -77,21 +127,21 @@ def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
         if _in_graph.answer is not None:
             return _in_graph.answer(network, inputs, then)
         return _called(network, inputs, then)  # compiled draws belong to the graph anyway
-    answer = _local.answer
+    answer = answers.answer
     if answer is None:
         if draws_nothing(network):
             return _called(network, inputs, then)
         return _run(network, inputs, then, SeededCall())
-    _local.answer = None  # networks within this one are its own
+    answers.answer = None  # networks within this one are its own
     try:
         return answer(network, inputs, then)
-    finally:  # if this line is cut off, the context that set `answer` restores what was before
-        _local.answer = answer
+    finally:
+        answers.answer = answer
 
 
 def is_answered() -> bool:
     """Whether evaluations on this thread belong to a stage that is inverted."""
-    return _local.answer is not None
+    return answers.answer is not None
 
 
 def _called(network: nn.Module, inputs: Inputs, then: Then) -> Any:
@@ -107,56 +157,40 @@ def _run(network: nn.Module, inputs: Inputs, then: Then, call: SeededCall) -> An
     return call.run(lambda: _called(network, inputs, then))  # See Rule 4
 
 
-def _run_untaped(network: nn.Module, inputs: Inputs, then: Then, evaluation: _Evaluation) -> Any:
-    inputs = evaluation.leaves(inputs)
-    first_run = FirstRun((weakref.ref(network),), is_training=network.training)
-    with Advancing(f"a {type(network).__name__} that is evaluated", first_run):
-        return _run(network, inputs, then, evaluation.call)
+class _Untaped:
+    """The owner of the residuals of a run that keeps none: it runs again if code asks for them."""
+
+    __slots__ = ("_run", "inputs", "lock", "residuals")
+
+    def __init__(self, run: Callable[[Inputs], Any], inputs: Inputs, residuals: Residuals) -> None:
+        self._run, self.inputs, self.residuals = run, inputs, weakref.ref(residuals)
+        self.lock = threading.RLock()
+
+    def fill_slots(self, index: int) -> None:
+        residuals = self.residuals()
+        if residuals is not None:
+            with Filling(residuals, self.inputs):
+                self._run(self.inputs)
 
 
-class _Answering(Restoring):
+@contextmanager
+def _answering(answer: _Answer) -> Generator[None]:
     """A context in which `answer` makes every evaluation.
 
     Args:
         answer: returns what a network returns for its inputs.
-        around: a context that is entered before it and left after it, by hand: a `with` statement
-            for both is cheaper.
     """
-
-    __slots__ = ("_answer", "_around", "_before", "_is_entered")
-
-    def __init__(self, answer: _Answer, around: Restoring | None = None) -> None:
-        self._answer = answer
-        self._around = around
-        self._before: _Answer | None = None
-        self._is_entered = False
-
-    def __enter__(self) -> None:
-        if self._around is not None:
-            self._around.__enter__()
-        self._before = _local.answer
-        self._is_entered = True
-        _local.answer = self._answer
-
-    def _restore_answer(self) -> None:
-        if self._is_entered:
-            _local.answer = self._before
-            self._is_entered = False
-
-    def restore(self) -> None:
-        self._restore_answer()
-        if self._around is not None:
-            self._around.restore()
-
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        self._restore_answer()
-        if self._around is not None:
-            self._around.leave(kind, value, traceback)
+    before = answers.answer
+    answers.answer = answer
+    try:
+        yield
+    finally:
+        answers.answer = before
 
 
-def unshared() -> Restoring:
+def unshared() -> AbstractContextManager[None]:
     """Return a context in which evaluations are plain calls, or as `answer_with` says."""
-    return _Answering(_called)
+    return _answering(_called)
 
 
 def answer_with(answer: _Answer | None) -> None:
@@ -164,7 +198,7 @@ def answer_with(answer: _Answer | None) -> None:
     if torch.compiler.is_compiling():
         _in_graph.answer = answer
     else:
-        _local.answer = _called if answer is None else answer
+        answers.answer = _called if answer is None else answer
 
 
 class _Evaluation:
@@ -175,17 +209,17 @@ class _Evaluation:
         "_strides",
         "call",
         "output",
-        "region",
+        "residuals",
         "tree",
         "versions",
         "wants_grad",
     )
 
-    def __init__(self, inputs: Inputs, region: Region) -> None:
+    def __init__(self, inputs: Inputs, residuals: Residuals) -> None:
         self._requires_grad = list(map(requires_grad_of, inputs))
         self._strides = strides_of(inputs)
         self.call = SeededCall()
-        self.region = weakref.ref(region)
+        self.residuals = residuals
         self.output: tuple[Tensor, ...] | None = None
         self.versions: list[int] = []
         self.wants_grad: list[bool] = []
@@ -199,34 +233,6 @@ class _Evaluation:
         """Return `output` as the network returned it, with its structure and `requires_grad`."""
         values = as_leaves(output, self.wants_grad)
         return values[0] if self.tree is None else self.tree.unflatten(values)
-
-
-_content: Callable[[types.CellType], object] = attrgetter("cell_contents")
-_checked: set[tuple[types.CodeType | None, ...]] = set()
-
-
-def _check_reads(then: Callable[[Any], Any], name: str) -> None:
-    """Raise if `then` reads a tensor that may be another one in the inverse; once for its code."""
-    # A coupling wraps the function of a subclass, whose code counts, too.
-    cells = getattr(then, "__closure__", None) or ()
-    codes = tuple([getattr(fn, "__code__", None) for fn in (then, *map(_content, cells))])
-    if codes in _checked:
-        return
-    guard = ClosureGuard(then)
-    own = {id(each) for module in guard.modules for each in _tensors_of(module)}
-    for value in guard.tensors:
-        if id(value) not in own and not isinstance(value, nn.Parameter):
-            raise ReplayError(
-                f"`then` of an evaluation in {name} reads a tensor of shape {tuple(value.shape)} "
-                "beside its argument, which may be another one in the inverse. Let it read "
-                "parameters and buffers of the module only, and do the rest after `evaluate`."
-            )
-    _checked.add(codes)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 class Evaluations:
@@ -252,37 +258,34 @@ class Evaluations:
     @property
     def are_wanted(self) -> bool:
         """Whether autograd still holds any residual of a network."""
-        regions = (one.region() for same in self._by_network.values() for one in same)
-        return any(region is not None and region.is_wanted for region in regions)
+        return any(one.residuals.are_wanted for same in self._by_network.values() for one in same)
 
-    def recording(self, region: Region, around: Restoring) -> Restoring:
-        """Return a context for the first forward: each evaluation is a region beside `region`.
+    def recording(self, region: Residuals, owner: Owner) -> AbstractContextManager[None]:
+        """Return a context for the first forward: each evaluation has residuals of its own.
 
         Args:
             region: the region of the whole call.
-            around: a context that is entered before it and left after it.
+            owner: fills the slots.
         """
-        return _Answering(partial(self._record, region), around)
+        return _answering(partial(self._record, region, owner))
 
-    def inverting(self, fills: bool, around: Restoring) -> Restoring:
+    def inverting(self, fills: bool) -> AbstractContextManager[None]:
         """Return a context for the inverse.
 
         Args:
             fills: whether it fills slots and remembers outputs (See Rule 1).
-            around: a context that is entered before it and left after it.
         """
-        return _Answering(self._fill_and_remember if fills else self._only_run, around)
+        return _answering(self._fill_and_remember if fills else self._only_run)
 
-    def answering(self, recall: bool, around: Restoring) -> Restoring:
+    def answering(self, recall: bool) -> AbstractContextManager[None]:
         """Return a context for a second forward.
 
         Args:
             recall: whether it uses the outputs that the inverse remembered (See Rule 2); or else
                 networks run again (See Rule 3).
-            around: a context that is entered before it and left after it.
         """
         self._cursor = {}
-        return _Answering(self._recall if recall else self._fill_in_order, around)
+        return _answering(self._recall if recall else self._fill_in_order)
 
     def forget(self) -> None:
         """Release the remembered outputs."""
@@ -290,14 +293,14 @@ class Evaluations:
             for evaluation in same:
                 evaluation.output = None
 
-    def _record(self, around: Region, network: nn.Module, inputs: Inputs, then: Then) -> Any:
-        if then is not None:
-            _check_reads(then, self._name)
-        region = Region(around.name, around.owner, around.index, around.first_run, around.way)
-        evaluation = _Evaluation(inputs, region)
+    def _record(
+        self, region: Residuals, owner: Owner, network: nn.Module, inputs: Inputs, then: Then
+    ) -> Any:
+        residuals = Residuals(region.surroundings, region.index, region.way)
+        evaluation = _Evaluation(inputs, residuals)
         self._by_network.setdefault(network, []).append(evaluation)
         self._num_evaluations += 1
-        with region.recording():
+        with Recording(residuals, owner):
             output = _run(network, inputs, then, evaluation.call)
         values, evaluation.tree = flatten(output)
         evaluation.wants_grad = list(map(requires_grad_of, values))
@@ -322,13 +325,27 @@ class Evaluations:
     def _fill(
         self, evaluation: _Evaluation, network: nn.Module, inputs: Inputs, then: Then
     ) -> tuple[Tensor, ...]:
-        region = evaluation.region()
-        if region is None or not region.is_wanted:
-            return detached(flatten(_run_untaped(network, inputs, then, evaluation))[0])
+        if not evaluation.residuals.are_wanted:
+            return detached(flatten(self._untaped(network, inputs, then, evaluation))[0])
         taped = evaluation.leaves(inputs)
-        with Filling(region, taped):
+        output: tuple[Tensor, ...] = ()
+        with Filling(evaluation.residuals, taped):
             output = flatten(_run(network, taped, then, evaluation.call))[0]
         return detached(output)
+
+    def _untaped(
+        self, network: nn.Module, inputs: Inputs, then: Then, evaluation: _Evaluation
+    ) -> Any:
+        first = evaluation.residuals
+        dropped = Residuals(first.surroundings, first.index, first.way)
+        inputs = evaluation.leaves(inputs)
+
+        def run(inputs: Inputs) -> Any:
+            return _run(network, inputs, then, evaluation.call)
+
+        owner = _Untaped(run, inputs, dropped)
+        with grad_mode(True), Recording(dropped, owner):
+            return run(inputs)
 
     def _only_run(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
@@ -338,7 +355,7 @@ class Evaluations:
                 "draws random numbers: which draw belongs to which evaluation cannot be told in "
                 'the inverse. Use two networks, or memory="sqrt".'
             )
-        values, tree = flatten(_run_untaped(network, inputs, then, evaluation))
+        values, tree = flatten(self._untaped(network, inputs, then, evaluation))
         return tree.unflatten(detached(values))
 
     def _recall(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:

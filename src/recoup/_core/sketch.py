@@ -4,12 +4,14 @@ NOTE [ A sketch ]
 
 Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 columns. A sketch is the
         16 sums of its columns, in which each row has a weight of its own. So each entry counts, and
-        its place does. It costs about as much as the plain sum.
+        its place does. It costs about as much as the plain sum. A few entries are their own sketch.
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
-        and those of 65,536 entries are the weights of their blocks times those within.
+        and those of large tensors are the weights of blocks times those within.
 Rule 3. Kernels may round otherwise in a second run: threads add in another order. So two tensors
-        count as equal if they differ, as vectors, by less than `tolerance` of their length.
+        count as equal if they differ, as vectors, by less than `tolerance` of their length. In half
+        precision that is so much that two rows which change places may pass: all columns of a row
+        have one weight.
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
 """
 
@@ -17,8 +19,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,9 +29,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = ["Sketch", "difference", "numbers_of", "sketch_of", "tolerance_of"]
 
 _COLUMNS = 16
-_ROWS = 4096
+_FEW = 64  # entries, which are a sketch themselves
+_ROWS = 256
 _BLOCK = _COLUMNS * _ROWS
-_PIECE = 4 * _BLOCK  # of tensors that are converted first
+_MOST_ROWS = 2048  # of tensors that are not read in blocks
+_PIECE = 8 * _BLOCK  # of tensors that are converted first
 _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _HALVES = frozenset((torch.float16, torch.bfloat16))
@@ -44,31 +48,57 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     Args:
         tensor: the tensor. Its graph, modes, and autocast have no part in it.
     """
-    found = None
-    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
-        found = _sketch(tensor)
-    else:  # a DTensor wraps the tensor that this rank holds
-        names, _ = tensor.__tensor_flatten__()
+    if type(tensor) is Tensor:
+        if tensor.dtype in _OWN and tensor.is_cpu and tensor.is_contiguous() and not _num_modes():
+            num = 0 if tensor.is_neg() or _is_autocast("cpu") else tensor.numel()
+            if num > _FEW and tensor.untyped_storage().nbytes():
+                with _below_autograd():  # the common way, for speed
+                    return cast("Any", _sums(tensor.view(-1))).tolist()
+    elif is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()  # a DTensor wraps the tensor that this rank holds
         parts: list[Any] = [getattr(tensor, name) for name in names]
-        sums = [_sketch(part) for part in parts if isinstance(part, Tensor)]
-        there = [each for each in sums if each is not None]
-        found = torch.stack(there).sum(0) if there else None
-    return found.tolist() if found is not None and found.is_cpu else found
+        of_parts = [sketch_of(part) for part in parts if isinstance(part, Tensor)]
+        numbers = [number for each in of_parts if each is not None for number in numbers_of(each)]
+        return numbers or None
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        return None
+    with _no_functions(), _plainly(), _below_autograd(), _without_autocast():
+        if not tensor.numel() or not tensor.untyped_storage().nbytes() or tensor._is_zerotensor():
+            return None  # FSDP2 frees the memory of a gathered parameter
+        if tensor.dtype in _OWN and tensor.is_cpu and tensor.numel() <= _FEW:
+            return cast("Any", tensor.reshape(-1)).tolist()
+        dtype = tensor.dtype
+        if dtype in _OWN and tensor.is_contiguous():
+            found = _sums(tensor.view(-1) if not tensor.is_neg() else tensor.resolve_neg().view(-1))
+        else:
+            found = _sums_of_any(tensor)
+    return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
 
 
 def numbers_of(sketch: Sketch) -> list[float]:
     """Return the numbers of a sketch, and wait for them if they are on a device."""
-    return sketch if isinstance(sketch, list) else sketch.tolist()
+    return sketch if isinstance(sketch, list) else cast("Any", sketch).tolist()
 
 
-def difference(first: Sketch, second: Sketch) -> float:
-    """Return the length of the difference over that of the first; 0 if the first is not finite."""
+def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
+    """Return the length of the difference over that of the first, where that is finite.
+
+    Args:
+        first: the sketch of the first tensor.
+        second: that of the second.
+        length: that of one of the tensors if it is known. Where entries are alike, the sketch may
+            be far shorter.
+    """
     before, after = numbers_of(first), numbers_of(second)
     if before == after:
         return 0.0
-    length = math.hypot(*before)
-    if not math.isfinite(length):
+    pairs = [pair for pair in zip(before, after, strict=True) if math.isfinite(pair[0])]
+    if len(pairs) < len(before):
+        before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if not pairs:
         return 0.0
+    own = math.hypot(*before)
+    length = max(own, length if math.isfinite(length) else 0.0)
     found = math.dist(before, after)
     if math.isnan(found):
         return math.inf
@@ -84,51 +114,48 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps ** 0.75
 
 
-def _sketch(tensor: Tensor) -> Tensor | None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        return None
-    num_bytes = tensor.untyped_storage().nbytes()
-    if not tensor.numel() or not num_bytes:  # FSDP2 frees the memory of a gathered parameter
-        return None
-    with (
-        torch._C._DisableTorchDispatch(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._DisableAutocast(),
-    ):
-        if tensor.dtype.is_complex:
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        flat = _flat(tensor.resolve_neg())
-        if flat.dtype in _OWN or (flat.dtype in _HALVES and not flat.is_cpu):
-            return _sums(flat)
-        # Kernels of the CPU are slow in half precision, and integers must be told apart exactly.
-        wide = torch.float32 if flat.dtype.is_floating_point else torch.float64
-        parts = [_sums(part.to(wide)) for part in flat.split(_PIECE)]
-        weights = _weights(len(parts), wide, flat.device)
-        return parts[0] if len(parts) == 1 else weights @ torch.stack(parts)
+_below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd")  # noqa: B009
+_without_autocast: Any = getattr(torch._C, "_DisableAutocast")  # noqa: B009
+_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009
+_is_autocast = torch.is_autocast_enabled
+_no_functions: Any = torch._C.DisableTorchFunctionSubclass
+_plainly: Any = getattr(torch._C, "_DisableTorchDispatch")  # noqa: B009
+
+
+def _sums_of_any(tensor: Tensor) -> Tensor:
+    """Return the sums for a tensor of any type and layout in memory."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = _flat(tensor.resolve_neg())
+    if flat.dtype in _OWN or (flat.dtype in _HALVES and not flat.is_cpu):
+        return _sums(flat)
+    # Kernels of the CPU are slow in half precision, and integers must be told apart exactly.
+    wide = torch.float32 if flat.dtype.is_floating_point else torch.float64
+    pieces = cast("Iterable[Tensor]", torch.split(flat, _PIECE))
+    parts = [_sums(piece.to(wide)) for piece in pieces]
+    weights = _weights(len(parts), wide, flat.device)
+    return parts[0] if len(parts) == 1 else weights @ torch.stack(parts)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the entries in the order of memory, without a copy if they lie densely."""
+    """Return the entries: in the order of memory, without a copy, where they lie densely."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     order: Sequence[int] = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    tensor = tensor.permute(*order)
-    for dim, step in enumerate(tensor.stride()):
-        if step == 0:  # an expanded dimension
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor.reshape(-1)
+    dense = tensor.permute(*order)
+    return dense.view(-1) if dense.is_contiguous() else tensor.reshape(-1)
 
 
 def _sums(flat: Tensor) -> Tensor:
     """Return the weighted sums of the columns (See Rules 1 and 2)."""
     num = flat.numel()
-    weights = _weights(_ROWS, flat.dtype, flat.device)
-    num_blocks = num // _BLOCK
+    weights = _table(_MOST_ROWS, flat.dtype, flat.device)
+    num_blocks = num // _BLOCK if num > _COLUMNS * _MOST_ROWS else 0
     found: Tensor | None = None
     if num_blocks:
         of_blocks = _weights(num_blocks, flat.dtype, flat.device)
         whole = of_blocks @ flat[: num_blocks * _BLOCK].view(num_blocks, _BLOCK)
-        found = weights @ whole.view(_ROWS, _COLUMNS)
+        found = weights[:_ROWS] @ whole.view(_ROWS, _COLUMNS)
         flat = flat[num_blocks * _BLOCK :]
         num -= num_blocks * _BLOCK
     num_rows = num // _COLUMNS
@@ -156,6 +183,6 @@ def _table(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if num <= _ROWS:
-        return _table(_ROWS, dtype, device)[:num]
+    if num <= _MOST_ROWS:
+        return _table(_MOST_ROWS, dtype, device)[:num]
     return _table(2 ** math.ceil(math.log2(num)), dtype, device)[:num]

@@ -10,12 +10,15 @@ Rule 2. Stand-ins of several makers may be on top of each other, in any order. W
 Rule 3. The forward of each class has a code object of its own. The compiler records by code
         object what it compiled, how often, and what it cannot compile; if all classes shared one,
         one layer that cannot be compiled would keep every other layer from being compiled.
+Rule 4. To its base a stand-in is a subclass as any other: `__init_subclass__` and metaclasses are
+        called, and what they raise is raised. A base that asks for arguments there has none.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from contextlib import suppress
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,8 +26,8 @@ from torch import nn
 
 __all__ = [
     "Maker",
+    "check_can_be_derived_from",
     "check_has_own_forward",
-    "has_stand_in",
     "is_stand_in",
     "new_stand_in",
     "with_stand_in",
@@ -68,24 +71,12 @@ def new_stand_in(
     }
     forward: Any = own["forward"]  # See Rule 3
     forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
-    if type(base) is type:
-        with suppress(TypeError):  # a base with slots
-            # The base is set afterwards, so that its `__init_subclass__` does not run.
-            made = cast("Kind", type(base.__name__, (nn.Module,), own))
-            made.__bases__ = (base,)
-            return made
-    made_by: Any = type(base)
-    return made_by(base.__name__, (base,), own)
+    return cast("Any", type(base))(base.__name__, (base,), own)
 
 
 def is_stand_in(kind: Kind) -> bool:
     """Whether `kind` stands in for a class, whoever made it."""
     return getattr(kind, _STEP, None) is not None
-
-
-def has_stand_in(kind: Kind, make: Maker) -> bool:
-    """Whether `kind` is a stand-in of `make`, or one on top of it, and not a subclass of these."""
-    return any(step.make is make for step in _taken_apart(kind)[1])
 
 
 def with_stand_in(kind: Kind, make: Maker, *arguments: Any) -> Kind:
@@ -104,26 +95,33 @@ def without_stand_in(kind: Kind, make: Maker) -> Kind:
 
 def check_has_own_forward(module: nn.Module) -> None:
     """Raise if a stand-in could not extend the forward of `module`."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"`module` has a {type(module).__name__} whose `forward` was replaced on the instance "
-            "(a compiled or hooked module), so recoup cannot extend it. Apply this before "
-            "`forward` is replaced."
+            f"`module` has a {type(module).__name__} whose `forward` was replaced (compiled, "
+            "hooked or scripted), so recoup cannot extend it. Apply this before that."
         )
-    if isinstance(module, torch.jit.ScriptModule):
+    check_can_be_derived_from(type(module))
+
+
+def check_can_be_derived_from(kind: Kind) -> None:
+    """Raise if subclasses of `kind` have to give arguments (See Rule 4)."""
+    if not isinstance(kind.__init_subclass__, MethodType):  # that of `object`
+        return
+    try:
+        inspect.signature(kind.__init_subclass__).bind()
+    except TypeError as error:
         raise ValueError(
-            "`module` contains a ScriptModule, which recoup cannot extend. Apply this before "
-            "scripting."
-        )
+            f"`module` has a {kind.__name__}, which recoup cannot extend: a subclass has to give "
+            f"arguments ({error}). Give those of its `__init_subclass__` defaults."
+        ) from error
 
 
 def _taken_apart(kind: Kind) -> tuple[Kind, list[Step]]:
     """Return a module's own class, and the steps from it to `kind`."""
-    steps: list[Step] = []
-    while _STEP in vars(kind):
-        steps.insert(0, vars(kind)[_STEP])
-        kind = cast("Kind", kind.__bases__[0])
-    return kind, steps
+    if _STEP not in vars(kind):
+        return kind, []
+    own, steps = _taken_apart(cast("Kind", kind.__bases__[0]))
+    return own, [*steps, vars(kind)[_STEP]]
 
 
 def _put_together(own: Kind, steps: list[Step]) -> Kind:

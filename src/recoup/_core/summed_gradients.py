@@ -3,7 +3,7 @@
 NOTE [ Gradients of a sum ]
 
 Rule 1. The graph of a summand is freed before the next summand begins, and nobody else sees it. So
-        no pair of hooks is given what it saves, and a region around keeps the sums alone.
+        callers make it `without_pairs`, and a region around keeps the sums alone.
 Rule 2. Gradients are taken up to where the sum began: to leaves, and to tensors from before, which
         the numbers of their nodes tell. Autocast may have copied a leaf before; copies save nothing
         and are passed through.
@@ -17,8 +17,8 @@ Rule 5. Backward multiplies the sums by the gradient of the result, in their own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,20 +26,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from recoup._core.autocast_off import without_autocast
-from recoup._core.restoring import Restoring
-from recoup._core.saved_tensors import is_graph_retained, num_nodes, without_pairs
+from recoup._core.saved_tensors import is_graph_retained, num_nodes
 from recoup.errors import GradientError
 
-__all__ = ["SummedGradients", "alone"]
+__all__ = ["SummedGradients"]
 
 # The places of the second matrix and the names of the first, by the node of a product.
 _PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
+_Edge = tuple[Any, int]  # a node, and which of its outputs
+_Ends = dict[_Edge, Tensor]
+_Users = dict[_Edge, list[tuple[Any, int]]]  # nodes, and which of their inputs it is
 _COPY, _TRANSPOSED, _LEAF = "ToCopyBackward0", "TBackward0", "AccumulateGrad"
-
-
-def alone() -> AbstractContextManager[object]:
-    """Return a context for a summand: nobody else is given what it saves (See Rule 1)."""
-    return without_pairs()
 
 
 class SummedGradients:
@@ -63,7 +60,6 @@ class SummedGradients:
         self._dtype = torch.float32
         self._outside = {(t.grad_fn, t.output_nr): t for t in outside if t.grad_fn is not None}
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # of each tensor, with the tensor
-        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # in place of tensors with a graph
 
     def add(self, value: Tensor, weight: float, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Add ``weight * value``; return the gradients of `inputs`, which are its own leaves."""
@@ -72,26 +68,27 @@ class SummedGradients:
         self._values.append(value.detach().to(wide) * weight)
         if not value.requires_grad:
             return [None] * len(inputs)
-        graph = _Graph(self, value)
+        ends, users = self._ends_of(value)
         own = set(map(id, inputs))
-        products = [p for p in graph.products() if id(p.weight) not in own]
-        added = own.union(id(product.weight) for product in products)
-        ends = [tensor for key, tensor in graph.ends.items() if key not in added]
-        edges = [GradientEdge(product.node, 0) for product in products]
-        with _without_hooks(ends), without_autocast(value.device.type):
-            gradients: Sequence[Any] = cast("Any", torch.autograd.grad)(
-                value,
-                [*inputs, *ends, *edges],
-                torch.full_like(value, weight),
-                allow_unused=True,
-            )
-        with torch.no_grad(), without_autocast(value.device.type):
-            parts = gradients[len(inputs) :]
-            for end, part in zip(ends, parts, strict=False):
+        products = [p for p in _products(ends, users) if id(p.weight) not in own]
+        own.update(id(product.weight) for product in products)
+        others = [tensor for tensor in ends.values() if id(tensor) not in own]
+        asked: list[Any] = [*inputs, *others, *(GradientEdge(p.node, 0) for p in products)]
+        seed, device_type = torch.full_like(value, weight), value.device.type
+        with _without_hooks(others), without_autocast(device_type):
+            gradients: Any = torch.autograd.grad(value, asked, seed, allow_unused=True)
+        parts = gradients[len(inputs) :]
+        with torch.no_grad(), without_autocast(device_type):
+            for end, part in zip(others, parts, strict=False):
                 if part is not None:
                     self._sum_of(end).add_(part)
-            for product, part in zip(products, parts[len(ends) :], strict=True):
-                product.add_to(self._sum_of(product.weight), part)
+            for product, part in zip(products, parts[len(others) :], strict=True):
+                pair = (
+                    (part.t(), product.first)
+                    if product.is_transposed
+                    else (product.first.t(), part)
+                )
+                self._sum_of(product.weight).addmm_(*pair)
         return list(gradients[: len(inputs)])
 
     def of(self, divisor: float, others: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -103,21 +100,32 @@ class SummedGradients:
         """
         pairs = [*others, *self._sums.values()]
         self._sums = {}
-        stand_for = {id(leaf): tensor for tensor, leaf in self._leaves.values()}
-        tensors = [stand_for.get(id(tensor), tensor) for tensor, _ in pairs]
-        sums = [total for _, total in pairs]
-        total = (torch.stack(self._values).sum() / divisor).to(self._dtype)
-        return cast("Any", _Sum).apply((self._name, self._way_out), total, divisor, *sums, *tensors)
+        both = [total for _, total in pairs] + [tensor for tensor, _ in pairs]
+        value = (torch.stack(self._values).sum() / divisor).to(self._dtype)
+        return cast("Any", _Sum).apply((self._name, self._way_out), value, divisor, *both)
 
-    def as_end(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or a leaf in its place if it has a graph, at which gradients end."""
-        if tensor.grad_fn is None:
-            return tensor
-        if id(tensor) not in self._leaves:
-            self._leaves[id(tensor)] = (tensor, tensor.detach().requires_grad_())
-        return self._leaves[id(tensor)][1]
+    def _ends_of(self, value: Tensor) -> tuple[_Ends, _Users]:
+        """Return the tensors at which the gradients of a summand end, and who uses each output."""
+        ends: _Ends = {}
+        users: _Users = {}
+        if value.grad_fn is None:
+            return {(None, 0): value}, {(None, 0): []}
+        waiting: list[Any] = [value.grad_fn]
+        seen = set(waiting)
+        for node in waiting:  # which grows
+            for place, edge in enumerate(node.next_functions):
+                if edge[0] is None:
+                    continue
+                users.setdefault(edge, []).append((node, place))
+                end = self._end_at(*edge) if edge not in ends else ends[edge]
+                if end is not None:
+                    ends[edge] = end
+                elif edge[0] not in seen:
+                    seen.add(edge[0])
+                    waiting.append(edge[0])
+        return ends, users
 
-    def end_at(self, node: Any, number: int) -> Tensor | None:
+    def _end_at(self, node: Any, number: int) -> Tensor | None:
         """Return the tensor at which gradients end, or None within the sum (See Rule 2)."""
         kind = type(node).__name__
         if kind == _LEAF:
@@ -148,86 +156,39 @@ class _Product(NamedTuple):
     weight: Tensor
     is_transposed: bool
 
-    def add_to(self, total: Tensor, gradient: Tensor) -> None:
-        if self.is_transposed:
-            total.addmm_(gradient.t(), self.first)
-        else:
-            total.addmm_(self.first.t(), gradient)
+
+def _products(ends: _Ends, users: _Users) -> list[_Product]:
+    """Return the products with weights that the graph uses nowhere else."""
+    found: list[_Product] = []
+    for edge, weight in ends.items():
+        uses = users[edge]
+        is_transposed = len(uses) == 1 and type(uses[0][0]).__name__ == _TRANSPOSED
+        last = users[uses[0][0], 0] if is_transposed else uses
+        if len(uses) != 1 or len(last) != 1:
+            continue
+        node, place = last[0]
+        at, name = _PRODUCTS.get(type(node).__name__, (-1, ""))
+        is_plain = weight.layout is torch.strided and weight.is_floating_point()
+        if place != at or not is_plain or getattr(node, "_saved_alpha", 1) != 1:
+            continue
+        first: Tensor | None = getattr(node, name)
+        if first is not None:
+            found.append(_Product(node, first, weight, is_transposed))
+    return found
 
 
-class _Graph:
-    """The graph of one summand.
-
-    Attributes:
-        ends: the tensors at which gradients end, by id.
-    """
-
-    def __init__(self, sums: SummedGradients, value: Tensor) -> None:
-        self.ends: dict[int, Tensor] = {}
-        self._uses: dict[int, list[tuple[Any, int]]] = {}
-        self._users: dict[Any, list[tuple[Any, int]]] = {}  # of transposed matrices
-        if value.grad_fn is None:
-            self.ends[id(value)] = value
-            return
-        waiting: list[Any] = [value.grad_fn]
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
-            for place, (following, number) in enumerate(node.next_functions):
-                if following is None:
-                    continue
-                end = sums.end_at(following, number)
-                if end is not None:
-                    self.ends[id(end)] = end
-                    self._uses.setdefault(id(end), []).append((node, place))
-                    continue
-                if type(following).__name__ == _TRANSPOSED:
-                    self._users.setdefault(following, []).append((node, place))
-                if following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
-
-    def products(self) -> list[_Product]:
-        """Return the products with weights that the graph uses nowhere else."""
-        found: list[_Product] = []
-        for key, uses in self._uses.items():
-            weight, (node, place) = self.ends[key], uses[0]
-            is_transposed = type(node).__name__ == _TRANSPOSED
-            users = self._users.get(node, []) if is_transposed else uses
-            if len(uses) != 1 or len(users) != 1:
-                continue
-            node, place = users[0]
-            at, name = _PRODUCTS.get(type(node).__name__, (-1, ""))
-            if place != at or getattr(node, "_saved_alpha", 1) != 1:
-                continue
-            first: Tensor | None = getattr(node, name)
-            is_plain = weight.layout is torch.strided and weight.is_floating_point()
-            if first is not None and is_plain:
-                found.append(_Product(node, first, weight, is_transposed))
-        return found
-
-
-class _without_hooks(Restoring):  # noqa: N801 - as `without_pairs`
-    """A context in which tensors have no hooks of their own (See Rule 3)."""
-
-    __slots__ = ("_paused", "_tensors")
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = tensors
-        self._paused: list[tuple[dict[int, Any], dict[int, Any]]] = []
-
-    def __enter__(self) -> None:
-        for tensor in self._tensors:
-            hooks: dict[int, Any] | None = getattr(tensor, "_backward_hooks", None)
-            if hooks:
-                self._paused.append((hooks, dict(hooks)))
-                hooks.clear()
-
-    def restore(self) -> None:
-        while self._paused:
-            hooks, entries = self._paused[-1]
-            hooks.update(entries)
-            self._paused.pop()
+@contextmanager
+def _without_hooks(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Return a context in which tensors have no hooks of their own (See Rule 3)."""
+    hooks: list[dict[int, Any]] = [getattr(each, "_backward_hooks", None) or {} for each in tensors]
+    before = list(map(dict[int, Any], hooks))
+    try:
+        for each in hooks:
+            each.clear()
+        yield
+    finally:
+        for each, entries in zip(hooks, before, strict=True):
+            each.update(entries)
 
 
 class _Sum(torch.autograd.Function):
@@ -250,10 +211,8 @@ class _Sum(torch.autograd.Function):
                 f"(`create_graph=True`) and cannot be differentiated again. {way_out}"
             )
         sums: tuple[Tensor, ...] = ctx.saved_tensors
-        (gradient,) = gradients
-        factor = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / ctx.divisor
-        if is_graph_retained():
-            found: list[Tensor | None] = [sum_ * factor for sum_ in sums]
-        else:
-            found = [sum_.mul_(factor) for sum_ in sums]
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        factor = gradients[0].to(wide) / ctx.divisor
+        scaled = torch.mul if is_graph_retained() else Tensor.mul_
+        found = [scaled(each, factor) for each in sums]
         return (None, None, None, *[None] * len(sums), *found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from recoup._core.generators import with_seed
-from recoup._core.restoring import Undoing, restoring
 from recoup.flows.labels import one_hot
 from recoup.flows.latents import (
     Base,
@@ -323,11 +323,13 @@ def _check(
         )
 
 
-@restoring
+@contextmanager
 def _evaluation(module: nn.Module) -> Generator[None]:
     """Put `module` in evaluation mode, and each part back into its own mode afterwards."""
-    with Undoing() as undo:
-        for part in module.modules():
-            undo.later(setattr, part, "training", part.training)
+    before = [(part, part.training) for part in module.modules()]
+    try:
         module.eval()
         yield
+    finally:
+        for part, is_training in before:
+            part.training = is_training

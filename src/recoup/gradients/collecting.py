@@ -16,6 +16,7 @@ Rule 3. Reducers of DDP and FSDP2 and checkpoints of the reentrant kind need a p
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -24,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.graph_ends import Ends, ends_of, hidden_leaves
-from recoup._core.restoring import Undoing, restoring
 from recoup._core.saved_tensors import grad_mode
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries, is_sharded, owned, shared
@@ -223,23 +223,16 @@ def _by_accumulating(backward: Backward, entries: Entries) -> tuple[list[Tensor 
 
     with (
         accumulating(targets, entries, backward.inputs, elsewhere=elsewhere) as replaced,
-        Undoing() as undo,
+        ExitStack() as hooks,
     ):
         for target in elsewhere:
-            undo.later(_remove_hook, target, move)
-            cast("Any", target).register_post_accumulate_grad_hook(move)
+            hook: Any = cast("Any", target).register_post_accumulate_grad_hook(move)
+            hooks.callback(hook.remove)
         wanted = [*targets, *backward.inputs]
         are_all = set(map(id, wanted)).issuperset(map(id, backward.ends.leaves))
         backward.run(None if are_all else wanted)  # torch looks at each of its `inputs`
         num_received = take_received(replaced, len(targets), entries, is_converted=True)
         return _taken_inputs(replaced, backward), num_received + len(moved)
-
-
-def _remove_hook(target: Tensor, hook: Any) -> None:
-    hooks: dict[int, Any] = getattr(target, "_post_accumulate_grad_hooks", None) or {}
-    for key, each in list(hooks.items()):
-        if each is hook:
-            del hooks[key]
 
 
 def _by_plain_backward(backward: Backward, entries: Entries) -> tuple[list[Tensor | None], int]:
@@ -257,7 +250,7 @@ def _by_plain_backward(backward: Backward, entries: Entries) -> tuple[list[Tenso
         return _taken_inputs(replaced, backward), num_received
 
 
-@restoring
+@contextmanager
 def collecting(targets: Sequence[Tensor], entries: Entries) -> Generator[list[int]]:
     """Collect the gradients that any backward within accumulates in `.grad` of the targets.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from recoup._core.restoring import restoring
 from recoup._core.storage_tracking import bytes_of
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries, as_dense, check_fits, coalesced, shared
@@ -37,7 +37,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         self._scale: float | str | None = None
         self._damage: str | None = None
 
-    @restoring
+    @contextmanager
     def _guarded(self) -> Generator[None]:
         """On an error within, mark the store as damaged if its gradients have changed."""
         was_empty = not self._entries.gradients

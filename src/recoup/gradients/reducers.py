@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup._core.restoring import restoring
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries
 
@@ -73,7 +73,7 @@ def _among_known(wanted: set[int]) -> tuple[list[Any], set[int]]:
     return found, missing
 
 
-@restoring
+@contextmanager
 def reduced_in_time(targets: Sequence[Tensor], entries: Entries) -> Generator[None]:
     """Raise if a backward within would be reduced but the store's gradients never would be.
 

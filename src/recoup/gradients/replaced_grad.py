@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from recoup._core.restoring import Restoring, Undoing, restoring
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries, is_alone, shared
 from recoup.gradients.targets import described
@@ -31,7 +31,7 @@ class GradInUseError(GradientError):
         self.target = target
 
 
-class ReplacedGrad(Restoring):
+class ReplacedGrad:
     """`.grad` of some tensors, replaced for a while.
 
     Args:
@@ -49,7 +49,6 @@ class ReplacedGrad(Restoring):
         gradients: Sequence[Tensor | None],
         dtypes: Sequence[torch.dtype | None],
     ) -> None:
-        super().__init__()
         self._thread = threading.get_ident()
         self._ids: set[int] = set()
         self._before: list[tuple[Tensor, Tensor | None, torch.dtype | None]] = []
@@ -74,13 +73,12 @@ class ReplacedGrad(Restoring):
     def __enter__(self) -> ReplacedGrad:
         self._versions = [None if each is None else _version_of(each) for each in self.gradients]
         self._record(self.targets)
-        for target, gradient, dtype in zip(self.targets, self.gradients, self._dtypes, strict=True):
-            # Once set, `grad_dtype` no longer follows the type of the tensor, and cannot be unset.
-            if dtype is not None and target.grad_dtype is not dtype:
-                target.grad = None
-                target.grad_dtype = dtype
-            if target.grad is not gradient:
-                target.grad = gradient
+        meanwhile = zip(self.targets, self.gradients, self._dtypes, strict=True)
+        try:
+            _set([(t, grad, dtype or t.grad_dtype) for t, grad, dtype in meanwhile])
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def clear_others(self, others: Iterable[Tensor]) -> None:
@@ -101,13 +99,8 @@ class ReplacedGrad(Restoring):
                 self._active.append(self)
         self._before += [(each, each.grad, each.grad_dtype) for each in targets]
 
-    def restore(self) -> None:
-        for target, gradient, dtype in self._before:
-            if target.grad_dtype is not dtype:
-                target.grad = None
-                target.grad_dtype = dtype
-            if target.grad is not gradient:
-                target.grad = gradient
+    def __exit__(self, *error: object) -> None:
+        _set(self._before)
         self._before = []
         with self._lock:
             if self in self._active:
@@ -128,6 +121,17 @@ class ReplacedGrad(Restoring):
         return gradient
 
 
+def _set(grads: Iterable[tuple[Tensor, Tensor | None, torch.dtype | None]]) -> None:
+    """Set `.grad` and `grad_dtype` of tensors."""
+    for target, gradient, dtype in grads:
+        # Once set, `grad_dtype` no longer follows the type of the tensor, and cannot be unset.
+        if target.grad_dtype is not dtype:
+            target.grad = None
+            target.grad_dtype = dtype
+        if target.grad is not gradient:
+            target.grad = gradient
+
+
 def _version_of(gradient: Tensor) -> int:
     """Return how often `gradient` was changed in place; FSDP2 adds to its own part of it."""
     if type(gradient) is not Tensor:
@@ -138,7 +142,7 @@ def _version_of(gradient: Tensor) -> int:
 # -- for a backward --------------------------------------------------------------------------------
 
 
-@restoring
+@contextmanager
 def accumulating(
     targets: Sequence[Tensor],
     entries: Entries,
@@ -175,14 +179,16 @@ def accumulating(
         gradients + [None] * len(others),
         dtypes + [None] * len(others),
     )
-    with Undoing() as undo, replaced:
+    try:
+        with replaced:
+            try:
+                yield replaced
+            except BaseException:
+                entries.num_changes += sum(map(replaced.is_changed, range(len(targets))))
+                raise
+    finally:
         for gradient, before in values:
-            undo.later(gradient.copy_, before)
-        try:
-            yield replaced
-        except BaseException:
-            entries.num_changes += sum(map(replaced.is_changed, range(len(targets))))
-            raise
+            gradient.copy_(before)
 
 
 def take_received(
@@ -220,7 +226,7 @@ def take_received(
 # -- for a step ------------------------------------------------------------------------------------
 
 
-@restoring
+@contextmanager
 def installed(
     gradients: Mapping[Tensor, Tensor],
     parameters: Sequence[Tensor],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
 
-from recoup._core.restoring import restoring
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import scaled
 from recoup.gradients.algebra import Algebra, check_is_store, check_scales
@@ -107,7 +107,7 @@ class Stepping(Algebra):
                 f"{type(optimizer).__name__}. Call `scaler.update()` after the step only."
             )
 
-    @restoring
+    @contextmanager
     def as_grad(self, params: Any, *, consume: bool = True) -> Generator[None]:
         """Set `.grad` to the gradients of the store, for code that reads it.
 
@@ -131,7 +131,7 @@ class Stepping(Algebra):
         with self._as_grad(parameters, consume=consume):
             yield
 
-    @restoring
+    @contextmanager
     def _as_grad(
         self,
         parameters: Sequence[Tensor],

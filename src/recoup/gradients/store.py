@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from recoup._core.restoring import restoring
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import shared
 from recoup.gradients.algebra import check_weight
@@ -164,7 +164,7 @@ class GradStore(Stepping, Transfer):
             self.weight += weight
         return tuple(found)
 
-    @restoring
+    @contextmanager
     def collecting(
         self, params: Iterable[Tensor] | None = None, *, allow_empty: bool = False
     ) -> Generator[None]:
@@ -230,7 +230,7 @@ class GradStore(Stepping, Transfer):
                 )
         return targets
 
-    @restoring
+    @contextmanager
     def _unchanged_by_errors(self) -> Generator[Self]:
         """Yield a store to collect in, so that an error leaves this one unchanged.
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from recoup._core.log_det_pairs import check_pair, has_inverse
-from recoup._core.stage import State
+from recoup._core.region import State
 from recoup.errors import NotInvertibleError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.rearrange import Split
@@ -28,19 +28,17 @@ class ModuleStage:
     __slots__ = (
         "_hands_context",
         "_is_checked",
-        "closure_guard",
         "code",
         "module",
         "modules",
         "name",
     )
-    part_names = ()
+    compares = True
 
     def __init__(self, name: str, module: InvertibleModule, *, hands_context: bool) -> None:
         self.name = f"module `{name}` ({type(module).__name__})"
         self.module = self.code = module
         self.modules = (module,)
-        self.closure_guard = None
         self._hands_context = hands_context
         self._is_checked = False
 

@@ -27,12 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compiled_calls import Compiled, CompileSettings, is_compilable_here
-from recoup._core.guards import updates_statistics
+from recoup._core.module_marks import updates_statistics
 from recoup._core.one_call import Gradients, OneCallStage
-from recoup._core.random_sources import draws_nothing
+from recoup._core.region import State
 from recoup._core.saved_tensors import without_pairs
-from recoup._core.shared_evaluation import is_answered, unshared
-from recoup._core.stage import State
+from recoup._core.shared_evaluation import draws_nothing, is_answered, unshared
 from recoup._core.stand_ins import is_stand_in
 from recoup.errors import ChangedError
 from recoup.invertible import step_code
@@ -197,14 +196,13 @@ class CompiledStage(OneCallStage):
         learned: the parameters that get a gradient.
     """
 
-    closure_guard = None
+    compares = True
 
     def __init__(self, step: Step, code: _Code | None, learned: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.step = step
         self.name = step.name
         self.modules = step.modules
-        self.part_names = step.names
         self.code = step.modules[0]
         self.num_inputs = step.num_inputs
         self._code = code

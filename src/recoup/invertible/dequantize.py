@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recoup._core.compile import is_watched, uncompiled
-from recoup._core.random_sources import own_generator
+from recoup._core.generators import own_generator
 from recoup._core.rng import draw_seed
 from recoup.invertible.chain import Chain
 from recoup.invertible.chain_memory import HasChain

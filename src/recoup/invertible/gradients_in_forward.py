@@ -12,47 +12,40 @@ Rule 2. After the call nothing is held here: backward gets the tensors from the 
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from recoup._core.compile import never_compiled
-from recoup._core.restoring import Restoring
 from recoup._core.saved_tensors import Pair, pair_in_force, saving
 
-__all__ = ["GradientsInForward"]
+__all__ = ["gradients_in_forward"]
 
 
-class GradientsInForward(Restoring):
-    """A context in which `torch.autograd.grad` can use tensors saved within, in any region."""
-
-    __slots__ = ("_at_hand", "_hooks")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._hooks: saving | None = None
-        self._at_hand: list[_AtHand] = []
-
-    def __enter__(self) -> None:
-        pair = pair_in_force()
-        if pair is not None:  # without one, autograd has everything itself
-            self._hooks = saving(partial(self._pack, pair))
-            self._hooks.__enter__()
-
-    def restore(self) -> None:
-        if self._hooks is not None:
-            self._hooks.restore()
-            self._hooks = None  # it holds a method of ours: a reference cycle
-        for saved in self._at_hand:
+@contextmanager
+def gradients_in_forward() -> Generator[None]:
+    """Let `torch.autograd.grad` use tensors that are saved within, in any region."""
+    pair = pair_in_force()
+    if pair is None:  # autograd has everything itself
+        yield
+        return
+    at_hand: list[_AtHand] = []
+    try:
+        with saving(partial(_pack, at_hand, pair)):
+            yield
+    finally:
+        for saved in at_hand:
             saved.tensor = None  # See Rule 2
-        self._at_hand.clear()
 
-    @never_compiled
-    def _pack(self, pair: Pair, tensor: Tensor) -> _AtHand:
-        saved = _AtHand(tensor, pair)
-        self._at_hand.append(saved)
-        return saved
+
+@never_compiled
+def _pack(at_hand: list[_AtHand], pair: Pair, tensor: Tensor) -> _AtHand:
+    saved = _AtHand(tensor, pair)
+    at_hand.append(saved)
+    return saved
 
 
 class _AtHand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recoup._core.autocast_off import without_autocast
-from recoup._core.restoring import Undoing, restoring
 from recoup._core.saved_tensors import grad_mode
 
 __all__ = ["LipSwish", "LipschitzConv2d", "LipschitzLinear", "one_weight_a_call"]
@@ -33,13 +33,14 @@ class _Shared(threading.local):
 _shared = _Shared()
 
 
-@restoring
+@contextmanager
 def one_weight_a_call() -> Generator[None]:
     """Compute the normalised weight of each layer once in the context, however often it runs."""
-    with Undoing() as undo:
-        undo.later(setattr, _shared, "weights", _shared.weights)
-        _shared.weights = {}
+    before, _shared.weights = _shared.weights, {}
+    try:
         yield
+    finally:
+        _shared.weights = before
 
 
 class LipschitzLinear(nn.Linear):

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recoup._core.random_sources import own_generator
-from recoup._core.restoring import restoring
+from recoup._core.generators import own_generator
 from recoup._core.rng import draw_seed
 from recoup._core.saved_tensors import grad_mode
-from recoup.invertible.gradients_in_forward import GradientsInForward
+from recoup.invertible.gradients_in_forward import gradients_in_forward
 
 __all__ = ["exact_log_det", "power_series", "probes_for", "roulette_weights", "series_weights"]
 
@@ -96,17 +96,17 @@ def probes_for(x: Tensor, num_probes: int, continuation: float | None) -> tuple[
     return bits.to(x.dtype).mul_(2).sub_(1), num_more
 
 
-@restoring
+@contextmanager
 def _differentiable(x: Tensor) -> Generator[Tensor]:
     """Yield an alias of `x` to take derivatives with respect to (See Rule 1)."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False), torch.enable_grad():
             yield x.clone().requires_grad_()
     elif torch.is_grad_enabled() and x.requires_grad:
-        with GradientsInForward():
+        with gradients_in_forward():
             yield x.view_as(x)
     else:
-        with grad_mode(True), GradientsInForward():
+        with grad_mode(True), gradients_in_forward():
             yield x.detach().requires_grad_()
 
 

@@ -35,7 +35,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recoup._core.closures import ClosureGuard
+from recoup._core.captured import parts_of
 from recoup._core.compile import is_loaded, never_compiled
 from recoup._core.pytree import tensors_in
 from recoup._core.save_observer import Way, observed_by
@@ -43,7 +43,7 @@ from recoup._core.saved_tensors import (
     Kept,
     Pair,
     pair_in_force,
-    pop_saved_tensors_hooks,
+    pop_pair,
     saving,
     without_torch_function,
 )
@@ -123,7 +123,7 @@ class _Recorder(TorchFunctionMode):
         self._num_observed = 0
         # A later storage at the same address has another identity.
         self._identities = weakref.WeakKeyDictionary[torch.UntypedStorage, object]()
-        self._modules = RunningModules(ClosureGuard(fn).modules)
+        self._modules = RunningModules(parts_of(fn)[1])
         self._operator: str | None = None
 
     @contextmanager
@@ -163,7 +163,7 @@ class _Recorder(TorchFunctionMode):
         """Replace a pair of hooks that other code has pushed by one that wraps it (See Rule 1)."""
         pair = pair_in_force()
         if pair is not None and not _is_ours(pair):
-            pop_saved_tensors_hooks()
+            pop_pair()
             saving(partial(self._pack, pair), _unpack).__enter__()
 
     # -- saving ----------------------------------------------------------------------------
@@ -216,20 +216,16 @@ class _Recorder(TorchFunctionMode):
             if record.packed() is not None
             and any(size and identity not in counted for identity, size in record.storages)
         ]
-        name_of = names_of(record.path for record in alive if record.path is not None)
+        name_of = names_of(each.path for each in alive if each.path is not None)
         num_bytes: dict[int, int] = {}
         for record in sorted(alive, key=lambda record: record.way != "keep"):
             fresh = {each: size for each, size in record.storages if each not in counted}
             counted.update(fresh)
             num_bytes[id(record)] = sum(fresh.values())
+        names = ["-" if each.path is None else name_of(each.path) for each in alive]
         return [
-            (
-                record.value,
-                "-" if record.path is None else name_of(record.path),
-                num_bytes[id(record)],
-                record.way,
-            )
-            for record in alive
+            (each.value, name, num_bytes[id(each)], each.way)
+            for each, name in zip(alive, names, strict=True)
         ]
 
 

@@ -9,8 +9,8 @@ from typing import cast
 
 from torch import nn
 
-from recoup._core.guards import mark_of
 from recoup._core.log_det_pairs import has_inverse
+from recoup._core.module_marks import mark_of
 
 __all__ = [
     "Block",

@@ -23,7 +23,6 @@ from torch import nn
 from recoup._core.compile import is_traced, is_watched, uncompiled
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.pytree import flatten
-from recoup._core.restoring import Restoring
 from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError
 from recoup.memory.size import parse_bytes
@@ -53,24 +52,6 @@ class _Here(threading.local):
 
 _here = _Here()
 _planning = threading.RLock()  # one thread plans, and others wait for its plan
-
-
-class _Within(Restoring):
-    """A context around the forward of a chain that has a budget (See Rule 3)."""
-
-    __slots__ = ("_before",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before: bool | None = None
-
-    def __enter__(self) -> None:
-        self._before = _here.is_within
-        _here.is_within = True
-
-    def restore(self) -> None:
-        if self._before is not None:
-            _here.is_within, self._before = self._before, None
 
 
 class Budget:
@@ -199,8 +180,11 @@ def _planned(
 ) -> Any:
     if _here.is_within or is_run_again() or is_traced():
         return call(*args)  # See Rule 3
-    with _Within():
+    _here.is_within = True
+    try:
         with _planning:
             distinct = tuple({id(each): each for each in blocks}.values())
             budget.plan_for(chain, call, args, distinct, guard, loss)
         return call(*args)
+    finally:
+        _here.is_within = False

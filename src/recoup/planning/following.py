@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
-from recoup._core.restoring import Undoing
+from recoup._core.region import State
 from recoup._core.saved_tensors import is_in_backward
-from recoup._core.stage import State
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import (
     CallOutputs,
@@ -58,8 +57,7 @@ class _SkippedBlock:
 
     name = "a block that was left out"
     modules: tuple[nn.Module, ...] = ()
-    part_names: tuple[str, ...] = ()
-    closure_guard = None
+    compares = True
 
     @property
     def code(self) -> object:
@@ -175,11 +173,12 @@ class PlanFollower:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
             self._warn_of_drift()
         now, passes = _Pass(), self._of_thread.passes
-        with Undoing() as undo:
-            undo.later(now.end_chain)
-            undo.later(_truncate, passes, len(passes))
-            passes.append(now)
+        passes.append(now)
+        try:
             return forward(*args, **kwargs)
+        finally:
+            passes.remove(now)
+            now.end_chain()
 
     def _next_index(self, module: nn.Module, now: _Pass) -> int | None:
         indices = self._indices.get(id(module), ())
@@ -224,7 +223,7 @@ class PlanFollower:
             call.expect_inverse()
         linked, picks = (), ()
         if now.chain is not None and now.chain.planned is stage.chain:
-            linked, picks = now.chain.outputs.indices_in(call.state, stage.module)
+            linked, picks = now.chain.outputs.indices_in(call.tensors, stage.module)
             if not linked:
                 self._warn(stage.module)
         if now.chain is None or not linked:
@@ -232,10 +231,10 @@ class PlanFollower:
             now.chain = _OpenChain(stage.chain, executor)
         # The pass releases the chain first: an exception then neither continues nor holds it.
         chain, now.chain = now.chain, None
-        state = call.state
+        state = call.tensors
         if chain.latest is not None:
             chain.latest.hand_on(picks)
-            state = tuple(call.state[index] for index in linked)
+            state = tuple(call.tensors[index] for index in linked)
         for _ in range(chain.num_entered, stage.step):
             state, _ = chain.run.enter(_SKIPPED, state)
         if chain.latest is not None:
@@ -283,10 +282,6 @@ class PlanFollower:
                 "with arguments as those in training.",
                 stacklevel=4,
             )
-
-
-def _truncate(passes: list[_Pass], length: int) -> None:
-    del passes[length:]
 
 
 class PlannedModel(NamedTuple):

@@ -22,6 +22,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, Protocol
 
@@ -29,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_traced, uncompiled
-from recoup._core.restoring import Undoing, restoring
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
 
@@ -182,12 +182,11 @@ class WrappedForwards:
         Raises:
             ValueError: the forward of one of them goes through another follower already.
         """
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.end)
             for module in modules:
                 self._wrap(module)
-        except BaseException:
-            self.end()
-            raise
+            stack.pop_all()
 
     @property
     def owner(self) -> object | None:
@@ -240,9 +239,8 @@ class WrappedForwards:
 
 def _check_is_free(module: nn.Module) -> None:
     """Raise if the forward of `module` goes through a follower that is not suspended."""
-    if not any(each.follower is not None for each in _groups_of(module)):
-        return
-    gc.collect()  # the owner may be garbage
+    if any(each.follower is not None for each in _groups_of(module)):
+        gc.collect()  # the owner may be garbage
     for each in _groups_of(module):
         if each.follower is not None:
             owner = each.owner
@@ -274,23 +272,23 @@ def wrapped_forwards_in(model: nn.Module) -> list[WrappedForwards]:
     return [each for each in found.values() if not each.has_ended]
 
 
-@restoring
+@contextmanager
 def suspended(groups: Iterable[WrappedForwards]) -> Generator[None]:
     """Return a context in which these forwards do not go through their followers (See Rule 5)."""
     suspension = object()
-    with Undoing() as undo:
+    with ExitStack() as stack:
         for each in groups:
-            undo.later(each.suspensions.discard, suspension)
             each.suspensions.add(suspension)
+            stack.callback(each.suspensions.discard, suspension)
         yield
 
 
-@restoring
+@contextmanager
 def followed(modules: Iterable[nn.Module], follower: Follower) -> Generator[None]:
     """Return a context in which the forwards of `modules` go through `follower`."""
     forwards = WrappedForwards(follower)
-    with Undoing() as undo:
-        undo.later(forwards.end)
+    with ExitStack() as stack:
+        stack.callback(forwards.end)
         forwards.begin(modules)
         yield
 

@@ -96,7 +96,7 @@ class KeepingCall(Call):
             number to whether it is chosen.
     """
 
-    __slots__ = ("_chosen", "_is_recorded", "_kept", "_num_seen", "_ops", "_pair")
+    __slots__ = ("_chosen", "_is_recorded", "_kept", "_num_seen", "_ops", "_pair", "kept_nodes")
 
     def __init__(
         self,
@@ -114,6 +114,7 @@ class KeepingCall(Call):
         self._kept: dict[int, _KeptOutput] = {}  # by number
         self._is_recorded = False  # whether the first run has ended
         self._num_seen = 0  # the costly operators that a later run has reached
+        self.kept_nodes: set[int] = set()  # of the operators whose outputs are kept
 
     def _called(self, given: Any) -> Any:
         if not self._is_recorded:
@@ -145,6 +146,7 @@ class KeepingCall(Call):
             drew = before is not None and after is not None and not same_states(before, after)
             copy = map_instances(result, Tensor, KeptTensor)
             self._kept[number] = _KeptOutput(copy, after if drew else None)
+            self.kept_nodes.add(num_nodes() - 1)
         return result
 
     def _first_run_ended(self) -> None:

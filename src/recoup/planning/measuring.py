@@ -32,8 +32,8 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.generators import fingerprint
 from recoup._core.pytree import flatten
+from recoup._core.region import State
 from recoup._core.saved_tensors import is_in_backward, pair_in_force, saving
-from recoup._core.stage import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
@@ -120,7 +120,7 @@ class _Meter:
         if self._code is not None:
             run = self._code.of_call(module, run)
         call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
-        given = call.state
+        given = call.tensors
         taken = WeakSet(storages_of(given))
         at, _ = self._returned.indices_in(given, module)
         linked = tuple(given[place] for place in at)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.restoring import Undoing, restoring
 from recoup.planning.advice import held_by_others, what_can_be_inverted
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import WrappedForwards, wrapped_forwards_in
@@ -280,9 +280,6 @@ class Plan:
         """
         return self._apply(is_held=False)
 
-    def _apply_again(self) -> None:
-        self._apply(is_held=True)
-
     def _apply(self, *, is_held: bool) -> Plan:
         if not self.is_applied:
             replaced = [each for each in applied_plans(self.model) if each.model is self.model]
@@ -293,7 +290,7 @@ class Plan:
             except BaseException:
                 self.remove()
                 for each in replaced:
-                    each._apply_again()
+                    each._apply(is_held=True)
                 raise
         return self
 
@@ -319,17 +316,18 @@ class Plan:
         if forwards is not None:
             forwards.end()
 
-    @restoring
+    @contextmanager
     def applied(self) -> Generator[Plan]:
         """Return a context in which the model follows the plan; it restores the previous plan."""
         before = [each for each in applied_plans(self.model) if each.model is self.model]
-        with Undoing() as undo:
+        self._apply(is_held=True)
+        try:
+            yield self
+        finally:
+            self.remove()
             for each in before:
                 if each is not self:
-                    undo.later(each._apply_again)
-            undo.later(self.remove)
-            self._apply_again()
-            yield self
+                    each._apply(is_held=True)
 
     def figure(self, path: str | Path) -> Path:
         """Draw memory over a step before and after, and time against bytes of all plans.

@@ -18,20 +18,16 @@ import gc
 import random
 import sys
 import threading
-import types
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.called_code import called_code, captured_by
-from recoup._core.closure_values import MAX_DEPTH, reads_of
-from recoup._core.closures import ClosureGuard
+from recoup._core.captured import captured_by
 from recoup._core.generators import generators_restored
 from recoup._core.graph_ends import ends_of
-from recoup._core.restoring import Undoing, restoring
 from recoup._core.saved_tensors import version_of
 from recoup.errors import ReplayError
 from recoup.planning.state_snapshot import StateSnapshot, settings_restored
@@ -51,21 +47,23 @@ def is_in_rehearsal() -> bool:
     return _here.num_rehearsals > 0
 
 
-@restoring
+@contextmanager
 def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[None]:
     """Return a context in which steps of `module` leave no trace.
 
     Args:
         module: the model.
-        values: other values that a step may change: arguments, and functions, of which the modules,
-            tensors and generators that they read are restored.
+        values: the arguments of the step, and functions that it calls: of these the modules,
+            tensors and generators that they hold themselves are restored.
 
     Raises:
         ReplayError: a forward changed a parameter.
     """
     parameters = list({id(p): p for p in module.parameters()}.values())
     versions = [(name, p, version_of(p)) for name, p in module.named_parameters()]
-    found = StateSnapshot([module, *_read(values)])
+    values = list(values)
+    arguments = [value for value in values if not _is_function(value)]
+    found = StateSnapshot([module, *arguments], _held_by(values))
     torch.clear_autocast_cache()  # earlier casts would not be counted
     with (
         generators_restored(),
@@ -73,13 +71,14 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
         settings_restored(),
         _without_gradients(parameters),
         uncollected(),
-        Undoing() as undo,
     ):
-        undo.later(torch.clear_autocast_cache)
-        undo.later(found.restore)
-        undo.later(setattr, _here, "num_rehearsals", _here.num_rehearsals)
         _here.num_rehearsals += 1
-        yield
+        try:
+            yield
+        finally:
+            _here.num_rehearsals -= 1
+            found.restore()
+            torch.clear_autocast_cache()
     changed = set(map(id, found.changed_parameters()))
     for name, parameter, version in versions:
         if version_of(parameter) != version or id(parameter) in changed:
@@ -90,34 +89,17 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
             )
 
 
-def _read(values: Iterable[object]) -> Iterator[object]:
-    """Yield the values, with each function replaced by the modules and so on that it reads."""
+def _held_by(values: Iterable[object], num_levels: int = 2) -> Iterator[object]:
+    """Yield what functions hold, two levels deep: a loss is held by a function of ours."""
     for value in values:
-        if callable(value) and not isinstance(value, nn.Module):
-            guard = ClosureGuard(value)
-            yield from (*guard.modules, *guard.tensors, *_generators_of(value))
-        else:
+        if not _is_function(value):
             yield value
+        elif num_levels:
+            yield from _held_by(captured_by(value), num_levels - 1)
 
 
-def _generators_of(fn: Any) -> list[Any]:
-    """Return the generators that a function holds or reads, those among globals included."""
-    found = called_code(fn)
-    for each in _functions_of(fn, 0):
-        names = reads_of(each.__code__).global_names
-        found.values([each.__globals__.get(name) for name in names], MAX_DEPTH)
-    return found.generators
-
-
-def _functions_of(fn: Any, depth: int) -> Iterator[types.FunctionType]:
-    """Yield the function that is called, and those that it holds."""
-    while isinstance(fn, partial):
-        fn = cast("partial[Any]", fn).func
-    fn = getattr(fn, "__func__", fn)
-    if isinstance(fn, types.FunctionType) and depth < MAX_DEPTH:
-        yield fn
-        for each in captured_by(fn):
-            yield from _functions_of(each, depth + 1)
+def _is_function(value: object) -> TypeGuard[Callable[..., Any]]:
+    return callable(value) and not isinstance(value, nn.Module)
 
 
 def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[int, Tensor | None]:
@@ -133,7 +115,7 @@ def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[in
         return {id(leaf): leaf.grad for leaf in leaves}
 
 
-@restoring
+@contextmanager
 def uncollected() -> Generator[None]:
     """Return a context that collects garbage first, and then disables the collector (See Rule 4).
 
@@ -141,28 +123,31 @@ def uncollected() -> Generator[None]:
     alone is collected, which takes a hundredth of the time.
     """
     gc.collect(2 if gc.isenabled() else 0)
-    with Undoing() as undo:
-        if gc.isenabled():
-            undo.later(gc.enable)
-        gc.disable()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
         yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-@restoring
+@contextmanager
 def _without_gradients(leaves: Iterable[Tensor]) -> Generator[None]:
     """Return a context in which leaves have neither gradients nor hooks (See Rules 1 and 2)."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]
-    with Undoing() as undo:
-        for own, found in hooks:
-            undo.later(own.update, found)
-        for leaf, gradient in gradients:
-            undo.later(setattr, leaf, "grad", gradient)
-        for leaf, _ in gradients:
-            leaf.grad = None
-        for own, _ in hooks:
-            own.clear()
+    for leaf, _ in gradients:
+        leaf.grad = None
+    for own, _ in hooks:
+        own.clear()
+    try:
         yield
+    finally:
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        for own, found in hooks:
+            own.update(found)
 
 
 def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
@@ -170,13 +155,14 @@ def _hooks_of(leaf: Tensor) -> list[dict[int, Any]]:
     return [found for found in hooks if found]
 
 
-@restoring
+@contextmanager
 def _streams_restored() -> Generator[None]:
     numpy = sys.modules.get("numpy.random")
     of_python = random.getstate()
     of_numpy = None if numpy is None else numpy.get_state()
-    with Undoing() as undo:
-        undo.later(random.setstate, of_python)
-        if numpy is not None:
-            undo.later(numpy.set_state, of_numpy)
+    try:
         yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.set_state(of_numpy)

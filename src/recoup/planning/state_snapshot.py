@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import random
 import sys
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -31,12 +32,16 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.saved_tensors import set_versions, version_of
-from recoup._core.snapshots import is_left_alone
 
 __all__ = ["StateSnapshot", "settings_restored"]
 
 _DEEPEST = 5
 _MOST_ENTRIES = 4096  # entries of larger containers are restored, but not searched
+# A step cannot change these.
+_ALONE = (
+    bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.FunctionType,
+    types.MethodType, types.BuiltinFunctionType, torch.dtype, torch.device, range, slice,
+)  # fmt: skip
 # The attributes of objects from these packages are not part of a step's state.
 _OF_NOBODY = frozenset((
     "builtins", "collections", "torch", "numpy", "threading", "recoup", "weakref", "_weakrefset",
@@ -51,99 +56,71 @@ class StateSnapshot:
 
     Args:
         roots: modules, and nested values that may contain tensors.
+        others: values of which only modules, tensors and generators are restored.
     """
 
-    def __init__(self, roots: Iterable[object]) -> None:
-        self._seen: dict[int, object] = {}
-        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor, int]] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self._parameters: list[tuple[nn.Parameter, Tensor, bool, float | None]] = []
-        self._generators: list[Callable[[], object]] = []  # each restores the state of one
+    def __init__(self, roots: Iterable[object], others: Iterable[object] = ()) -> None:
+        self._seen: dict[int, object] = {}  # by id; alive, so that ids are not used again
+        self._calls: list[Callable[[], object]] = []  # each restores something
+        self._totals: list[tuple[nn.Parameter, float]] = []
         for root in roots:
             self._note(root, 0)
+        for other in others:
+            self._note(other, _DEEPEST)
 
     def restore(self) -> None:
         """Restore the state (See NOTE [ Restored state ])."""
-        for module, kind in self._classes:
-            if type(module) is not kind:
-                module.__class__ = kind
-        for container, entries in self._containers:
-            _refill(container, entries)
         with torch.no_grad():
-            for tensor, content, version in self._tensors:
-                _put_back(tensor, content, version)
-            for parameter, data, requires_grad, _ in self._parameters:
-                if _is_plain(parameter) and parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-                if parameter.requires_grad is not requires_grad:
-                    parameter.requires_grad_(requires_grad)
-        for array, content in self._arrays:
-            array[...] = content
-        for restore in self._generators:
-            restore()
+            for call in self._calls:
+                call()
 
     def changed_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose values have changed (See Rule 4)."""
-        return [
-            parameter
-            for parameter, _, _, total in self._parameters
-            if total is not None and _total(parameter) != total
-        ]
+        return [parameter for parameter, total in self._totals if _total(parameter) != total]
 
-    def _note(self, value: object, depth: int) -> None:
-        if id(value) in self._seen:
+    def _note(self, value: Any, depth: int, *, is_buffer: bool = False) -> None:
+        if id(value) in self._seen or isinstance(value, _ALONE):
             return
         if isinstance(value, nn.Module):
             for module in value.modules():
-                self._note_module(module)
+                if id(module) not in self._seen:
+                    self._note_module(module)
         elif isinstance(value, Tensor):
-            self._note_tensor(value, is_buffer=False)
-        elif (restore := _restored(value)) is not None:
+            if not value.is_meta and not value.is_inference():
+                self._note_tensor(value, is_buffer=is_buffer)
+        elif (call := _restoring(value)) is not None:
             self._seen[id(value)] = value
-            self._generators.append(restore)
+            self._calls.append(call)
             self._note_attributes(value, depth)
-        elif not is_left_alone(value) and depth < _DEEPEST:
-            self._note_container(value, depth)
+        elif depth < _DEEPEST:
+            if _is_a(value, list, dict, set, deque):
+                self._note_entries(value, depth)
+            elif _is_a(value, tuple):
+                for item in value:
+                    self._note(item, depth + 1)
+            self._note_attributes(value, depth)
 
     def _note_module(self, module: nn.Module) -> None:
-        if id(module) in self._seen:
-            return
         self._seen[id(module)] = module
-        self._classes.append((module, type(module)))
+        self._calls.append(partial(_put_class_back, module, type(module)))
         for buffer in module.buffers(recurse=False):
-            self._note_tensor(buffer, is_buffer=True)
+            self._note(buffer, 0, is_buffer=True)
         if hasattr(type(module), "unshard"):  # FSDP2 remembers elsewhere which hooks it has added
-            for key, value in vars(module).items():
-                if key.endswith("_hooks"):
-                    self._seen[id(value)] = value
+            hooks = [value for key, value in vars(module).items() if key.endswith("_hooks")]
+            self._seen.update((id(each), each) for each in hooks)
         self._note_entries(vars(module), 0)
 
     def _note_tensor(self, tensor: Tensor, *, is_buffer: bool) -> None:
-        if id(tensor) in self._seen or tensor.is_meta or tensor.is_inference():
-            return
         self._seen[id(tensor)] = tensor
         if isinstance(tensor, nn.Parameter):
-            total = _total(tensor) if _is_plain(tensor) else None
-            self._parameters.append((tensor, tensor.detach(), tensor.requires_grad, total))
+            if _is_plain(tensor):
+                self._totals.append((tensor, _total(tensor)))
+            before = (tensor.detach(), tensor.requires_grad)
+            self._calls.append(partial(_put_parameter_back, tensor, *before))
             self._note_entries(vars(tensor), 0)
         elif is_buffer or _is_plain(tensor):
-            self._tensors.append((tensor, tensor.detach().clone(), version_of(tensor)))
-
-    def _note_container(self, value: Any, depth: int) -> None:
-        numpy = sys.modules.get("numpy")
-        if _is_a(value, list, dict, set, deque):
-            self._note_entries(value, depth)
-        elif _is_a(value, tuple):
-            for item in value:
-                self._note(item, depth + 1)
-        elif numpy is not None and type(value) is numpy.ndarray:
-            if value.flags.writeable and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._arrays.append((value, value.copy()))
-            return
-        self._note_attributes(value, depth)
+            content = tensor.detach().clone()
+            self._calls.append(partial(_put_back, tensor, content, version_of(tensor)))
 
     def _note_attributes(self, value: object, depth: int) -> None:
         is_users = type(value).__module__.partition(".")[0] not in _OF_NOBODY
@@ -154,14 +131,11 @@ class StateSnapshot:
         if id(container) in self._seen:
             return
         self._seen[id(container)] = container
-        entries: Any = container.copy() if type(container) in _PLAIN else _entries_of(container)
-        self._containers.append((container, entries))
-        if len(entries) <= _MOST_ENTRIES and not _is_a(entries, set):
-            for item in entries.values() if _is_a(entries, dict) else entries:
+        entries = _entries_of(container)
+        self._calls.append(partial(_refill, container, entries))
+        if len(entries) <= _MOST_ENTRIES and not _is_a(container, set):
+            for item in entries.values() if isinstance(entries, dict) else entries:
                 self._note(item, depth + 1)
-
-
-_PLAIN: frozenset[type[Any]] = frozenset((list, dict, set, deque))
 
 
 def _is_a(value: Any, *kinds: type[Any]) -> bool:
@@ -169,53 +143,61 @@ def _is_a(value: Any, *kinds: type[Any]) -> bool:
     return isinstance(value, kinds)
 
 
-def _entries_of(container: Any) -> Any:
-    """Return the entries of a subclass instance, whose own `copy` may behave differently."""
-    if _is_a(container, dict):
-        return dict(container)
-    return set(container) if _is_a(container, set) else list(container)
+def _entries_of(container: Any) -> dict[Any, Any] | list[Any]:
+    return dict(container) if _is_a(container, dict) else list(container)
 
 
-def _refill(container: Any, entries: Any) -> None:
+def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
     """Restore the entries of a container if they have changed."""
-    if _is_a(container, dict):
-        if len(container) == len(entries) and all(
-            key is other and value is entries[other]
-            for (key, value), other in zip(container.items(), entries, strict=True)
-        ):
+    now = _entries_of(container)
+    is_same = len(now) == len(entries) and all(map(_is_same, now, entries))
+    if isinstance(now, dict) and isinstance(entries, dict):
+        if is_same and all(map(_is_same, now.values(), entries.values())):
             return
         kind: Any = OrderedDict if _is_a(container, OrderedDict) else dict
         kind.clear(container)
         kind.update(container, entries)
-    elif _is_a(container, set):
-        if container != entries:
-            container.clear()
-            container.update(entries)
-    elif len(container) != len(entries) or any(
-        a is not b for a, b in zip(container, entries, strict=True)
-    ):
+    elif not is_same:
         container.clear()
-        container.extend(entries)
+        (container.update if _is_a(container, set) else container.extend)(entries)
 
 
-def _restored(value: Any) -> Callable[[], object] | None:
-    """Return what restores the state of a generator; None if `value` is none (See Rule 5)."""
+def _is_same(a: object, b: object) -> bool:
+    return a is b
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """Return what restores an array, or the state of a generator (See Rule 5); None for others."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, random.SystemRandom):
-        return None  # has no state
-    if isinstance(value, random.Random):
+    if _is_a(value, random.Random) and not _is_a(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and isinstance(value, numpy.Generator):
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if type(value) is numpy.ndarray and value.flags.writeable:
+        return partial(value.__setitem__, ..., value.copy())
+    if isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.RandomState):
+    if isinstance(value, numpy.random.RandomState):
         return partial(value.set_state, value.get_state())
     return None
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _put_class_back(module: nn.Module, kind: type[nn.Module]) -> None:
+    if type(module) is not kind:
+        module.__class__ = kind
+
+
+def _put_parameter_back(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:
+    if _is_plain(parameter) and parameter.data_ptr() != data.data_ptr():
+        parameter.data = data
+    if parameter.requires_grad is not requires_grad:
+        parameter.requires_grad_(requires_grad)
 
 
 def _put_back(tensor: Tensor, content: Tensor, version: int) -> None:

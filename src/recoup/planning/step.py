@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.pytree import flatten
-from recoup._core.restoring import Undoing
 from recoup._core.saved_tensors import grad_mode, saving
-from recoup._core.snapshots import copied
 from recoup.memory.timeline import timeline
 from recoup.planning.forwards import PartsFollower, followed
 from recoup.planning.offload_place import NOWHERE, OffloadPlace
@@ -30,8 +28,6 @@ from recoup.planning.verification import (
 )
 
 __all__ = ["Observer", "Step", "device_of", "peak_of", "plain_outcome", "seconds_of"]
-
-Hook = Callable[..., None]
 
 
 class Observer:
@@ -85,7 +81,7 @@ class Step:
 
     def run(self) -> list[Tensor | None]:
         """Run the step, and return the gradients of the arguments that require them."""
-        args, kwargs = copied((self.args, self.kwargs))
+        args, kwargs = self._arguments()
         given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             _seed_all(self.seed)
@@ -131,16 +127,28 @@ class Step:
         quiet: Any = torch.no_grad()
         begins, ends = quiet(observer.begins), quiet(observer.ends)
         keeping = saving(_NotKept) if has_graph else nullcontext()
-        with grad_mode(has_graph), keeping, Undoing() as undo:
+        with grad_mode(has_graph), keeping, ExitStack() as hooks:
             for module in modules:
-                undo.later(_remove_hooks, module, begins, ends)
-                module.register_forward_pre_hook(begins, with_kwargs=True)
-                module.register_forward_hook(ends, with_kwargs=True)
-            args, kwargs = copied((self.args, self.kwargs))
+                for handle in (
+                    module.register_forward_pre_hook(begins, with_kwargs=True),
+                    module.register_forward_hook(ends, with_kwargs=True),
+                ):
+                    hooks.callback(handle.remove)
+            args, kwargs = self._arguments()
             if seed is not None:
                 _seed_all(seed)
             self.call(*args, **kwargs)
         return observer
+
+    def _arguments(self) -> Any:
+        """Return copies of the containers in the arguments, with the tensors detached."""
+        tensors, tree = flatten((self.args, self.kwargs))
+        # A tensor that is there twice is one tensor: code may ask (an attention does).
+        own = {
+            id(t): t if isinstance(t, nn.Parameter) else t.detach().requires_grad_(t.requires_grad)
+            for t in tensors
+        }
+        return tree.unflatten(tuple(own[id(t)] for t in tensors))
 
     def forget(self) -> None:
         """Free the gradients, so that memory allocated within a timeline is freed within it."""
@@ -194,15 +202,6 @@ def device_of(model: nn.Module) -> torch.device:
         if tensor.device.type == "cuda":
             return tensor.device
     return torch.device("cpu")
-
-
-def _remove_hooks(module: nn.Module, *hooks: Hook) -> None:
-    for kind in ("_forward_pre_hooks", "_forward_hooks"):
-        registered: dict[int, Any] = getattr(module, kind)
-        ours = [key for key, each in registered.items() if any(each is hook for hook in hooks)]
-        for key in ours:
-            del registered[key]
-            getattr(module, f"{kind}_with_kwargs").pop(key, None)
 
 
 class _NotKept:

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from recoup._core.compile import is_compiled, is_watched
 from recoup._core.saved_tensors import is_transformed, without_pairs
 from recoup._core.summed_gradients import SummedGradients
-from recoup._core.unread_values import RowCall, Unread, unread
 from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import enclosing_checkpoints, own_forward
 from recoup.planning.step import Observer, Step
+from recoup.planning.unread_values import RowCall, Unread, unread
 
 __all__ = ["TiledHead", "find_head"]
 

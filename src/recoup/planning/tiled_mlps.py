@@ -25,8 +25,12 @@ from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled, is_watched
-from recoup._core.generators import generator_states, generators_restored, same_states
-from recoup._core.random_sources import own_generator
+from recoup._core.generators import (
+    generator_states,
+    generators_restored,
+    own_generator,
+    same_states,
+)
 from recoup._core.saved_tensors import version_of
 from recoup.planning.blocks import Block
 from recoup.planning.step import Observer, Step

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
 
-from recoup.errors import BudgetError
+from recoup.errors import BudgetError, ChangedError, ReplayError
 from recoup.memory import format_bytes
 from recoup.planning.advice import what_can_be_inverted
 from recoup.planning.choosing import choose
@@ -77,6 +77,17 @@ def _without_inverses(kind: PricedBlocks) -> PricedBlocks:
     return kind.with_costs([replace(cost, is_invertible=False) for cost in kind.costs])
 
 
+@contextmanager
+def _as_differences() -> Generator[None]:
+    """A context in which a block that does not repeat its first run is a step that differs."""
+    try:
+        yield
+    except DifferentStepError:
+        raise
+    except (ChangedError, ReplayError) as error:
+        raise DifferentStepError(str(error)) from error
+
+
 def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
     """Return the seconds of a step of `kind` that follows a plan which was rehearsed."""
     with plan.planned.followed(plan.schedule):
@@ -100,7 +111,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     def rehearse(index: int) -> int:
         point = kind.points[index]
         tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
-        with planned.followed(point.schedule):
+        with planned.followed(point.schedule), _as_differences():
             peak_bytes = peak_of(step, device, tolerance)
             for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
                 if peak_bytes > budget:  # See Rule 3 of ranks.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.pytree import tensors_in
-from recoup._core.restoring import restoring
 from recoup._core.save_observer import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
 
@@ -87,7 +86,7 @@ class WorkCounter(DispatchMode):
         self._num_needed = 0
         self._around: Any = None
 
-    @restoring
+    @contextmanager
     def counting(self) -> Generator[None]:
         """Return a context in which operators are counted."""
         with self._mode, observed_by(self) as self._around:

@@ -29,35 +29,38 @@ def checkpoint(
     context_fn: ContextFn | None = None,
     debug: bool = False,
     early_stop: bool = True,
+    compare: bool = True,
     **kwargs: Any,
 ) -> T:
     """Call `fn`, and run it again in backward instead of keeping its residuals.
 
     Kept: the tensors in the arguments, wherever they are nested, 5 KB of random state if `fn` draws
     from a default generator, what it decides by numbers (the indices of a `topk`, a byte each; the
-    bits of a comparison), and a copy of the buffers that it changes. Backward pays one more run of
-    `fn`, and 100 to 200 microseconds. In a graph of torch.compile it is torch's own checkpoint, so
-    what `fn` uses is not compared. A drop-in replacement for
-    ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an error where
-    torch's function is silently wrong. It takes the same keywords; as in torch, a keyword of `fn`
-    with one of these names is not passed on: bind it with `functools.partial`.
+    bits of a comparison), a copy of the buffers that it changes, and a few sums by which the second
+    run is compared with the first. Backward pays one more run of `fn`, and 100 to 200 microseconds.
+    In a graph of torch.compile it is torch's own checkpoint, and nothing is compared. A drop-in
+    replacement for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an
+    error where torch's function is silently wrong. It takes the same keywords; as in torch, a
+    keyword of `fn` with one of these names is not passed on: bind it with `functools.partial`.
 
     Args:
-        fn: a function or module. Values that it reads besides its arguments must not change
-            before backward: parameters, buffers and modes of the modules it is, belongs to, or
-            closes over are compared, and so are the tensors that it closes over and the numbers
-            that it reads as closure variables, globals and attributes.
+        fn: a function or module, which must compute the same when it runs again. The second run
+            repeats draws from torch's default generators and counts buffers once; other side
+            effects happen twice. What changes a residual by more than rounding is an error.
         args: its arguments; tensors may be nested in tuples, lists and dicts.
         use_reentrant: must not be True.
         preserve_rng_state: accepted, but has no effect. Draws are repeated either way, and the
             random state is kept only where `fn` draws.
-        determinism_check: "default" or "none". Shapes and types are compared either way.
+        determinism_check: "default" or "none", but has no effect. See `compare`.
         context_fn: returns two context managers, for the first run and for the runs after it, as
             ``create_selective_checkpoint_contexts`` of torch does. The tensors that these contexts
             keep come on top.
         debug: must not be True.
         early_stop: whether the second run may end with the last residual. Within
             ``torch.utils.checkpoint.set_checkpoint_early_stop`` that setting decides.
+        compare: whether the values that the second run makes are compared with the first. If
+            False, they are taken as they are, which is meant for kernels that are not
+            deterministic. Shapes and types are compared either way.
         kwargs: keyword arguments of `fn`; tensors may be nested in them, too.
 
     Returns:
@@ -65,9 +68,9 @@ def checkpoint(
 
     Raises:
         ValueError: when a keyword has a value that is not supported.
-        ChangedError: in backward, when something that `fn` used has changed since.
-        ReplayError: in backward, when the second run does not save what the first one saved; in
-            forward, when `fn` does something that cannot be repeated.
+        ChangedError: in backward, when the second run differs from the first, and something that
+            `fn` used has changed since.
+        ReplayError: in backward, when the second run differs from the first for another reason.
 
     Example:
         >>> import recoup, torch
@@ -81,25 +84,35 @@ def checkpoint(
     """
     if not callable(fn):
         raise ValueError(f"`fn` is {fn!r}, but must be a function or module.")
-    _check_keywords(use_reentrant, preserve_rng_state, determinism_check, debug)
+    if use_reentrant or debug or preserve_rng_state is not True or determinism_check != "default":
+        _check_keywords(use_reentrant, preserve_rng_state, determinism_check, debug)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     if is_followed():
         more = {} if context_fn is None else {"context_fn": context_fn}
         return checkpoint_in_graph(fn, *args, use_reentrant=False, **more, **kwargs)
-    name = f"the checkpointed call of {name_of(fn)}"
+    name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    name = f"the checkpointed call of {name}"
     if context_fn is None or context_fn is torch.utils.checkpoint.noop_context_fn:
-        call = Call(name, fn, args, kwargs)
+        call = Call(name, fn, args, kwargs, compares=compare)
     else:
-        call = _CallWithin(name, fn, args, kwargs, context_fn)
+        call = _CallWithin(name, fn, args, kwargs, context_fn, compares=compare)
     forced = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
     return run_again(call, stops=early_stop if forced is None else forced)
+
+
+class _AllNodes:
+    """The numbers of all nodes."""
+
+    def __contains__(self, number: object) -> bool:
+        return True
 
 
 class _CallWithin(Call):
     """A call with two contexts of the caller's: one for the first run, one for later runs."""
 
     __slots__ = ("_contexts", "_is_first")
+    kept_nodes = _AllNodes()  # the second context may give the outputs of any operators
 
     def __init__(
         self,
@@ -108,8 +121,10 @@ class _CallWithin(Call):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         context_fn: ContextFn,
+        *,
+        compares: bool,
     ) -> None:
-        super().__init__(name, fn, args, kwargs)
+        super().__init__(name, fn, args, kwargs, compares=compares)
         self._is_first = True
         self._contexts = context_fn()
         if not isinstance(cast("Any", self._contexts), tuple) or len(self._contexts) != 2:

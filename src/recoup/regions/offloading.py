@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+import threading
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recoup._core.compile import is_watched, never_compiled, uncompiled
-from recoup._core.offload import Traffic, can_move
-from recoup._core.restoring import Restoring, Reusable
+from recoup._core.offload import Traffic
 from recoup._core.rng import is_run_again
 from recoup._core.save_observer import current
 from recoup._core.saved_tensors import Kept, Packed, Pair, is_transformed, pair_in_force, saving
-from recoup._core.tiers import Tier, existing_folder, tier_for
+from recoup._core.tiers import existing_folder, tier_for
 from recoup.errors import RecoupError
 from recoup.memory import parse_bytes
 
@@ -85,7 +88,13 @@ def _here(
 ) -> AbstractContextManager[None]:
     least = _bytes("min_bytes", min_bytes)
     bound = None if in_flight_bytes is None else _bytes("in_flight_bytes", in_flight_bytes)
-    return Offloading(least, _place(to), bound)
+    place = to if to == "host" else existing_folder(to)
+    if place is None:
+        raise ValueError(
+            f"`to` is {to!r}, which is no folder. Make the folder first, on a disk with room "
+            'for what the step keeps, or give "host".'
+        )
+    return Offloading(least, str(place), bound)
 
 
 def _bytes(name: str, value: int | str) -> int:
@@ -98,20 +107,8 @@ def _bytes(name: str, value: int | str) -> int:
     return found
 
 
-def _place(to: str | os.PathLike[str]) -> str:
-    if to == "host":
-        return "host"
-    folder = existing_folder(to)
-    if folder is None:
-        raise ValueError(
-            f"`to` is {to!r}, which is no folder. Make the folder first, on a disk with room "
-            'for what the step keeps, or give "host".'
-        )
-    return str(folder)
-
-
-class Offloading(Reusable):
-    """A context around blocks whose residuals wait elsewhere.
+class Offloading:
+    """A context around blocks whose residuals wait elsewhere; it may be entered while it is in use.
 
     Args:
         min_bytes: the least bytes of a storage that moves.
@@ -120,83 +117,46 @@ class Offloading(Reusable):
     """
 
     def __init__(self, min_bytes: int, to: str, in_flight_bytes: int | None) -> None:
-        super().__init__()
         self._arguments = min_bytes, to, in_flight_bytes
-
-    def once(self) -> Restoring:
-        """Return the context of one block."""
-        return _Block(*self._arguments)
-
-
-class _Block(Restoring):
-    __slots__ = ("_hooks", "_in_flight_bytes", "_min_bytes", "_to", "_traffic")
-
-    def __init__(self, min_bytes: int, to: str, in_flight_bytes: int | None) -> None:
-        super().__init__()
-        self._min_bytes = min_bytes
-        self._to = to
-        self._in_flight_bytes = in_flight_bytes
-        self._traffic: Traffic | None = None
-        self._hooks: saving | None = None
+        # By thread, since each leaves what it has entered.
+        self._entered = defaultdict[int, list[AbstractContextManager[None]]](list)
 
     def __enter__(self) -> None:
-        (uncompiled(_enter) if is_watched() else _enter)(self)
-
-    def begin(self) -> None:
-        """Let the tensors that autograd saves from now on go away."""
-        tier: Tier = tier_for(self._to)
-        self._traffic = Traffic(tier, self._in_flight_bytes)
-        outgoing = _Outgoing(self._traffic, self._min_bytes, pair_in_force())
-        self._hooks = saving(outgoing.pack)
-        self._hooks.__enter__()
+        (uncompiled(Offloading._enter) if is_watched() else Offloading._enter)(self)
 
     @never_compiled
-    def restore(self) -> None:
-        if self._hooks is not None:
-            self._hooks.restore()
-        self._hooks = self._traffic = None
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        self._entered[threading.get_ident()].pop().__exit__(kind, value, traceback)
 
-    @never_compiled
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        traffic = self._traffic
-        try:
-            if self._hooks is not None:
-                self._hooks.leave(kind, value, traceback)
-            if kind is None and traffic is not None:
-                traffic.raise_failure(self._to)
-        finally:
-            self.restore()
-
-
-def _enter(block: _Block) -> None:
-    if not torch.is_grad_enabled() or is_run_again():
-        return  # nothing is kept anyway
-    if is_transformed():
-        raise RecoupError(
-            "recoup.offloading() does not work inside transforms of torch.func (grad, vmap, "
-            "jacrev), which do not support saved tensor hooks. Leave it out there."
-        )
-    block.begin()
+    def _enter(self) -> None:
+        block = nullcontext()
+        if torch.is_grad_enabled() and not is_run_again():  # or nothing is kept anyway
+            if is_transformed():
+                raise RecoupError(
+                    "recoup.offloading() does not work inside transforms of torch.func (grad, "
+                    "vmap, jacrev), which do not support saved tensor hooks. Leave it out there."
+                )
+            block = _sending_away(*self._arguments)
+        block.__enter__()
+        self._entered[threading.get_ident()].append(block)
 
 
-class _Outgoing:
-    """The hooks of a block."""
+@contextmanager
+def _sending_away(min_bytes: int, to: str, in_flight_bytes: int | None) -> Generator[None]:
+    """Let the tensors that autograd saves go away."""
+    traffic = Traffic(tier_for(to), in_flight_bytes, min_bytes)
+    with saving(partial(_pack, traffic, pair_in_force())):
+        yield
+    traffic.raise_failure(to)
 
-    __slots__ = ("_beneath", "_min_bytes", "_traffic")
 
-    def __init__(self, traffic: Traffic, min_bytes: int, beneath: Pair | None) -> None:
-        self._traffic = traffic
-        self._min_bytes = min_bytes
-        self._beneath = beneath
-
-    @never_compiled
-    def pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd holds in place of `tensor`."""
-        name = f"A tensor of shape {tuple(tensor.shape)} that was saved for backward"
-        if can_move(tensor) and tensor.untyped_storage().nbytes() >= self._min_bytes:
-            away = self._traffic.send(tensor, name)
-            if away is not None:
-                if current.observer is not None:
-                    current.observer.saved(tensor, away, "offload")
-                return away
-        return Kept(tensor, name, self._beneath)
+@never_compiled
+def _pack(traffic: Traffic, beneath: Pair | None, tensor: Tensor) -> Packed:
+    """Return what autograd holds in place of `tensor`; what stays goes to the pair `beneath`."""
+    name = f"A tensor of shape {tuple(tensor.shape)} that was saved for backward"
+    away = traffic.send(tensor, name, at_save=True)
+    if away is None:
+        return Kept(tensor, name, beneath)
+    if current.observer is not None:
+        current.observer.saved(tensor, away, "offload")
+    return away

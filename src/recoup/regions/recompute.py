@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
+def recompute(fn_or_module: Callable[P, T], *, compare: bool = True) -> Callable[P, T]:
     """Return a callable whose output is not kept, even if the next operator would save it.
 
     Kept: the tensors in the arguments, unless these are such outputs themselves, and 5 KB of random
@@ -30,8 +30,9 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
     the callable made; there its output is an ordinary tensor.
 
     Args:
-        fn_or_module: a function or module. Values that it reads besides its arguments must not
-            change before backward, as for `checkpoint`.
+        fn_or_module: a function or module, which must compute the same when it runs again, as
+            for `checkpoint`.
+        compare: whether what the second run makes is compared with the first, as for `checkpoint`.
 
     Returns:
         A callable that takes the same arguments and returns the same. The tensors that it returns
@@ -40,7 +41,7 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
 
     Raises:
         ValueError: when `fn_or_module` cannot be called.
-        ChangedError: in backward, when a value that it used or returned has changed.
+        ChangedError: as for `checkpoint`; also when a value that it returned has changed.
         ReplayError: as for `checkpoint`.
 
     Example:
@@ -67,7 +68,7 @@ def recompute(fn_or_module: Callable[P, T]) -> Callable[P, T]:
                 return fn_or_module(*args, **kwargs)
         # Around code that breaks a graph, the compiler leaves this call out of the graph, too.
         run = uncompiled(call_recomputed) if is_watched() else call_recomputed
-        return run(fn_or_module, args, kwargs)
+        return run(fn_or_module, args, kwargs, compares=compare)
 
     return call
 
@@ -82,6 +83,8 @@ def call_recomputed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     module: nn.Module | None = None,
+    *,
+    compares: bool = True,
 ) -> Any:
     """Call `fn`, and keep nothing of its output.
 
@@ -90,6 +93,7 @@ def call_recomputed(
         args: its arguments.
         kwargs: its keyword arguments.
         module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
+        compares: whether what later runs make is compared with the first.
     """
     name = f"the checkpointed call of {name_of(fn if module is None else module)}"
-    return run_to_value(Call(name, fn, args, kwargs, module))
+    return run_to_value(Call(name, fn, args, kwargs, module, compares=compares))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ import torch
 from recoup._core.compile import is_watched, never_compiled, uncompiled
 from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup._core.dispatch_modes import InMode
-from recoup._core.restoring import Restoring, Reusable
 from recoup._core.saved_tensors import is_transformed, pair_in_force, saving
 from recoup.errors import RecoupError
 from recoup.regions.recorder import OpRecorder
@@ -19,7 +20,7 @@ from recoup.regions.recorder import OpRecorder
 __all__ = ["Recomputing", "place_in_code", "recomputing"]
 
 
-def recomputing() -> AbstractContextManager[None]:
+def recomputing(*, compare: bool = True) -> AbstractContextManager[None]:
     """Return a context whose values are not kept, even if a later operator would save them.
 
     Kept: the tensors from outside that operators within take, and the random state that the first
@@ -31,11 +32,18 @@ def recomputing() -> AbstractContextManager[None]:
     overwritten as a whole by an operator (a custom kernel may have written to it); data received
     from other processes; and, for a tensor from before the block that is changed in place within
     it, a copy from before the change (the statistics of a batch norm, which are updated only once).
-    Changes that a custom kernel makes to memory that operators had filled are not seen; register
-    such a kernel as an operator (`torch.library`).
+
+    What a replay makes is compared with what the first run made, by sketches (weighted sums over
+    all entries) of the last value that was saved and of those that come out, which cost about as
+    much as a plain sum each. So a change that no version counter shows (by a fused optimizer or by
+    numpy), and an operator that reads a clock, are errors.
 
     In a graph of torch.compile the compiler computes again, in backward, what the block made; there
     its tensors are ordinary ones.
+
+    Args:
+        compare: whether replays are compared with the first run: leave it out where kernels within
+            are not deterministic, or where hooks around the block keep tensors with a loss.
 
     Returns:
         A context manager. It does nothing where no gradient is recorded. Blocks may be nested, and
@@ -47,8 +55,9 @@ def recomputing() -> AbstractContextManager[None]:
         ChangedError: in backward, when a tensor that the block took, or one that it made, was
             changed in place after it had been used.
         ReplayError: when backward is called after an exception in the block; when an operator
-            within cannot be repeated; when the block takes a gradient within, and took none when it
-            ran before.
+            within cannot be repeated; in backward, when a replay makes other values than the first
+            run, or when another thread draws at the same time from a default generator that an
+            operator needs.
         RecoupError: inside a transform of torch.func.
 
     Example:
@@ -66,11 +75,11 @@ def recomputing() -> AbstractContextManager[None]:
     """
     if is_followed():
         return ComputedAgain()
-    return (uncompiled(_here) if is_watched() else _here)()
+    return (uncompiled(_here) if is_watched() else _here)(compare)
 
 
-def _here() -> AbstractContextManager[None]:
-    return Recomputing(f"the block at {place_in_code()}")
+def _here(compare: bool) -> AbstractContextManager[None]:
+    return Recomputing(f"the block at {place_in_code()}", compare=compare)
 
 
 def place_in_code() -> str:
@@ -85,70 +94,59 @@ def _is_passed_over(module: str) -> bool:
     return module.partition(".")[0] in ("recoup", "torch")
 
 
-class Recomputing(Reusable):
-    """A context around blocks whose values are not kept.
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[AbstractContextManager[None]] = []
+
+
+_running = _Running()
+
+
+class Recomputing:
+    """A context around blocks whose values are not kept; it may be entered any number of times.
 
     Args:
         name: the name of the blocks in errors.
+        compare: whether replays are compared with the first run.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, name: str, *, compare: bool = True) -> None:
         self._name = name
-
-    def once(self) -> Restoring:
-        """Return the context of one block."""
-        return _Block(self._name)
-
-
-class _Block(Restoring):
-    __slots__ = ("_hooks", "_mode", "_name", "_recorder")
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self._recorder: OpRecorder | None = None
-        self._hooks: saving | None = None
-        self._mode: InMode | None = None
+        self._compare = compare
 
     def __enter__(self) -> None:
-        (uncompiled(_enter) if is_watched() else _enter)(self)
+        (uncompiled(_enter) if is_watched() else _enter)(_block(self._name, self._compare))
 
     @never_compiled
-    def restore(self) -> None:
-        if self._mode is not None:
-            self._mode.restore()
-        if self._hooks is not None:
-            self._hooks.restore()
-        if self._recorder is not None:
-            self._recorder.close()
-        self._mode = self._hooks = self._recorder = None
-
-    @never_compiled
-    def leave(self, kind: Any, value: Any, traceback: Any) -> None:
-        if self._mode is not None and self._hooks is not None:
-            self._mode.leave(kind, value, traceback)
-            self._hooks.leave(kind, value, traceback)
-        try:
-            if kind is None and self._recorder is not None:
-                self._recorder.finish()
-        finally:
-            self.restore()
+    def __exit__(self, *error: Any) -> None:
+        _running.blocks.pop().__exit__(*error)
 
 
-def _enter(block: _Block) -> None:
+@never_compiled
+def _enter(block: AbstractContextManager[None]) -> None:
+    block.__enter__()
+    _running.blocks.append(block)
+
+
+@contextmanager
+@never_compiled
+def _block(name: str, compare: bool) -> Generator[None]:
+    """Record the code of one `with` statement."""
     if not torch.is_grad_enabled():
-        return  # nothing is kept anyway
+        yield  # nothing is kept anyway
+        return
     if is_transformed():
         raise RecoupError(
             "recoup.recomputing() does not work inside transforms of torch.func (grad, vmap, "
             "jacrev), which do not support saved tensor hooks. Leave it out there."
         )
-    block._recorder = recorder = OpRecorder(block._name, pair_in_force())
-    block._hooks = saving(recorder.pack, _unpack)
-    block._hooks.__enter__()  # raises where hooks are disabled
-    block._mode = InMode(recorder)
-    block._mode.__enter__()
+    recorder = OpRecorder(name, pair_in_force(), compare=compare)
+    try:
+        with saving(recorder.pack, _unpack), InMode(recorder):
+            yield
+        recorder.finish()
+    finally:
+        recorder.close()
 
 
 @never_compiled

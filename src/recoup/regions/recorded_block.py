@@ -1,39 +1,41 @@
-"""The replay of a block's recorded operators, which makes the values that backward asks for.
+"""The operators of a block, and their replay, which makes the values that backward asks for.
 
 NOTE [ A replay ]
 
 Rule 1. A replay runs the operators that make the values that backward may still ask for, in the
         order of the block. It sets all of these values, and frees other tensors as soon as it can.
-Rule 2. A tensor that is made again has the strides of the first run, or layouts would not fit.
-Rule 3. Operators run below autograd and autocast, as they were recorded.
+        Tensors have the strides of the first run, or layouts would not fit.
+Rule 2. The first run leaves sketches of its last values: of those that come out of the block and
+        of which no other of these is made, and of the last one that was saved. A replay makes
+        only values that lead to one of these, or all of these, too; and it compares them.
+Rule 3. While the block runs, a replay runs what was recorded so far, and is itself recorded as any
+        other code of the block.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from recoup._core.inner_gradients import FirstRun, place_of
 from recoup._core.lazy_values import Source
 from recoup._core.operators import map_instances
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import set_grad_enabled, version_of
+from recoup._core.saved_tensors import grad_mode, version_of
+from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup.errors import ReplayError
 from recoup.regions.operator_draws import DrawReplayer
-from recoup.regions.recorded_ops import (
-    Layout,
-    Origin,
-    RecordedOp,
-    RecordedStorage,
-    RecordedTensor,
-)
+from recoup.regions.recorded_memory import Layout, Memory, RecordedOp, RecordedTensor
 
-__all__ = ["RecordedBlock", "StorageSource"]
+__all__ = ["MemorySource", "RecordedBlock"]
+
+_AsRecorded = torch._C._AutoDispatchBelowAutograd
+_plainly = torch._C.DisableTorchFunctionSubclass
 
 
 class RecordedBlock:
@@ -41,107 +43,111 @@ class RecordedBlock:
 
     Args:
         name: the name of the block in errors.
-    """
 
-    __slots__ = (
-        "_at_hand",
-        "_first_run",
-        "_has_ended",
-        "_sources",
-        "asks_other_sources",
-        "is_whole",
-        "lock",
-        "name",
-        "ops",
-    )
+    Attributes:
+        look: takes the sketches of what was made so far; None after the block (See Rule 3).
+        sketches: the sketches by which a replay is compared, and the layouts of what they show.
+        asks_other_sources: whether a replay asks sources of values from outside.
+        is_whole: whether the block has ended without an exception.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.ops: list[RecordedOp] = []
-        self.asks_other_sources = False  # whether a replay asks sources of values from outside
-        self.is_whole = False
         self.lock = threading.RLock()
-        self._has_ended = False
-        self._first_run = FirstRun((weakref.ref(place_of(name)),), is_training=True)
-        self._at_hand: weakref.WeakKeyDictionary[StorageSource, Tensor]
-        self._at_hand = weakref.WeakKeyDictionary()
-        self._sources: dict[
-            tuple[RecordedStorage, int, torch.dtype], weakref.ref[StorageSource]
-        ] = {}
+        self.look: Callable[[], None] | None = None
+        self.sketches: dict[Memory, tuple[Layout, Sketch]] = {}
+        self.asks_other_sources = False
+        self.is_whole = False
+        self._sources = WeakValueDictionary[tuple[Memory, int, torch.dtype], MemorySource]()
 
-    def source(self, storage: RecordedStorage, tensor: Tensor) -> StorageSource:
-        """Return the source that makes `storage` again, for the current version of `tensor`."""
+    def source(self, memory: Memory, tensor: Tensor) -> MemorySource:
+        """Return the source that makes `memory` again, for the current version of `tensor`."""
         # A value that was saved and then changed within the block is another one: the first is
         # an error if backward asks for it, as in plain torch.
-        key = (storage, version_of(tensor), tensor.dtype)
-        ref = self._sources.get(key)
-        source = None if ref is None else ref()
+        key = (memory, version_of(tensor), tensor.dtype)
+        source = self._sources.get(key)
         if source is None:
-            source = StorageSource(self, storage)
-            source._watch(tensor)
-            self._sources[key] = weakref.ref(source)
+            self._sources[key] = source = MemorySource(self, memory, tensor)
         return source
 
-    def keep_at_hand(self, source: StorageSource, tensor: Tensor) -> None:
-        """Keep a saved tensor until the block ends, if the block may ask for it before then."""
-        if self._first_run.keeps and not self.is_whole:
-            self._at_hand[source] = tensor.detach()
-
-    def end(self, *, is_whole: bool) -> None:
-        """Mark the block as ended: normally if `is_whole`, else by an exception."""
-        self.is_whole = is_whole
-        self._has_ended = True
-        self._at_hand.clear()
-        self._first_run.end(is_whole=is_whole)
-
-    def make(self, source: StorageSource) -> None:
-        """Make the value of `source`, and all others that backward may ask for, again."""
-        at_hand = self._at_hand.get(source)
-        if at_hand is None:
-            self.replay()
-        else:
-            self._first_run.asked(self.name)
-            source._made = _whole(at_hand, at_hand.dtype)
+    def last_made(self, memories: AbstractSet[Memory]) -> Iterator[AbstractSet[Memory]]:
+        """Yield those of `memories` from which no other one is made, by operator."""
+        leads_to_one: set[Memory] = set()
+        for op in reversed(self.ops):
+            if leads_to_one.isdisjoint(op.changes):
+                if memories.isdisjoint(op.changes):
+                    continue
+                yield op.changes & memories
+            leads_to_one |= op.takes | op.changes
 
     def replay(self) -> None:
         """Run the operators again and set the values (See Rule 1)."""
-        if not self.is_whole:
-            if not self._has_ended:
-                self._first_run.asked(self.name)
+        if self.look is not None:
+            self.look()
+        elif not self.is_whole:
             raise ReplayError(
-                f"Backward needs a value that {self.name} made before it raised an exception, and "
-                "that it can no longer recompute. Call backward within the block, or after a run "
-                "of it that ended without an exception."
+                f"Backward needs a value that {self.name} made before it raised an exception. Call "
+                "backward within the block, or after a run of it that ended without an exception."
             )
-        alive = [source for ref in self._sources.values() if (source := ref()) is not None]
-        wanted = [source for source in alive if source.is_wanted]
+        wanted = [source for source in self._sources.values() if source.is_wanted]
+        memories, seen = {source.whole.memory for source in wanted}, self.sketches.keys()
+        if not all(last & seen for last in self.last_made(memories)):
+            memories |= seen
         replay = _Replay(self.name)
-        replay.run(self.ops, {source.storage for source in wanted})
+        for op, last_used in reversed(list(self._needed(memories))):
+            replay.run(op, last_used)
+        for memory in memories & seen:
+            self._compare(memory, replay)
         for source in wanted:
-            source.give(replay.whole(source.storage, cast("torch.dtype", source._dtype)))
+            source.give(replay.tensor(source.whole))
+
+    def _needed(
+        self, memories: AbstractSet[Memory]
+    ) -> Iterator[tuple[RecordedOp, AbstractSet[Memory]]]:
+        """Yield the operators that make `memories`, last first, each with what it uses last."""
+        needed, streams = set(memories), set[Any]()
+        for op in reversed(self.ops):
+            if op.draw is not None and (op.draw.stream in streams or needed & op.changes):
+                # A draw that follows another one needs that one to have been drawn.
+                (streams.add if op.draw.before is None else streams.discard)(op.draw.stream)
+            elif needed.isdisjoint(op.changes):
+                continue
+            used = op.takes | op.changes
+            yield op, used - needed
+            needed |= used
+
+    def _compare(self, memory: Memory, replay: _Replay) -> None:
+        layout, first = self.sketches[memory]
+        again = sketch_of(replay.tensor(RecordedTensor(memory, layout)))
+        off = 0.0 if again is None else difference(first, again)
+        if off > tolerance_of(layout.dtype):
+            func = next(op.func for op in reversed(self.ops) if memory in op.changes)
+            raise ReplayError(
+                f"Backward ran {self.name} again, and {func} returned other numbers than in "
+                f"forward: {layout.geometry[0]} of {layout.dtype}, off by {off:.1e} of it. "
+                "A tensor that the block takes was changed unseen (by a fused optimizer, `.data` "
+                "or numpy), or an operator depends on something outside of torch. Run backward "
+                "before the change, or move it out of the block. If kernels within are not "
+                "deterministic, use recoup.recomputing(compare=False)."
+            )
 
 
-class StorageSource(Source):
-    """The source of the values of one storage that a block made."""
+class MemorySource(Source):
+    """The source of the values in one memory that a block made."""
 
-    __slots__ = ("_block", "storage")
-
-    def __init__(self, block: RecordedBlock, storage: RecordedStorage) -> None:
+    def __init__(self, block: RecordedBlock, memory: Memory, tensor: Tensor) -> None:
         super().__init__(f"A value made in {block.name}", block.lock)
-        self._block = block
-        self.storage = storage
-
-    @property
-    def asks_other_sources(self) -> bool:
-        """Whether other sources must make something before this one can."""
-        return self._block.asks_other_sources
+        self.watch(tensor)
+        self.block = block
+        self.whole = RecordedTensor(memory, Layout.whole(memory, tensor.dtype))
 
     def make(self) -> None:
-        self._block.make(self)
+        self.block.replay()
 
 
 class _Replay:
-    """A replay of operators: the tensors that they take and make, by storage and layout.
+    """The tensors that operators of a block take and make, by memory and layout.
 
     Args:
         name: the name of the block in errors.
@@ -149,123 +155,50 @@ class _Replay:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tensors: dict[RecordedStorage, dict[Layout | None, Tensor]] = {}
+        self._tensors: dict[Memory, dict[Layout | None, Tensor]] = {}
         self._draws = DrawReplayer()
 
-    def run(self, ops: Sequence[RecordedOp], wanted: set[RecordedStorage]) -> None:
-        """Run the operators that make `wanted`."""
-        for op, last_used in reversed(list(_needed(ops, wanted))):
-            args = map_instances(op.args, RecordedTensor, self._tensor)
-            kwargs = map_instances(op.kwargs, RecordedTensor, self._tensor)
-            result = self._call(op, args, kwargs)
-            del args, kwargs
-            self._take(op, result)
-            del result
-            for storage in last_used:
-                self._tensors.pop(storage, None)
+    def run(self, op: RecordedOp, last_used: AbstractSet[Memory]) -> None:
+        """Run an operator, and free the memory that it is the last to use."""
+        args, kwargs = map_instances(op.arguments, RecordedTensor, self.tensor)
+        with grad_mode(op.with_grad), _AsRecorded(), torch._C._DisableAutocast(), _plainly():
+            result = self._draws.run(op.func, args, kwargs, op.draw)
+        made = tensors_in(result)
+        for place, (memory, any_layout) in op.makes.items():
+            layout = cast("Layout", any_layout)
+            self._tensors[memory] = {layout: self._fitting(op, made[place : place + 1], layout)}
+        for memory in last_used:
+            self._tensors.pop(memory, None)
 
-    def whole(self, storage: RecordedStorage, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of a whole storage."""
-        return _whole(next(iter(self._tensors[storage].values())), dtype)
+    def tensor(self, recorded: RecordedTensor) -> Tensor:
+        """Return a tensor with the memory and the layout of one of the first run."""
+        memory, layout = recorded
+        tensors = self._tensors.setdefault(memory, {})
+        if layout not in tensors and memory.made_as is None:
+            kept = memory.kept[layout]
+            given = kept if isinstance(kept, Tensor) else kept.get()
+            tensors[layout] = self._given(given.detach(), layout)
+        elif layout not in tensors:
+            tensors[layout] = cast("Layout", layout).view(next(iter(tensors.values())))
+        return tensors[layout]
 
-    def _call(self, op: RecordedOp, args: Any, kwargs: dict[str, Any]) -> Any:
-        before = torch.is_grad_enabled()
-        try:
-            set_grad_enabled(op.with_grad)
-            with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():  # See Rule 3
-                if op.draw is None:
-                    return op.func(*args, **kwargs)
-                return self._draws.run(op.func, args, kwargs, op.draw)
-        finally:
-            set_grad_enabled(before)
-
-    def _tensor(self, recorded: RecordedTensor) -> Tensor:
-        """Return a tensor with the storage and the layout of one of the first run."""
-        storage, layout = recorded
-        tensors = self._tensors.setdefault(storage, {})
-        tensor = tensors.get(layout)
-        if tensor is None:
-            if storage.origin is Origin.OUTSIDE:
-                tensor = _with_strides(self._from_outside(storage, layout), layout)
-            else:
-                some = next(iter(tensors.values()), None)
-                whole = _beginning_of(storage) if some is None else some
-                tensor = _view(whole, cast("Layout", layout))
-            tensors[layout] = tensor
-        return tensor
-
-    def _from_outside(self, storage: RecordedStorage, layout: Layout | None) -> Tensor:
-        tensor = storage.kept[layout].get().detach()
-        if layout is not None and tensor.numel() and not tensor.untyped_storage().nbytes():
+    def _given(self, tensor: Tensor, layout: Layout | None) -> Tensor:
+        if layout is None:
+            return tensor
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
             raise ReplayError(
                 f"A tensor of shape {tuple(tensor.shape)} that {self._name} reads was freed before "
                 "backward, as FSDP2 does with the parameters of a module after its forward. Use "
                 "recoup.recompute(module), which runs the whole module again."
             )
-        return tensor
+        return layout.strided(tensor)
 
-    def _take(self, op: RecordedOp, result: Any) -> None:
-        """Store the tensors that an operator has made, or raise if they do not fit."""
-        tensors = tensors_in(result)
-        for position, (storage, layout) in op.makes.items():
-            tensor = tensors[position] if position < len(tensors) else None
-            if tensor is None or layout is None or not _fits(tensor, layout):
-                raise ReplayError(
-                    f"Running {op.func} of {self._name} again returned another tensor than in the "
-                    "first run, so it depends on something outside of torch. Move it out of the "
-                    "block."
-                )
-            self._tensors.setdefault(storage, {})[layout] = _with_strides(tensor, layout)
-
-
-def _needed(
-    ops: Sequence[RecordedOp], wanted: set[RecordedStorage]
-) -> Iterator[tuple[RecordedOp, frozenset[RecordedStorage]]]:
-    """Yield the operators that make `wanted`, last first, each with what it uses last."""
-    needed = set(wanted)
-    streams: set[Any] = set()
-    for op in reversed(ops):
-        draw = op.draw
-        if needed.isdisjoint(op.changes) and (draw is None or draw.stream not in streams):
-            continue
-        # A draw that follows another one needs that one to have been drawn.
-        if draw is not None and draw.state is None:
-            streams.add(draw.stream)
-        elif draw is not None:
-            streams.discard(draw.stream)
-        used = op.takes | op.changes
-        yield op, frozenset(used - needed)
-        needed |= used
-
-
-def _beginning_of(storage: RecordedStorage) -> Tensor:
-    """Return a storage that no operator of the block makes, as it was before the first change."""
-    if storage.copy is not None:
-        return storage.copy.get().detach().clone()
-    return torch.empty(storage.num_bytes, dtype=torch.uint8, device=storage.device)
-
-
-def _fits(tensor: Tensor, layout: Layout) -> bool:
-    same = tensor.size() == layout.size and tensor.dtype is layout.dtype
-    return same and tensor.storage_offset() == layout.offset
-
-
-def _with_strides(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """Return `tensor` with the strides of the first run (See Rule 2)."""
-    if layout is None or tensor.stride() == layout.stride or 0 in layout.stride:
-        return tensor
-    fresh = torch.empty_strided(
-        layout.size, layout.stride, dtype=tensor.dtype, device=tensor.device
-    )
-    return fresh.copy_(tensor)
-
-
-def _view(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return a view, of the given layout, of the storage of `tensor`."""
-    found = _whole(tensor, layout.dtype).as_strided(layout.size, layout.stride, layout.offset)
-    found = found.conj() if layout.is_conj else found
-    return cast("Any", torch)._neg_view(found) if layout.is_neg else found
-
-
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
+    def _fitting(self, op: RecordedOp, made: list[Tensor], layout: Layout) -> Tensor:
+        (size, _, offset), dtype, *_ = layout
+        found = [(each.size(), each.storage_offset(), each.dtype) for each in made]
+        if found != [(size, offset, dtype)]:
+            raise ReplayError(
+                f"Running {op.func} of {self._name} again returned another tensor than in the "
+                "first run, so it depends on something outside of torch. Move it out of the block."
+            )
+        return layout.strided(made[0])

@@ -7,34 +7,51 @@ Rule 1. A dispatch mode records the operators. A pair of saved-tensor hooks arou
         for operators after it (`lazy_values`). Mode and hooks are removed when the block ends.
 Rule 2. A tensor is marked as a value when the block ends, since it may change until then, and since
         operators are faster on plain tensors.
-Rule 3. A higher-order operator may do anything, and one that communicates with other processes must
-        not be repeated. Their arguments and results count as ones from outside after that.
+Rule 3. Tensors that the block takes from outside are referenced until it ends, and kept then.
+Rule 4. A tensor whose content came from no operator is from outside: memory that was allocated and
+        not overwritten as a whole (a custom kernel may have written to it unseen), constants,
+        sparse tensors and subclasses. A higher-order operator may do anything, and one that
+        communicates with other processes must not be repeated, so their arguments and results
+        count as ones from outside after that.
+Rule 5. A value from outside whose source asks no other source is not kept: a replay asks that
+        source for it. Any other value is kept, since a chain of blocks would otherwise be
+        recomputed as a whole, at once; so is one from outside of the saved-tensor hooks in force
+        (see `lazy_values`).
+Rule 6. The tensors that are kept, and their order, depend on what the code does and not on which
+        tensors are alive, so that outer hooks (those of a checkpoint) count alike in a second run.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode
-from recoup._core.lazy_values import hooks_around, marked, read_anew
+from recoup._core.lazy_values import HasTensor, Value, marked, read_anew
 from recoup._core.operators import OperatorTraits, has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import Kept, Pair
+from recoup._core.saved_tensors import Kept, Pair, version_of
+from recoup._core.sketch import sketch_of
+from recoup.errors import ChangedError, ReplayError
 from recoup.regions.operator_draws import DrawRecorder
-from recoup.regions.recorded_block import RecordedBlock
-from recoup.regions.recorded_ops import RecordedOp, RecordedStorage, RecordedTensor, layout_of
-from recoup.regions.recorded_storages import Storages
+from recoup.regions.recorded_block import MemorySource, RecordedBlock
+from recoup.regions.recorded_memory import (
+    Layout,
+    Memories,
+    Memory,
+    RecordedOp,
+    RecordedTensor,
+    is_plain,
+)  # fmt: skip
 
 __all__ = ["OpRecorder"]
 
-_BETWEEN_PROCESSES = frozenset(
-    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-)
+_BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 class OpRecorder(DispatchMode):
@@ -43,40 +60,39 @@ class OpRecorder(DispatchMode):
     Args:
         name: the name of the block in errors.
         pair: the pair of saved-tensor hooks around the block.
+        compare: whether replays are compared with the first run.
     """
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import the compiler; `never_compiled` does not
-
-    def __init__(self, name: str, pair: Pair | None) -> None:
+    def __init__(self, name: str, pair: Pair | None, *, compare: bool) -> None:
         super().__init__()
         self._block = RecordedBlock(name)
-        self._storages = Storages(name)
+        self._block.look = self._look
         self._draws = DrawRecorder()
-        self._outer_pair = pair
+        self._pair = pair
+        self._compare = compare
+        self._memories = Memories()
+        self._taken: list[tuple[Memory, Layout | None, int]] = []  # in order, with versions
         self._results: list[weakref.ref[Tensor]] = []
+        self._last_saved: dict[Memory, Tensor] = {}  # one at most
 
     @never_compiled
-    @never_compiled
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and record it."""
         kwargs = kwargs or {}
-        if not has_schema(func) or func.namespace in _BETWEEN_PROCESSES:  # See Rule 3
+        traits = traits_of(func) if has_schema(func) else None
+        if traits is None or func.namespace in _BETWEEN_PROCESSES:  # See Rule 4
             result = func(*args, **kwargs)
-            self._storages.forget((args, kwargs))
+            for tensor in tensors_in((args, kwargs)):
+                self._memories.forget(tensor)
             return result
-        traits = traits_of(func)
         if traits.is_view:
-            self._storages.note(args)
+            for tensor in tensors_in(args):
+                if isinstance(tensor, Value):  # operators will take the view
+                    self._memories.of(tensor)
             result = func(*args, **kwargs)
         elif traits.makes_or_writes:
             result = self._run(func, traits, args, kwargs)
@@ -85,98 +101,149 @@ class OpRecorder(DispatchMode):
         self._results.extend(weakref.ref(tensor) for tensor in tensors_in(result))
         return result
 
-    def _run(
-        self, func: Any, traits: OperatorTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an operator that makes or changes a storage, and record it."""
-        kwargs = _with_device_index(kwargs)
-        arguments = {**dict(enumerate(args)), **kwargs}
+    def _run(self, func: Any, traits: OperatorTraits, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that makes or changes memory, and record it."""
+        arguments: dict[Any, Any] = {**dict(enumerate(cast("list[Any]", args))), **kwargs}
+        takes, changes = set[Memory](), set[Memory]()
         # Arguments that are read come first: an operator may read a tensor that it overwrites.
-        takes: set[RecordedStorage] = set()
-        recorded = {
-            key: self._recorded(value, takes)
-            for key, value in arguments.items()
-            if key not in traits.writes
-        }
-        changes: set[RecordedStorage] = set()
-        for key in traits.writes & arguments.keys():
-            for tensor in tensors_in(arguments[key]):
-                self._storages.will_change(tensor, str(func), is_overwritten=traits.overwrites)
-            recorded[key] = self._recorded(arguments[key], changes)
-        if traits.may_draw:
-            result, draw = self._draws.run(func, args, kwargs)
-        else:
-            result, draw = func(*args, **kwargs), None
+        for key in sorted(arguments, key=traits.writes.__contains__):
+            memories = changes if key in traits.writes else takes
+            for tensor in tensors_in(arguments[key]) if memories is changes else ():
+                self._will_change(tensor, func, is_overwritten=traits.overwrites)
+            record = partial(self._recorded, memories)
+            arguments[key] = map_instances(arguments[key], Tensor, record)
+        result, draw = self._draws.run(func, args, kwargs, may_draw=traits.may_draw)
         makes: dict[int, RecordedTensor] = {}
-        for position, tensor in enumerate(tensors_in(result)):
-            storage = self._storages.made(tensor, is_blank=traits.allocates)
-            if storage is not None:
-                makes[position] = RecordedTensor(storage, layout_of(tensor))
-                changes.add(storage)
+        for place, tensor in enumerate(tensors_in(result)):
+            if kwargs.get("device") is not None:
+                arguments["device"] = tensor.device  # another may be current in backward
+            if is_plain(tensor) and self._memories.find(tensor) is None:
+                layout = None if traits.allocates else Layout.of(tensor)
+                memory = self._memories.add(tensor, layout, is_own=True)
+                if layout is not None:
+                    makes[place] = RecordedTensor(memory, layout)
+        changes.update(memory for memory, _ in makes.values())
         if changes or draw is not None:
-            op = RecordedOp(
-                func,
-                tuple(recorded[position] for position in range(len(args))),
-                {key: recorded[key] for key in kwargs if draw is None or key != "generator"},
-                takes=frozenset(takes),
-                makes=makes,
-                changes=frozenset(changes),
-                draw=draw,
-                with_grad=torch.is_grad_enabled(),
-            )
+            names = [key for key in kwargs if draw is None or key != "generator"]
+            given = tuple(arguments[i] for i in range(len(args))), {k: arguments[k] for k in names}
+            sets = frozenset(changes), frozenset(takes)
+            op = RecordedOp(func, given, makes, *sets, draw, torch.is_grad_enabled())
             self._block.ops.append(op)
         return result
 
-    def _recorded(self, value: Any, storages: set[RecordedStorage]) -> Any:
-        """Return an argument with its tensors recorded, and add their storages to `storages`."""
+    def _recorded(self, memories: set[Memory], tensor: Tensor) -> RecordedTensor:
+        """Return the record of an argument, and add its memory to `memories`."""
+        memory = self._memories.of(tensor)
+        memories.add(memory)
+        layout = Layout.of(tensor) if is_plain(tensor) else None
+        if memory.made_as is None and layout not in memory.kept:
+            self._take(memory, layout, tensor)
+        return RecordedTensor(memory, layout)
 
-        def record(tensor: Tensor) -> RecordedTensor:
-            recorded = self._storages.record(tensor)
-            storages.add(recorded.storage)
-            return recorded
+    def _take(self, memory: Memory, layout: Layout | None, tensor: Tensor) -> None:
+        memory.kept[layout] = tensor  # which operators beneath autograd cannot keep
+        self._taken.append((memory, layout, version_of(tensor)))
 
-        return map_instances(value, Tensor, record)
+    def _will_change(self, tensor: Tensor, func: Any, *, is_overwritten: bool) -> None:
+        """Prepare for an operator that writes to `tensor`, after what it reads was recorded."""
+        if not is_plain(tensor):
+            raise ReplayError(
+                f"{func} changes a {type(tensor).__name__} of layout {tensor.layout} in place in "
+                f"{self._block.name}, and would change it again. Do it outside of the block."
+            )
+        memory = self._memories.of(tensor)
+        if memory.made_as is not None:
+            return
+        memory.made_as = layout = Layout.whole(memory, tensor.dtype)
+        made = {0: RecordedTensor(memory, layout)}, frozenset((memory,))
+        if is_overwritten and not memory.kept and _covers(tensor, memory.num_bytes):
+            kwargs = {"dtype": tensor.dtype, "device": tensor.device}
+            self._block.ops.append(RecordedOp(torch.empty, (layout.geometry[0], kwargs), *made))
+            return
+        # What the block read before is the same as at its beginning.
+        before = Memory(memory.num_bytes, is_own=False)
+        self._take(before, layout, tensor.detach().as_strided(*layout.geometry).clone())
+        args: Any = (RecordedTensor(before, layout),), {}
+        self._block.ops.insert(0, RecordedOp(torch.clone, args, *made, frozenset((before,))))
+        memory.kept.clear()
 
     @never_compiled
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> HasTensor:
         """Keep a tensor that an operator within the block saves, unless the block makes it."""
-        storage = self._storages.to_be_made(tensor)
+        memory = self._to_be_made(tensor)
+        if memory is None:
+            return self._keep(self._memories.of(tensor), tensor, "saves")
         with torch._C._DisableTorchDispatch():  # the mode need not see our own operators
-            if storage is not None:
-                source = self._block.source(storage, tensor)
-                self._block.keep_at_hand(source, tensor)
-                return source._slot(tensor, None)
-            outside = self._storages.source_of(tensor, self._outer_pair)
-            if outside is not None:
-                return outside._slot(tensor, None)
-        name = f"A tensor of shape {tuple(tensor.shape)} that was saved in {self._block.name}"
-        return Kept(tensor, name, self._outer_pair)
+            if self._compare and tensor.is_floating_point():
+                self._last_saved = {memory: tensor.detach()}
+            return self._block.source(memory, tensor).slot(tensor)
 
     def finish(self) -> None:
         """Keep the tensors that the block took, and mark the values that it made (See Rule 2)."""
-        block = self._block
-        block.asks_other_sources = self._storages.keep(self._outer_pair)
-        block.end(is_whole=True)
-        for ref in self._results:
-            tensor = ref()
-            storage = None if tensor is None else self._storages.to_be_made(tensor)
-            if tensor is None or storage is None or (tensor.is_leaf and tensor.requires_grad):
+        self._look()
+        for memory, layout, version in self._taken:
+            tensor = memory.kept.get(layout)
+            if not isinstance(tensor, Tensor):
+                continue  # the block has changed it, and has a copy from before
+            if version_of(tensor) != version:
+                raise ChangedError(
+                    f"A tensor of shape {tuple(tensor.shape)} that {self._block.name} takes was "
+                    "changed in place by something that is no operator of it. Change a clone."
+                )
+            memory.kept[layout] = self._keep(memory, tensor, "takes")
+        self._block.is_whole = True
+        for tensor in self._alive():
+            memory = self._to_be_made(tensor)
+            if memory is None or (tensor.is_leaf and tensor.requires_grad):
                 continue  # a leaf that requires grad is a parameter
             if type(tensor) is Tensor:
-                marked(tensor, block.source(storage, tensor), hooks_around())
+                marked(tensor, self._block.source(memory, tensor))
             else:
                 read_anew(tensor)  # a value already, of a source within the block
 
     def close(self) -> None:
         """Drop all references: the saved tensors hold references to the pair of hooks."""
-        if not self._block.is_whole:
-            self._block.end(is_whole=False)
-        self.__init__(self._block.name, None)
+        self._block.look = None
+        vars(self).clear()
+
+    def _alive(self) -> list[Tensor]:
+        return [tensor for ref in self._results if (tensor := ref()) is not None]
+
+    def _look(self) -> None:
+        """Take the sketches by which a replay is compared (NOTE [ A replay ], Rule 2)."""
+        if not self._compare:
+            return
+        found = [(tensor, self._memories.find(tensor)) for tensor in self._alive()]
+        alive = self._last_saved | {m: t for t, m in found if m is not None and m.made_as}
+        last = self._last_saved.keys() | set[Memory]().union(*self._block.last_made(alive.keys()))
+        self._block.sketches = {}
+        with torch._C._DisableTorchDispatch():
+            for memory in last:
+                layout = cast("Layout", memory.made_as)
+                sketch = sketch_of(layout.view(alive[memory]))
+                if sketch is not None and layout.dtype is not torch.uint8:
+                    self._block.sketches[memory] = layout, sketch
+
+    def _keep(self, memory: Memory, tensor: Tensor, how: str) -> HasTensor:
+        """Keep a tensor from outside, or have its source make it again (See Rule 5)."""
+        source, hooks = self._memories.sources.get(memory, (None, None))
+        asks_others = isinstance(source, MemorySource) and source.block.asks_other_sources
+        is_under_its_hooks = self._pair is None or self._pair[0] is hooks
+        if source is None or asks_others or not is_under_its_hooks or not source.owns(tensor):
+            name = f"A tensor of shape {tuple(tensor.shape)} that {self._block.name} {how}"
+            return Kept(tensor, name, self._pair)
+        self._block.asks_other_sources = True
+        return source.slot(tensor)
+
+    def _to_be_made(self, tensor: Tensor) -> Memory | None:
+        """Return the memory of `tensor` if it need not be kept, since the block makes it."""
+        memory = self._memories.find(tensor)
+        if memory is None or not memory.is_own or memory.made_as is None:
+            return None
+        return None if tensor.is_conj() or tensor.is_neg() or tensor.is_inference() else memory
 
 
-def _with_device_index(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `kwargs` with a device index, since another device may be current in backward."""
-    device = kwargs.get("device")
-    if device is None or device.type != "cuda" or device.index is not None:
-        return kwargs
-    return kwargs | {"device": torch.device("cuda", torch.cuda.current_device())}
+def _covers(tensor: Tensor, num_bytes: int) -> bool:
+    """Whether `tensor` covers every one of `num_bytes` exactly once."""
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(*dims).is_contiguous() and tensor.nbytes == num_bytes

@@ -64,6 +64,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
             `recoup.invertible.Chain` sums it.
         drift: under "constant" and bytes, what to do where inverses do not reproduce the inputs:
             "recompute", "raise", "warn", "ignore", or a `recoup.invertible.DriftGuard`.
+        compare: whether what second runs make is compared with the first, as for `checkpoint`.
 
     Raises:
         ValueError: `memory` or `otherwise` is unknown.
@@ -87,8 +88,10 @@ class Sequential(HasMemoryMode, nn.Sequential):
         memory: Memory = "linear",
         otherwise: Otherwise = None,
         drift: Drift = "recompute",
+        compare: bool = True,
     ) -> None:
         super().__init__(*modules)
+        self.compare = compare
         ways_of({}, otherwise)  # raises if it is unknown
         self.otherwise: Otherwise = otherwise
         self._set_memory_mode(memory, drift)
@@ -109,7 +112,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
             return self._budget.run(self, self._forward_plainly, (input,), self, self._drift)
         links = self._links()
         executor = self._ready_executor(links, self._ways(self._memory))
-        return run_through(executor, links, input)
+        return run_through(executor, links, input, compares=self.compare)
 
     def _forward_plainly(self, input: Any) -> Any:
         return _through(self, input)
@@ -134,7 +137,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         if isinstance(found, Sequential) and isinstance(index, slice):
-            found.otherwise = self.otherwise
+            found.otherwise, found.compare = self.otherwise, self.compare
             found.drift = self._drift.anew()
             found.memory = self._memory_of_other_lengths
         return found
@@ -154,6 +157,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
             memory=self._memory_of_other_lengths,
             otherwise=self.otherwise,
             drift=self._drift.anew(),
+            compare=self.compare,
         )
 
 

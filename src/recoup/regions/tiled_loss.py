@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from recoup._core.closures import ClosureGuard
-from recoup._core.saved_tensors import check_hooks_work
-from recoup._core.summed_gradients import SummedGradients, alone
-from recoup.regions.tiled import Tiled, check_arguments, check_which
-from recoup.regions.tiles import Reduction, Tiles, tile_value
+from recoup._core.captured import captured_by
+from recoup._core.saved_tensors import check_hooks_work, without_pairs
+from recoup._core.summed_gradients import SummedGradients
+from recoup.regions.tiled import Tiled
+from recoup.regions.tiles import Cut, Reduction, Tiles, tile_value
 
 __all__ = ["TiledLoss", "tiled_loss"]
 
@@ -79,14 +79,12 @@ def tiled_loss(
     Source: Hsu et al., "Liger Kernel", https://arxiv.org/abs/2410.10989 (its fused linear cross
     entropy).
     """
-    check_arguments(fn, dim, tiles, reduction)
-    check_which(split, ignore_index)
     if reduction == "none":
         raise ValueError(
             '`reduction` is "none", but gradients can be taken in forward for a loss alone. Give '
             '"mean" or "sum", or use recoup.tiled.'
         )
-    return TiledLoss(fn, dim, tiles, split, reduction, target, ignore_index)
+    return TiledLoss(fn, Cut(dim, tiles, split, reduction, target, ignore_index))
 
 
 class TiledLoss(Tiled[P, Tensor]):
@@ -97,71 +95,33 @@ class TiledLoss(Tiled[P, Tensor]):
             return super()._loss(tiles)
         check_hooks_work()
         weights, divisor = self._weights(tiles)
-        fn: Any = self._fn
-        outside = () if isinstance(fn, nn.Module) else ClosureGuard(fn).tensors
-        gradients = SummedGradients(f"the loss of {self._name} in tiles", outside)
-        arguments = _Arguments(tiles, gradients)
+        outside = [t for t in (*captured_by(self._fn), *tiles.tensors) if isinstance(t, Tensor)]
+        sums = SummedGradients(f"the loss of {self._name} in tiles", outside)
+        # The graph of a tile ends at leaves of its own: in place of a split argument that requires
+        # a gradient it is given a leaf with its rows.
+        asked = {id(tensor): tensor for tensor in tiles.split if tensor.requires_grad}
+        totals: dict[int, Tensor] = {}
+        pairs = zip(tiles.tensors, tiles.is_split, strict=True)
+        pieces = tiles.pieces([t.detach() if is_split else t for t, is_split in pairs])
         for index, weight in enumerate(weights):
-            if weight == 0:
+            if not weight:
                 continue
-            args, kwargs = tiles.given(arguments.tile(index))
-            with alone():
-                value = tile_value(fn(*args, **kwargs), self._name, self._reduction)
-                arguments.take(index, gradients.add(value, weight, arguments.leaves))
-            del args, kwargs, value
-        return gradients.of(divisor, arguments.gradients)
-
-
-class _Arguments:
-    """The tensor arguments of a loss in tiles, and the gradients of those that are split.
-
-    The graph of a tile ends at leaves of its own: in place of a split argument that requires a
-    gradient it is given a leaf with its rows. Other arguments are given as they are, or as leaves
-    over the same memory.
-
-    Args:
-        tiles: the arguments and how they are split.
-        gradients: sums the gradients of the arguments that are not split.
-
-    Attributes:
-        leaves: of the last tile that was given.
-    """
-
-    def __init__(self, tiles: Tiles, gradients: SummedGradients) -> None:
-        self._tiles = tiles
-        self._asked: dict[int, Tensor] = {}
-        given: list[Tensor] = []
-        for tensor, is_split in zip(tiles.tensors, tiles.is_split, strict=True):
-            if is_split and tensor.requires_grad:
-                self._asked[id(tensor)] = tensor
-            given.append(tensor.detach() if is_split else gradients.as_end(tensor))
-        self._pieces = tiles.pieces(given)
-        self._sums: dict[int, Tensor] = {}
-        self.leaves: list[Tensor] = []
-
-    @property
-    def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors that were split, each with its gradient."""
-        return [(self._asked[key], total) for key, total in self._sums.items()]
-
-    def tile(self, index: int) -> tuple[Tensor, ...]:
-        """Return the tensor arguments of a tile."""
-        own: dict[int, Tensor] = {}  # a tensor that is there twice is one leaf
-        given: list[Tensor] = []
-        for tensor, piece in zip(self._tiles.tensors, self._pieces[index], strict=True):
-            if id(tensor) in self._asked:
-                piece = own.setdefault(id(tensor), piece.detach().requires_grad_())
-            given.append(piece)
-        self.leaves = list(own.values())
-        return tuple(given)
-
-    def take(self, index: int, found: Sequence[Tensor | None]) -> None:
-        """Take the gradients of the leaves of a tile."""
-        start, size = sum(self._tiles.sizes[:index]), self._tiles.sizes[index]
-        asked = (key for key in dict.fromkeys(map(id, self._tiles.tensors)) if key in self._asked)
-        for key, gradient in zip(asked, found, strict=True):
-            if gradient is not None:
-                if key not in self._sums:
-                    self._sums[key] = torch.zeros_like(self._asked[key].detach())
-                self._sums[key].narrow(self._tiles.dim, start, size).copy_(gradient)
-        self.leaves = []
+            own: dict[int, Tensor] = {}  # a tensor that is there twice is one leaf
+            given = [
+                own.setdefault(id(tensor), piece.detach().requires_grad_())
+                if id(tensor) in asked
+                else piece
+                for tensor, piece in zip(tiles.tensors, pieces[index], strict=True)
+            ]
+            args, kwargs = tiles.given(given)
+            with without_pairs():  # nobody else is given what a summand saves
+                value = tile_value(self._fn(*args, **kwargs), self._name, self._cut.reduction)
+                found = sums.add(value, weight, list(own.values()))
+            for key, gradient in zip(own, found, strict=True):
+                if gradient is not None:
+                    if key not in totals:
+                        totals[key] = torch.zeros_like(asked[key].detach())
+                    start = sum(tiles.sizes[:index])
+                    totals[key].narrow(tiles.dim, start, tiles.sizes[index]).copy_(gradient)
+            del args, kwargs, value, given, own, found
+        return sums.of(divisor, [(asked[key], total) for key, total in totals.items()])

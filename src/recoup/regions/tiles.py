@@ -13,7 +13,9 @@ Rule 3. Tiles differ by at most one row. There are fewer where there are fewer r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -21,10 +23,38 @@ from torch import Tensor, nn
 
 from recoup._core.pytree import Tree, flatten, flatten_arguments, flatten_containers
 
-__all__ = ["Given", "Reduction", "Tiles", "joined", "tile_value"]
+__all__ = ["Cut", "Reduction", "Tiles", "joined", "tile_value"]
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
 Reduction = Literal["none", "mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How calls are cut: the arguments of `tiled` beside the function.
+
+    Raises:
+        ValueError: when one of them is not what it must be.
+    """
+
+    dim: int
+    tiles: int
+    split: Sequence[int | str] | None
+    reduction: Reduction
+    target: int | str | None
+    ignore_index: int
+
+    def __post_init__(self) -> None:
+        split: Any = self.split
+        is_list = isinstance(split, Sequence) and not isinstance(split, str)
+        for name, is_right, needed in (
+            ("dim", type(self.dim) is int, "an int: the dimension of the rows"),
+            ("tiles", type(self.tiles) is int and self.tiles > 0, "an int of at least 1"),
+            ("reduction", self.reduction in ("none", "mean", "sum"), '"none", "mean" or "sum"'),
+            ("ignore_index", type(self.ignore_index) is int, "an int"),
+            ("split", split is None or is_list, "a list of positions and names of arguments"),
+        ):
+            if not is_right:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be {needed}.")
 
 
 class Tiles:
@@ -33,49 +63,56 @@ class Tiles:
     Args:
         args: the arguments.
         kwargs: the keyword arguments.
-        dim: the dimension of the rows.
-        tiles: how many tiles there are at most.
-        split: the positions and names of the arguments that are split; None to find them.
+        cut: how they are cut.
 
     Attributes:
         tensors: the tensors among the arguments.
         is_split: whether each of them is split.
         dim: the dimension of the rows, not negative.
         sizes: how many rows each tile has.
+        cut: how they are cut.
     """
 
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dim: int,
-        tiles: int,
-        split: Sequence[int | str] | None,
-    ) -> None:
-        self._args, self._kwargs = args, kwargs
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut) -> None:
+        self._args, self._kwargs, self.cut = args, kwargs, cut
         self.tensors, self._tree = flatten_arguments(args, kwargs)
-        named = None if split is None else self._ids_of(split)
+        named = None if cut.split is None else self._ids_of(cut.split)
         rows = next((t for t in self.tensors if _may_have_rows(t, named)), None)
         if rows is None:
             raise ValueError(
-                f"`split` is {split!r}, and no argument that it allows is a tensor. Pass the "
-                "tensor with the rows as an argument, and name it in `split` if it is a parameter."
+                f"`split` is {cut.split!r}, and no argument that it allows is a tensor. Pass the "
+                "tensor with the rows, and name it in `split` if it is a parameter."
             )
-        if not -rows.dim() <= dim < rows.dim():
+        if not -rows.dim() <= cut.dim < rows.dim():
             raise ValueError(
-                f"`dim` is {dim}, but the first tensor among the arguments that are split has "
+                f"`dim` is {cut.dim}, but the first tensor among the arguments that are split has "
                 f"shape {tuple(rows.shape)}. Give the dimension of its rows."
             )
-        self.dim = dim % rows.dim()
-        num_rows = rows.shape[self.dim]
-        if named is None:
-            self.is_split = [_has_rows(t, rows, self.dim) for t in self.tensors]
-        else:
-            self.is_split = [id(t) in named for t in self.tensors]
-            self._check_named(num_rows)
-        num_tiles = max(1, min(tiles, num_rows))  # See Rule 3
-        size, more = divmod(num_rows, num_tiles)
+        self.dim = cut.dim % rows.dim()
+        self.num_rows = rows.shape[self.dim]
+        self.is_split = [
+            _has_rows(t, rows, self.dim) if named is None else id(t) in named for t in self.tensors
+        ]
+        for tensor in self.split:
+            if tensor.dim() <= self.dim or tensor.shape[self.dim] != self.num_rows:
+                raise ValueError(
+                    f"`split` names an argument of shape {tuple(tensor.shape)}, which must have "
+                    f"{self.num_rows} rows in dimension {self.dim}, as the first one. Leave it out."
+                )
+        num_tiles = max(1, min(cut.tiles, self.num_rows))  # See Rule 3
+        size, more = divmod(self.num_rows, num_tiles)
         self.sizes = [size + (place < more) for place in range(num_tiles)]
+        self._target = self._place_of_targets()
+
+    @property
+    def split(self) -> list[Tensor]:
+        """The tensors that are split."""
+        return list(itertools.compress(self.tensors, self.is_split))
+
+    @property
+    def kind(self) -> Hashable:
+        """What two calls have in common that are cut alike."""
+        return (self.cut.reduction, self.dim, *self.is_split, *(t.dim() for t in self.tensors))
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return the tensors of each tile.
@@ -90,46 +127,53 @@ class Tiles:
         ]
         return list(zip(*columns, strict=True))
 
-    def given(self, tensors: tuple[Tensor, ...]) -> Given:
+    def given(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with `tensors` in the places of theirs."""
-        given: Any = self._tree.unflatten(tensors)
+        given: Any = self._tree.unflatten(tuple(tensors))
         return (given, {}) if self._tree.is_flat else given
 
-    def weights(self, target: int | str | None, ignore_index: int) -> tuple[list[float], float]:
-        """Return the weight of each tile in a mean, and their sum.
+    def weights(self, pieces: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[float]:
+        """Return what each piece of the arguments counts: its targets or rows in a mean, else one.
 
         Args:
-            target: the argument with the targets; None for the one that has integers, if any.
-            ignore_index: the target that does not count.
+            pieces: the tensors of each piece.
+            sizes: how many rows each piece has.
         """
-        targets = self._targets(target)
-        if targets is None:
-            return list(map(float, self.sizes)), float(sum(self.sizes))
-        parts = cast("Sequence[Tensor]", targets.split(self.sizes, self.dim))
-        each = torch.stack([(part != ignore_index).sum() for part in parts])
-        counts = cast("list[int]", each.tolist())
-        # Without any target it is what `fn` makes of none: nan for most.
-        weights = list(map(float, counts if any(counts) else self.sizes))
-        return weights, sum(weights)
+        if self.cut.reduction != "mean":
+            return [1.0] * len(sizes)
+        if self._target is None:
+            return list(map(float, sizes))
+        of_pieces = [(piece[self._target] != self.cut.ignore_index).sum() for piece in pieces]
+        return list(map(float, cast("list[int]", torch.stack(of_pieces).tolist())))
 
-    def _targets(self, target: int | str | None) -> Tensor | None:
-        split = [t for t, is_split in zip(self.tensors, self.is_split, strict=True) if is_split]
-        if target is not None:
-            ids = self._ids_of([target])
-            split = [t for t in split if id(t) in ids]
-        whole = [t for t in split if not t.dtype.is_floating_point and t.dtype != torch.bool]
-        if target is not None and len(whole) != 1:
+    def counted_rows(self) -> Sequence[int]:
+        """Return the rows that have targets, or all where no argument has them."""
+        if self._target is None:
+            return range(self.num_rows)
+        counts = self.tensors[self._target].detach() != self.cut.ignore_index
+        there = counts[..., None].transpose(0, self.dim).flatten(1).any(1)
+        return cast("list[int]", there.nonzero().flatten().tolist())
+
+    def _place_of_targets(self) -> int | None:
+        """Return where among the tensors the targets are, if any are."""
+        target, is_mean = self.cut.target, self.cut.reduction == "mean"
+        ids = None if target is None or not is_mean else self._ids_of([target])
+        places: dict[int, int] = {}
+        for place, tensor in enumerate(self.tensors):
+            is_whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
+            if is_whole and self.is_split[place] and (ids is None or id(tensor) in ids):
+                places[id(tensor)] = place
+        if ids is not None and len(places) != 1:
             raise ValueError(
-                f"`target` is {target!r}, but that argument has {len(whole)} tensors of integers "
-                "that are split. Name the argument that is the tensor of targets."
+                f"`target` is {target!r}, but that argument has {len(places)} tensors of integers "
+                "that are split. Name the one with the targets."
             )
-        if len(whole) > 1:
+        if is_mean and len(places) > 1:
             raise ValueError(
-                f"{len(whole)} arguments are tensors of integers, of shapes "
-                f"{[tuple(t.shape) for t in whole]}, and `target` does not say which has the "
-                "targets that a mean counts. Give its position or its name."
+                f"{len(places)} arguments are tensors of integers, and `target` does not say which "
+                "has the targets that a mean counts. Give its position or its name."
             )
-        return whole[0] if whole else None
+        return next(iter(places.values())) if len(places) == 1 else None
 
     def _ids_of(self, names: Sequence[int | str]) -> set[int]:
         found: set[int] = set()
@@ -139,20 +183,10 @@ class Tiles:
             except (IndexError, KeyError):
                 raise ValueError(
                     f"`split` or `target` names {name!r}, but the call has {len(self._args)} "
-                    f"positional arguments and the keywords {list(self._kwargs)}. Give positions "
-                    "of positional arguments, and names of keyword arguments."
+                    f"positional arguments and the keywords {list(self._kwargs)}."
                 ) from None
             found.update(map(id, flatten_containers(value)[0]))
         return found
-
-    def _check_named(self, num_rows: int) -> None:
-        for tensor, is_split in zip(self.tensors, self.is_split, strict=True):
-            if is_split and (tensor.dim() <= self.dim or tensor.shape[self.dim] != num_rows):
-                raise ValueError(
-                    f"`split` names an argument of shape {tuple(tensor.shape)}, but dimension "
-                    f"{self.dim} must have {num_rows} rows, as the first one has. Leave it out, "
-                    "or give it as many."
-                )
 
 
 def _may_have_rows(tensor: Tensor, named: set[int] | None) -> bool:
@@ -165,18 +199,13 @@ def _has_rows(tensor: Tensor, rows: Tensor, dim: int) -> bool:
     if tensor.shape[dim] != rows.shape[dim] or rows.shape[dim] == 1:
         return tensor is rows
     before = zip(tensor.shape[:dim], rows.shape[:dim], strict=True)
-    if all(a == b or 1 in (a, b) for a, b in before):
-        if not _may_be_of_features(tensor, rows):
-            return True
-        raise ValueError(  # See Rule 2
-            f"An argument has shape {tuple(tensor.shape)} beside the first one, of shape "
-            f"{tuple(rows.shape)}: it may have a value a row, or one a feature. `split` must say "
-            "which arguments are split: give their positions and names."
-        )
+    agree = all(a == b or 1 in (a, b) for a, b in before)
+    if agree and not _may_be_of_features(tensor, rows):
+        return True
+    doubt = "it may have a value a row, or one a feature" if agree else "as many rows, by chance?"
     raise ValueError(  # See Rule 2
-        f"An argument has shape {tuple(tensor.shape)}, so as many entries in dimension {dim} as "
-        f"the first one, of shape {tuple(rows.shape)}, but other dimensions before it. `split` "
-        "must say which arguments are split: give their positions and names."
+        f"An argument has shape {tuple(tensor.shape)} beside the first one, of shape "
+        f"{tuple(rows.shape)}: {doubt}. `split` must say which are split: give positions and names."
     )
 
 
@@ -188,7 +217,7 @@ def _may_be_of_features(tensor: Tensor, rows: Tensor) -> bool:
     return all(a in (b, 1) for a, b in last)
 
 
-def joined(outputs: list[Any], sizes: Sequence[int], dim: int, name: str) -> Any:
+def joined(outputs: Sequence[Any], sizes: Sequence[int], dim: int, name: str) -> Any:
     """Return the outputs of tiles as one: their tensors concatenated, all else as it is.
 
     Args:
@@ -197,29 +226,26 @@ def joined(outputs: list[Any], sizes: Sequence[int], dim: int, name: str) -> Any
         dim: the dimension of the rows.
         name: the name of `fn` in error messages.
     """
-    tree: Tree | None = None
+    first: Tree = flatten(outputs[0])[1]
     columns: list[tuple[Tensor, ...]] = []
     for output, size in zip(outputs, sizes, strict=True):
-        tensors, own = flatten(output)
-        if tree is not None and not tree.matches(own):
+        tensors, tree = flatten(output)
+        if tree is not first and not first.matches(tree):
             raise ValueError(
-                f"`fn` ({name}) returned values of another structure, or other values that are not "
-                "tensors, for another tile. It must return the same for each; return a number as "
-                "a tensor with an entry a row."
+                f"`fn` ({name}) returned values of another structure, or others that are not "
+                "tensors, for another tile. Return a number as a tensor with an entry a row."
             )
-        tree = own
         for tensor in tensors:
             if tensor.dim() <= dim or tensor.shape[dim] != size:
                 raise ValueError(
-                    f"`fn` ({name}) returned a tensor of shape {tuple(tensor.shape)} for a tile of "
-                    f"{size} rows, so it does not treat rows independently: dimension {dim} of all "
-                    "that it returns must have as many. Return one entry a row; for a loss, give "
-                    '`reduction="mean"` or "sum".'
+                    f"`fn` ({name}) does not treat rows independently: of {size} rows it returned "
+                    f"a tensor of shape {tuple(tensor.shape)}. Return one entry a row in dimension "
+                    f'{dim}; for a loss, give `reduction="mean"` or "sum".'
                 )
         columns.append(tensors)
-    if tree is None or len(outputs) == 1:
+    if len(outputs) == 1:
         return outputs[0]
-    return tree.unflatten(tuple(torch.cat(parts, dim) for parts in zip(*columns, strict=True)))
+    return first.unflatten(tuple(torch.cat(parts, dim) for parts in zip(*columns, strict=True)))
 
 
 def tile_value(output: Any, name: str, reduction: Reduction) -> Tensor:

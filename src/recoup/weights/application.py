@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
+from recoup._core.stand_ins import check_can_be_derived_from
 from recoup.weights.checking import check, check_types, has_forward
 from recoup.weights.clock import Clock, Counter
 from recoup.weights.graph_operators import register_operators
@@ -92,6 +93,8 @@ def _covering(module: nn.Module, owners: set[int]) -> list[nn.Module]:
         for part in module.modules()
         if has_forward(part) and any(id(inner) in owners for inner in part.modules())
     ]
+    for part in found:
+        check_can_be_derived_from(type(part))
     if found:
         return found
     raise ValueError(

@@ -35,7 +35,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from recoup._core.random_sources import generator_at_hand, own_generator
+from recoup._core.generators import generator_at_hand, own_generator
 from recoup._core.rng import hash_seed
 
 __all__ = [

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.restoring import Restoring, Reusable
 from recoup._core.rng import draw_seed
 from recoup._core.saved_tensors import is_transformed
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization, Reparametrized
@@ -76,37 +75,23 @@ def is_in_progress() -> bool:
 
 
 class Frame:
-    """A forward or a user's context, in force from entering to leaving it."""
+    """A forward or a user's context, in force in a thread from entering to leaving it."""
 
-
-class _InForce(Restoring):
-    """A context in which a frame is in force."""
-
-    __slots__ = ("_frame", "_num_before")
-
-    def __init__(self, frame: Frame) -> None:
-        super().__init__()
-        self._frame = frame
-        self._num_before = -1
-
+    @never_compiled
     def __enter__(self) -> None:
-        self._num_before = _stack.frames.count(self._frame)
-        _stack.frames.append(self._frame)
+        _stack.frames.append(self)
 
-    def restore(self) -> None:
-        if self._num_before >= 0:
-            _remove(_stack.frames, self._frame, self._num_before)
-            self._num_before = -1
-
-
-def _remove(frames: list[Any], frame: object, num_left: int) -> None:
-    # From the end: contexts of generators may end in another order.
-    found = [index for index, each in enumerate(frames) if each is frame]
-    for index in reversed(found[num_left:]):
-        del frames[index]
+    @never_compiled
+    def __exit__(self, *error: object) -> None:
+        frames = _stack.frames
+        # Contexts of generators may end in another order.
+        for index in reversed(range(len(frames))):
+            if frames[index] is self:
+                del frames[index]
+                return
 
 
-class Forward(WaitingDraws, Frame, Restoring):
+class Forward(WaitingDraws, Frame):
     """A forward of a module that has, or covers, reparametrized weights (See Rule 1).
 
     Args:
@@ -131,16 +116,8 @@ class Forward(WaitingDraws, Frame, Restoring):
         self.reads_raw = False
 
     @never_compiled
-    def __enter__(self) -> None:
-        _stack.frames.append(self)
-
-    @never_compiled
-    def restore(self) -> None:
-        frames = _stack.frames
-        if frames and frames[-1] is self:
-            frames.pop()
-        else:
-            _remove(frames, self, 0)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         # A graph may hold these draws (see `waiting`), and is to hold nothing else.
         self.computed, self.alive, self.owner = {}, [], None
 
@@ -173,21 +150,14 @@ class Forward(WaitingDraws, Frame, Restoring):
                     application.forwards.append(weakref.ref(self))
 
 
-class SameDraw(Frame, Reusable):
+class SameDraw(Frame):
     """Draws that last for several forwards (See Rule 2)."""
 
-    __slots__ = ("_num_named", "_seed", "drawn", "steps")
-
     def __init__(self, seed: int) -> None:
-        super().__init__()
         self._seed = seed
         self._num_named: dict[str, int] = {}
         self.drawn: dict[Reparametrization, Drawn] = {}
         self.steps: dict[Application, int] = {}
-
-    def once(self) -> Restoring:
-        """Return a context in which it is in force."""
-        return _InForce(self)
 
     def seed_for(self, name: str) -> int:
         """Return the next seed for a name: the same in every context with the same seed."""
@@ -196,46 +166,30 @@ class SameDraw(Frame, Reusable):
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
-class Override(Frame, Reusable):
+class Override(Frame):
     """Noise turned on or off for some weights (See Rule 3)."""
 
-    __slots__ = ("is_on", "weights")
-
     def __init__(self, weights: frozenset[object], is_on: bool) -> None:
-        super().__init__()
         self.weights = weights
         self.is_on = is_on
 
-    def once(self) -> Restoring:
-        """Return a context in which it is in force."""
-        return _Overriding(self)
-
-
-class _Overriding(_InForce):
-    """A context in which noise is turned on or off."""
-
-    __slots__ = ("override",)
-
-    def __init__(self, override: Override) -> None:
-        super().__init__(override)
-        self.override = override
-
+    @never_compiled
     def __enter__(self) -> None:
         _overriding.append(self)
         super().__enter__()
 
-    def restore(self) -> None:
-        super().restore()
-        if self in _overriding:
-            _overriding.remove(self)
+    @never_compiled
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _overriding.remove(self)
 
 
-_overriding: list[_Overriding] = []  # of all threads
+_overriding: list[Override] = []  # of all threads, each as often as it was entered
 
 
 def is_turned_on() -> bool:
     """Whether any weight may be noisy that would not be otherwise."""
-    return any(each.override.is_on for each in _overriding)
+    return any(each.is_on for each in _overriding)
 
 
 def is_overridden() -> bool:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup.errors import ChangedError, ReplayError
+from recoup.errors import ReplayError
 from recoup.invertible import AffineCoupling, Chain, InvertibleConv1x1, InvertibleModule
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
 from tests.zoo import leaf, net
@@ -124,51 +124,26 @@ def test_right_or_an_error_that_names_the_module(kind):
     assert said == "right" or kind.__name__ in said
 
 
-def test_an_inverse_that_does_not_undo_forward_in_shape():
-    class Wrong(Shift):
-        def inverse(self, y):
-            x, log_det = super().inverse(y)
-            return x[:, :5], log_det
-
-    model = Chain(Shift(), Wrong(), memory="constant").double()
-    with pytest.raises(ReplayError, match=r"An inverse must undo forward"):
-        loss_of_all(model(leaf(4, 6))).backward()
-
-
-def test_an_inverse_that_changes_what_it_is_given():
-    class Changes(Shift):
-        def inverse(self, y):
-            y[:, 3:] -= self.evaluate(self.network, y[:, :3])
-            return y, y.new_zeros(len(y))
-
-    model = Chain(Shift(), Changes(), memory="constant").double()
-    with pytest.raises(ReplayError, match=r"`inverse` of module `1` .* changed its input in place"):
-        loss_of_all(model(leaf(4, 6))).backward()
-
-
-class ScalesBuffer(Shift):
-    """Its inverse changes a buffer that forward reads, but that autograd does not save."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(3))
-
-    def there(self, a):
-        return self.evaluate(self.network, a).sin() + self.scale
-
-    back = there
-
+class WrongShape(Shift):
     def inverse(self, y):
-        self.scale.add_(1.0)
-        return super().inverse(y)
+        x, log_det = super().inverse(y)
+        return x[:, :5], log_det
 
 
-def test_an_inverse_that_changes_a_buffer_is_an_error():
-    chain = Chain(Shift(), ScalesBuffer(), Shift(), memory="constant").double()
-    loss = loss_of_all(chain(leaf(2, 6)))
-    with pytest.raises(ChangedError, match="`scale` of module `1`"):
-        loss.backward()
-    assert hooks_in_force() is None
+class Changes(Shift):
+    def inverse(self, y):
+        y[:, 3:] -= self.evaluate(self.network, y[:, :3])
+        return y, y.new_zeros(len(y))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(WrongShape, "must undo forward"), (Changes, "of module `1` .* changed its input in place")],
+)
+def test_an_inverse_that_is_none(kind, said):
+    model = Chain(Shift(), kind(), memory="constant").double()
+    with pytest.raises(ReplayError, match=said):
+        loss_of_all(model(leaf(4, 6))).backward()
 
 
 class Turned(InvertibleModule):
@@ -211,10 +186,8 @@ class Scales(Shift):
     def __init__(self):
         super().__init__()
         self.network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3))
-        self.num_calls = []
 
     def scale_and_log_det(self, values):
-        self.num_calls.append(1)
         log_scale = values.tanh()
         return log_scale.exp(), log_scale.sum(1)
 
@@ -234,39 +207,6 @@ def test_what_is_computed_from_an_output_is_a_part_of_the_evaluation():
     x = leaf(4, 6)
     plain = run_step(chain, x, memory="linear")
     assert_same_step(run_step(chain, x, memory="constant"), plain, rtol=1e-10)
-    chain.memory = "constant"
-    chain[0].num_calls.clear()
-    loss = loss_of_all(chain(x))
-    assert len(chain[0].num_calls) == 1
-    loss.backward()
-    assert len(chain[0].num_calls) == 2
-
-
-class ReadsOtherHalf(Shift):
-    """What its `then` reads is another tensor in the inverse."""
-
-    def parts(self, a, b):
-        b = b.detach()
-        return self.evaluate(self.network, a, then=lambda v: (v, (v.tanh() * b).sum(1)))
-
-    def forward(self, x):
-        a, b = x.chunk(2, dim=1)
-        shift, log_det = self.parts(a, b)
-        return torch.cat([a, b + shift], dim=1), log_det
-
-    def inverse(self, y):
-        a, b = y.chunk(2, dim=1)
-        shift, log_det = self.parts(a, b)
-        return torch.cat([a, b - shift], dim=1), -log_det
-
-
-def test_what_is_computed_from_an_output_may_read_no_other_tensor():
-    chain = Chain(Shift(), ReadsOtherHalf(), Shift()).double()
-    run_step(chain, leaf(4, 6), memory="sqrt")
-    chain.memory = "constant"
-    with pytest.raises(ReplayError, match="`then` of an evaluation in module `1`"):
-        chain(leaf(4, 6))
-    assert hooks_in_force() is None
 
 
 @pytest.mark.parametrize("expanded", [(3, 1, 6, 6), (1, 4, 6, 6), (1, 1, 6, 1)])
@@ -274,30 +214,9 @@ def test_masks_of_an_expanded_input(expanded):
     torch.manual_seed(0)
     chain = Chain(*[dropping_coupling() for _ in range(3)], drift="raise").double()
     x = torch.randn(expanded, dtype=torch.float64).expand(3, 4, 6, 6)
-    grads = []
+    found = []
     for memory in ("linear", "constant"):
         chain.memory = memory
-        chain.zero_grad()
         torch.manual_seed(1)
-        loss_of_all(chain(x)).backward()
-        grads.append([p.grad for p in chain.parameters()])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
-class ReadsThroughItsBase(AffineCoupling):
-    """The base wraps the function of this class."""
-
-    def _change(self, network, given, changed, context):
-        scale, _ = self._evaluate_network(
-            network, given, changed, 1, context, lambda v: (v.exp(), v * changed.detach())
-        )
-        return changed * scale, scale.log().flatten(1).sum(1)
-
-
-def test_what_a_base_class_wraps_is_looked_at_too():
-    plain = AffineCoupling(net(3, 6))
-    own = ReadsThroughItsBase(net(3, 3))
-    chain = Chain(plain, own, plain, memory="constant").double()
-    with pytest.raises(ReplayError, match="`then` of an evaluation in module `1`"):
-        chain(leaf(4, 6))
+        found.append(torch.autograd.grad(loss_of_all(chain(x)), [*chain.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)

@@ -61,21 +61,6 @@ def test_what_simulate_accepts_can_be_executed(name):
     assert_same_step(run_step(model, x, memory=schedule), want, rtol=1e-10)
 
 
-def test_a_state_kept_anew_in_backward():
-    schedule = Schedule(
-        4,
-        (Keep(0), Advance(0, 3), Tape(3), Reverse(3), Load(0), Advance(0, 1), Keep(1),
-         Advance(1, 2), Tape(2), Reverse(2), Load(1), Drop(1), Tape(1), Reverse(1),
-         Load(0), Drop(0), Tape(0), Reverse(0)),
-        name="by hand",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)).double() for _ in range(4)]
-    x = leaf(4, 6)
-    want = run_step(nn.Sequential(*modules), x)
-    assert_same_step(run_step(recoup.Sequential(*modules), x, memory=schedule), want)
-
-
 def test_a_stage_without_an_inverse_in_a_schedule_that_inverts():
     model = recoup.Sequential(nn.Linear(3, 3), nn.Tanh(), memory=constant(2))
     with pytest.raises(NotInvertibleError, match=r"Linear"):

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.invertible.gradients_in_forward import GradientsInForward
+from recoup.invertible.gradients_in_forward import gradients_in_forward
 
 
 def slopes(network, x):
     """The sum of the squares of a network's derivative, taken while forward runs."""
-    with GradientsInForward():
+    with gradients_in_forward():
         alias = x.view_as(x)
         gradient = torch.autograd.grad(network(alias).sum(), alias, create_graph=True)[0]
         return gradient.square().sum()
@@ -70,7 +70,7 @@ def test_hooks_beneath_see_each_save_once_and_give_backward_what_they_kept(netwo
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: (packed.append(t.shape), t)[1], lambda t: (unpacked.append(t.shape), t)[1]
     ):
-        with GradientsInForward():
+        with gradients_in_forward():
             value = network(x.view_as(x)).sum()
             torch.autograd.grad(value, list(network.parameters()), retain_graph=True)
         assert packed == plain
@@ -92,14 +92,15 @@ def test_nothing_is_held_when_the_call_has_ended(network, x):
         loss = recoup.checkpoint(lambda x: slopes(watched, x), x)
         assert [ref() for ref in seen] == [None]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numel(), lambda n: None):
-                within = GradientsInForward()
-                with within:
-                    h = watched(x)
-                    raise KeyError
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.numel(), lambda n: None)
+            with hooks, gradients_in_forward():
+                h = watched(x)
+                kept = h.grad_fn  # a graph, which backward may still want
+                raise KeyError
         except KeyError:
             del h
-        assert within._at_hand == []
+        assert kept is not None
+        assert seen[-1]() is None
     finally:
         gc.enable()
     loss.backward()

@@ -578,7 +578,7 @@ def test_forward_mode_derivatives_are_an_error_as_for_a_checkpoint():
         dual = torch.autograd.forward_ad.make_dual(x, v)
         for call in (keeping, recoup.checkpoint):
             y = call(lambda x: ((x @ w).sin() @ w).sin(), dual)
-            with pytest.raises(ReplayError, match=r"again saved"):
+            with pytest.raises(RuntimeError):
                 y.sum().backward()
 
 
@@ -693,5 +693,5 @@ def test_modules_and_keyword_arguments():
         assert torch.equal(a, b)
     y = run_again(KeepingCall("the net", net.forward, (x,), {}, net, EVERY))
     net.eval()
-    with pytest.raises(ChangedError, match=r"the net was in training mode"):
+    with pytest.raises(ChangedError, match=r"was in training mode"):
         y.sum().backward()

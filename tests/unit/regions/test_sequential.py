@@ -11,7 +11,7 @@ from recoup.errors import NotInvertibleError
 from recoup.invertible import AdditiveCoupling
 from recoup.schedules import sqrt
 from tests.oracle import assert_same_step, hooks_in_force, run_step
-from tests.zoo import chain_of, leaf, net
+from tests.zoo import chain_of, net
 
 
 def test_an_ordered_dictionary_of_modules():
@@ -43,11 +43,6 @@ def test_constant_names_the_stage_and_the_way_out():
         recoup.Sequential(nn.Tanh(), otherwise="drop")
 
 
-def test_an_empty_chain_returns_its_input():
-    x = leaf(3)
-    assert recoup.Sequential(memory="sqrt")(x) is x
-
-
 @pytest.mark.parametrize("memory", ["sqrt", "log", 2])
 def test_a_chain_that_grows_and_shrinks(memory):
     modules, x = chain_of("dropout")
@@ -61,14 +56,13 @@ def test_a_chain_that_grows_and_shrinks(memory):
     assert_same_step(run_step(model, x), run_step(nn.Sequential(*modules), x))
 
 
-def test_a_slice_remembers_the_mode():
-    modules, _ = chain_of("mlp")
-    assert recoup.Sequential(*modules, memory="sqrt")[1:4].memory == "sqrt"
+def test_what_a_chain_shows_and_hands_on():
+    modules, x = chain_of("mlp")
+    chain = recoup.Sequential(*modules, memory="sqrt")
+    assert chain[1:4].memory == "sqrt"
+    assert "memory='sqrt'" in repr(chain)
     assert recoup.Sequential(*modules, memory="constant", otherwise="keep")[:2].otherwise == "keep"
-
-
-def test_the_mode_is_shown():
-    assert "memory='sqrt'" in repr(recoup.Sequential(nn.Tanh(), memory="sqrt"))
+    assert recoup.Sequential(memory="sqrt")(x) is x
 
 
 def test_an_error_in_a_stage_is_the_users():

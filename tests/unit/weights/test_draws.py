@@ -9,15 +9,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import weakref
 from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import nn
 
 import recoup
-from recoup._core.random_sources import sources_checked
 from recoup.weights import draws
 from tests.chance import are_even, are_gaussian, are_uncorrelated, has_share
 
@@ -278,15 +275,6 @@ def test_no_random_state_moves(numel):
     assert not torch.equal(state, moved)  # by `weight`, so a move would be seen
     assert torch.equal(torch.get_rng_state(), moved)
     assert random.getstate() == python
-
-
-@pytest.mark.parametrize("numel", [4096, 2**19])
-def test_a_region_takes_the_draws_for_repeatable(numel):
-    w = weight((numel,))
-    module = nn.Module()  # never checked before
-    with sources_checked([weakref.ref(module)], "the draws", is_training=True):
-        draws.dropped(w, 1, 0.5)
-        draws.noised(w, 1, 0.5)
 
 
 # --- threads -------------------------------------------------------------------------------------

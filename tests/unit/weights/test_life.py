@@ -993,11 +993,11 @@ def test_a_part_of_a_list_of_parameters():
 
 
 class Registered(nn.Module):
-    """A class that wants to know its subclasses, and asks something of them."""
+    """A class that wants to know its subclasses."""
 
     subclasses: typing.ClassVar[list] = []
 
-    def __init_subclass__(cls, *, tag, **kwargs):
+    def __init_subclass__(cls, *, tag="untagged", **kwargs):
         super().__init_subclass__(**kwargs)
         cls.subclasses.append(tag)
 
@@ -1011,12 +1011,27 @@ class Tagged(Registered, tag="tagged"):
         return x * self.weight
 
 
+class Asking(Tagged):
+    def __init_subclass__(cls, *, tag):
+        super().__init_subclass__(tag=tag)
+
+
 def test_a_class_that_registers_its_subclasses():
     tagged = recoup.weight_dropout(Tagged())
-    assert Registered.subclasses == ["tagged"]
+    assert Registered.subclasses == ["tagged", "untagged", "untagged"]
     assert_dropped(tagged, torch.randn(3, 4))
     assert_dropped(copy.deepcopy(tagged), torch.randn(3, 4))
     assert type(remove(tagged)) is Tagged
+
+
+@pytest.mark.parametrize("make", [Asking, lambda: nn.Sequential(Asking())])
+def test_a_class_whose_subclasses_must_give_arguments(make):
+    module = make()
+    kinds = [type(part) for part in module.modules()]
+    with pytest.raises(ValueError, match=r"has a Asking.*a subclass has to give.*'tag'"):
+        recoup.weight_dropout(module, ".*weight")
+    assert [type(part) for part in module.modules()] == kinds
+    assert all("_recoup_attached" not in vars(part) for part in module.modules())
 
 
 class Meta(type):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["OF_BACKWARD", "OF_GRADIENT", "ONLY_READ", "Followed", "followed", "is_metadata"]
+__all__ = ["OF_BACKWARD", "OF_GRADIENT", "ONLY_READ", "followed", "is_metadata"]
 
 _T: Any = Tensor
 _METADATA = frozenset((
@@ -39,20 +39,6 @@ ONLY_READ = frozenset((
 ))  # fmt: skip
 
 
-class Followed(NamedTuple):
-    """What a function makes of a value, without its entries.
-
-    Args:
-        rows: the rows that the result is made of.
-        dtype: the type of the result.
-        is_later: whether the function is to be called with what is made of them.
-    """
-
-    rows: Tensor
-    dtype: torch.dtype
-    is_later: bool
-
-
 def is_metadata(func: Any) -> bool:
     """Whether a function asks a tensor for nothing that is made of its entries."""
     if func in _METADATA:
@@ -63,7 +49,7 @@ def is_metadata(func: Any) -> bool:
 
 def followed(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor, rows: Tensor
-) -> Followed | None:
+) -> tuple[Tensor, torch.dtype, bool] | None:
     """Return what a function makes of a value, or None if its entries are needed.
 
     Args:
@@ -72,32 +58,33 @@ def followed(
         kwargs: its keyword arguments.
         value: a tensor (..., C), of which the shape and the type are read alone.
         rows: the tensor (..., D) that it is made of, row by row.
+
+    Returns:
+        The rows that the result is made of, its type, and whether the function is to be called with
+        what is made of them.
     """
     if func is _T.__getitem__:
         is_of_rows = not kwargs and len(args) == 1 and _is_of_rows(args[0], value.dim())
-        return Followed(rows[args[0]], value.dtype, False) if is_of_rows else None
-    if func in _RESHAPED:
-        made = func(_stand_in(value), *args, **kwargs)
-        shape = made.shape
-        if made.dtype is not value.dtype:  # the same bits as other numbers
-            return None
-        if not shape or shape[-1] != value.shape[-1] or math.prod(shape) != value.numel():
-            return None
-        return Followed(rows.reshape(*shape[:-1], rows.shape[-1]), value.dtype, False)
+        return (rows[args[0]], value.dtype, False) if is_of_rows else None
     if func in _TO_TYPE or func in _EACH:
         is_later = not args and not kwargs
     elif func in _SCALED:
-        is_later = len(args) == 1 and not kwargs and _is_number(args[0])
+        is_later = len(args) == 1 and not kwargs and type(args[0]) in (int, float)
+    elif func is _T.to:  # a type and nothing else
+        is_later = [*map(type, args), *kwargs] in ([torch.dtype], ["dtype"])
     else:
-        is_later = func is _T.to and _is_to_type(args, kwargs)
-    if not is_later:
+        is_later = False
+    if not is_later and func not in _RESHAPED:
         return None
-    return Followed(rows, func(_stand_in(value), *args, **kwargs).dtype, True)
-
-
-def _stand_in(value: Tensor) -> Tensor:
-    """Return a tensor without memory of the same shape and type."""
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    stand_in = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    made = func(stand_in, *args, **kwargs)
+    if is_later:
+        return rows, made.dtype, True
+    shape = made.shape
+    is_same = made.dtype is value.dtype and math.prod(shape) == value.numel()  # the same bits
+    if not is_same or not shape or shape[-1] != value.shape[-1]:
+        return None
+    return rows.reshape(*shape[:-1], rows.shape[-1]), value.dtype, False
 
 
 def _is_of_rows(index: Any, num_dims: int) -> bool:
@@ -116,14 +103,3 @@ def _is_of_rows(index: Any, num_dims: int) -> bool:
             return parts[-1] == slice(None)
         parts = parts[:-1]
     return len(parts) < num_dims
-
-
-def _is_to_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of `Tensor.to` say a type and nothing else."""
-    if args:
-        return len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs
-    return list(kwargs) == ["dtype"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -19,20 +19,22 @@ Rule 4. The rows and the weights must be unchanged when it is read. A tensor tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from recoup._core.pytree import flatten
-from recoup._core.replay import settings_as_now
-from recoup._core.row_functions import OF_BACKWARD, OF_GRADIENT, ONLY_READ, followed, is_metadata
 from recoup._core.saved_tensors import grad_mode, version_of
+from recoup._core.surroundings import settings_as_now
 from recoup.errors import ChangedError, GradientError
+from recoup.planning.row_functions import OF_BACKWARD, OF_GRADIENT, ONLY_READ, followed, is_metadata
 
 __all__ = ["RowCall", "Unread", "unread"]
 
-_plainly = torch._C.DisableTorchFunctionSubclass
+_torch: Any = torch
+_plainly = _torch._C.DisableTorchFunctionSubclass
 _WAY_OUT = "Pass a copy (`.clone()`), or plan without `tiles`."
 
 
@@ -79,72 +81,81 @@ class RowCall:
 _Then = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass
+class _Recipe:
+    """How an `Unread` is computed.
+
+    Args:
+        call: the call that makes it.
+        rows: the rows that it is computed from.
+        then: what is done to each entry afterwards.
+        source: what it was derived from, how, and in which grad mode.
+        whole: its value, once somebody has read it, and the version that this had then.
+    """
+
+    call: RowCall
+    rows: Tensor
+    then: tuple[_Then, ...] = ()
+    source: tuple[Unread, _Then, bool] | None = None
+    whole: tuple[Tensor, int] | None = None
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nobody has read the whole of it, or of what it was derived from."""
+        if self.whole is not None:
+            return False
+        return self.source is None or self.source[0].recipe.is_unread
+
+
 class Unread(Tensor):
     """The output of a `RowCall`, which is computed when somebody reads it. Made by `unread`."""
 
-    _call: RowCall
-    _rows: Tensor  # that it is computed from
-    _then: tuple[_Then, ...]  # what is done to each entry afterwards
-    _source: tuple[Unread, _Then, bool] | None  # what it was derived from, how, in which grad mode
-    _whole: Tensor | None
-    _version_of_whole: int
+    recipe: _Recipe
 
     @property
     def rows(self) -> Tensor:
         """The tensor (..., D) of which `row_call` makes it."""
-        return self._rows
-
-    def piece(self, rows: Tensor) -> Tensor:
-        """Return the rows of it that are made of `rows`."""
-        found = self._call(rows)
-        for fn, args, kwargs in self._then:
-            found = fn(found, *args, **kwargs)
-        return found
+        return self.recipe.rows
 
     @property
     def made_in(self) -> torch.dtype:
         """The type that the call itself returns."""
-        return self.dtype if self._source is None else self._source[0].made_in
+        return self.dtype if self.recipe.source is None else self.recipe.source[0].made_in
 
-    @property
-    def name(self) -> str:
-        """The name of the call in error messages."""
-        return self._call.name
+    def piece(self, rows: Tensor) -> Tensor:
+        """Return the rows of it that are made of `rows`."""
+        found = self.recipe.call(rows)
+        for fn, args, kwargs in self.recipe.then:
+            found = fn(found, *args, **kwargs)
+        return found
 
     def check(self) -> None:
         """Raise if it can no longer be computed (See Rules 2 and 4)."""
-        self._call.check()
-        source = None if self._source is None else self._source[0]
+        self.recipe.call.check()
+        source = self.recipe.source
         while source is not None:
-            whole = source._whole
-            if whole is not None and version_of(whole) != source._version_of_whole:
+            recipe = source[0].recipe
+            if recipe.whole is not None and version_of(recipe.whole[0]) != recipe.whole[1]:
                 raise ChangedError(
-                    f"The output of {self.name} was changed in place after something was derived "
-                    "from it, which is read only now. Change it first. " + _WAY_OUT
+                    f"The output of {recipe.call.name} was changed in place after something was "
+                    "derived from it, which is read only now. Change it first. " + _WAY_OUT
                 )
-            source = None if source._source is None else source._source[0]
+            source = recipe.source
 
     def whole(self) -> Tensor:
         """Return the value as an ordinary tensor, which stays (See Rule 2)."""
-        if self._whole is None:
+        recipe = self.recipe
+        if recipe.whole is None:
             self.check()
-            if self._source is None:
+            if recipe.source is None:
                 with grad_mode(True):
-                    found = self._call(self._rows)
+                    found = recipe.call(recipe.rows)
             else:
-                source, (fn, args, kwargs), is_grad_enabled = self._source
+                source, (fn, args, kwargs), is_grad_enabled = recipe.source
                 with grad_mode(is_grad_enabled):
                     found = fn(source.whole(), *args, **kwargs)
-            self._whole, self._version_of_whole = found, version_of(found)
-            return found
-        return self._whole
-
-    @property
-    def _is_unread(self) -> bool:
-        """Whether nobody has read the whole of it, or of what it was derived from."""
-        if self._whole is not None:
-            return False
-        return self._source is None or self._source[0]._is_unread
+            recipe.whole = found, version_of(found)
+        return recipe.whole[0]
 
     @classmethod
     def __torch_function__(
@@ -159,28 +170,41 @@ class Unread(Tensor):
         first = args[0] if args else None
         if func in OF_BACKWARD:
             _check_asked((args, kwargs))
-        if isinstance(first, Unread) and first._is_unread and is_metadata(func):
+        if isinstance(first, Unread) and first.recipe.is_unread:
             with _plainly():
-                return func(*args, **kwargs)
-        # What is derived without a graph must not get one where it is read (See Rule 2).
-        has_grad_mode = torch.is_grad_enabled() or not _requires_grad(first)
-        if isinstance(first, Unread) and first._is_unread and has_grad_mode:
-            reader = first._call.readers.get(func)
-            found = NotImplemented
-            if reader is not None:
-                found = reader(first, *args[1:], **kwargs)
-                first._call.was_read |= found is not NotImplemented
-            elif func in OF_GRADIENT:
-                _check_asked(first)
-            elif not _has_unread((args[1:], kwargs)):
-                found = _followed(first, func, args[1:], kwargs)
+                if is_metadata(func):
+                    return func(*args, **kwargs)
+                # What has no graph must not get one where it is read (See Rule 2).
+                keeps_mode = torch.is_grad_enabled() or not first.requires_grad
+            found = first._unread_result(func, args[1:], kwargs) if keeps_mode else NotImplemented
             if found is not NotImplemented:
                 return found
         tensors, tree = flatten((args, kwargs))
         read = _computed if func in ONLY_READ else Unread.whole
-        plain = tuple(read(t) if isinstance(t, Unread) else t for t in tensors)
-        given: Any = tree.unflatten(plain)
+        given: Any = tree.unflatten(tuple(read(t) if isinstance(t, Unread) else t for t in tensors))
         return func(*given[0], **given[1])
+
+    def _unread_result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a function makes of it without the whole, or NotImplemented (See Rule 1)."""
+        call, reader = self.recipe.call, self.recipe.call.readers.get(func)
+        if reader is not None:
+            found = reader(self, *args, **kwargs)
+            call.was_read |= found is not NotImplemented
+            return found
+        if func in OF_GRADIENT:
+            _check_asked(self)
+            return NotImplemented
+        if any(isinstance(t, Unread) for t in flatten((args, kwargs))[0]):
+            return NotImplemented
+        found = followed(func, args, kwargs, self, self.rows)
+        if found is None:
+            return NotImplemented
+        rows, dtype, is_later = found
+        given = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 4
+        done: _Then = (func, given, kwargs)
+        then = (*self.recipe.then, done) if is_later else self.recipe.then
+        source = (self, done, torch.is_grad_enabled())
+        return _made(_Recipe(call, rows, then, source), self.shape[-1], dtype)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,21 +236,13 @@ def unread(rows: Tensor, call: RowCall) -> Tensor:
     call.reads(rows)
     with torch.no_grad():
         one = call(rows.detach().reshape(-1, rows.shape[-1])[:1])
-    shape = (*rows.shape[:-1], one.shape[-1])
-    return _made(call, rows, shape, one.dtype, (), None)
+    return _made(_Recipe(call, rows), one.shape[-1], one.dtype)
 
 
-def _made(
-    call: RowCall,
-    rows: Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    then: tuple[_Then, ...],
-    source: tuple[Unread, _Then, bool] | None,
-) -> Unread:
-    found: Unread = cast("Any", _Node).apply(call.name, shape, dtype, rows, *call.weights)
-    found._call, found._rows, found._then, found._source = call, rows, then, source
-    found._whole, found._version_of_whole = None, 0
+def _made(recipe: _Recipe, width: int, dtype: torch.dtype) -> Unread:
+    call, shape = recipe.call, (*recipe.rows.shape[:-1], width)
+    found = cast("Any", _Node).apply(call.name, shape, dtype, recipe.rows, *call.weights)
+    found.recipe = recipe
     return found
 
 
@@ -250,45 +266,19 @@ class _Node(torch.autograd.Function):
         )
 
 
-def _requires_grad(value: Any) -> bool:
-    with _plainly():
-        return isinstance(value, Unread) and value.requires_grad
-
-
 def _check_asked(values: Any) -> None:
     """Raise where the gradient of a value is asked for whose reader took it in pieces."""
     for value in flatten(values)[0]:
-        if isinstance(value, Unread) and value._is_unread and value._call.was_read:
+        if isinstance(value, Unread) and value.recipe.is_unread and value.recipe.call.was_read:
             raise GradientError(
-                f"The output of {value.name} has no gradient of its own: its reader took it in "
-                "pieces. " + _WAY_OUT
+                f"The output of {value.recipe.call.name} has no gradient of its own: its reader "
+                "took it in pieces. " + _WAY_OUT
             )
 
 
 def _computed(value: Unread) -> Tensor:
     """Return the value for a function that only reads it."""
-    if not value._is_unread:
+    if not value.recipe.is_unread:
         return value.whole()
     value.check()
-    return value.piece(value._rows)
-
-
-def _has_unread(values: Any) -> bool:
-    return any(isinstance(t, Unread) for t in flatten(values)[0])
-
-
-def _followed(value: Unread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a function makes of a value, unread, or NotImplemented."""
-    found = followed(func, args, kwargs, value, value._rows)
-    if found is None:
-        return NotImplemented
-    given = tuple(each.clone() if isinstance(each, Tensor) else each for each in args)  # See Rule 4
-    done: _Then = (func, given, kwargs)
-    return _made(
-        value._call,
-        found.rows,
-        (*found.rows.shape[:-1], value.shape[-1]),
-        found.dtype,
-        (*value._then, done) if found.is_later else value._then,
-        (value, done, torch.is_grad_enabled()),
-    )
+    return value.piece(value.rows)

@@ -1,0 +1,277 @@
+"""Outputs of operators that a second run is given: which expert, which order, which branch.
+
+NOTE [ What was decided stays decided ]
+
+Rule 1. An operator decides if it makes of floating-point numbers what are no longer such: an index,
+        an order, a comparison, a Python number. A second run whose numbers are a rounding error
+        off would decide otherwise at a tie, and its residuals would be those of another function.
+Rule 2. The first run keeps a copy of each such output in as few bytes as its bound allows: an index
+        below 256 in one byte, a comparison in one bit. Later runs are given them in the order of
+        the calls of an operator on tensors of the same shape that both need a gradient, or both
+        do not. Values that were selected (of a `topk`) are gathered from their own numbers, so that
+        gradients flow as ever. An operator that draws is run for its draws.
+Rule 3. A later run may decide less, where the first has cached a mask. Where nothing is left to
+        give, it decides anew. If what it is given is not of the same call, its residuals differ.
+Rule 4. Compiled code goes on running as compiled under these modes, but not in a run that is looked
+        at, and not in the second run that belongs to it: both must decide alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.compile import never_compiled
+from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.operators import has_schema, traits_of
+from recoup._core.packed_masks import PackedMask
+
+__all__ = ["KeptOutputs", "narrowed"]
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+# A conversion of more elements to integers is a quantization, which chooses no way.
+_MOST_CONVERTED = 2**16
+# Masks of fewer elements are not worth the operators that pack them.
+_FEW = 64
+
+_SELECTIONS = frozenset((
+    "topk.default", "sort.default", "sort.stable", "max.dim", "min.dim", "kthvalue.default",
+    "median.dim", "nanmedian.dim", "mode.default", "cummax.default", "cummin.default",
+))  # fmt: skip
+_COMPARISONS = frozenset((
+    *(f"{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge")
+      for kind in ("Tensor", "Scalar")),
+    *("isnan.default", "isinf.default", "isposinf.default", "isneginf.default", "signbit.default"),
+    *("logical_not.default", "logical_and.default", "logical_or.default", "logical_xor.default"),
+    *("any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims"),
+    *("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor"),
+))  # fmt: skip
+_INTEGERS = frozenset((
+    "argmax.default", "argmin.default", "bucketize.Tensor", "searchsorted.Tensor",
+    "nonzero.default", "count_nonzero.default", "multinomial.default", "_unique2.default",
+    "unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default",
+))  # fmt: skip
+_NUMBERS = frozenset(("_local_scalar_dense.default", "equal.default", "allclose.default"))
+_CONVERSION, _CHANCES = "_to_copy.default", "bernoulli.default"
+_DRAWS = frozenset((_CHANCES, "multinomial.default"))
+_ALL = _SELECTIONS | _COMPARISONS | _INTEGERS | _NUMBERS | {_CONVERSION, _CHANCES}
+
+_Call = tuple[Any, torch.Size, bool]
+
+
+class _Kept(NamedTuple):
+    """An output of the first run: a number, or of each tensor a copy, its type and its strides."""
+
+    number: Any
+    tensors: tuple[tuple[Tensor | PackedMask | None, torch.dtype, tuple[int, ...]], ...]
+
+
+class KeptOutputs:
+    """The outputs of one first run that later runs are given (See Rule 2).
+
+    Args:
+        is_looking: whether compiled code does not run as such (See Rule 4).
+    """
+
+    __slots__ = ("_is_repeating", "_kept", "_kind", "may_draw")
+
+    def __init__(self, *, is_looking: bool) -> None:
+        self.may_draw = False  # whether an operator that may draw was seen
+        self._kind = _Mode if is_looking else _ModeOfCompiled
+        self._kept: dict[_Call, list[_Kept]] = {}
+        self._is_repeating = False  # within a first run that goes on
+
+    @property
+    def are_any(self) -> bool:
+        """Whether the first run decided anything."""
+        return bool(self._kept)
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Return a context for the first run, which keeps outputs."""
+        return InMode(self._kind(self._record))
+
+    @contextmanager
+    def repeating(self) -> Generator[None]:
+        """A context for a later run, which is given them."""
+        self._is_repeating, before = True, self._is_repeating
+        try:
+            with InMode(self._kind(functools.partial(self._repeat, {}))):
+                yield
+        finally:
+            self._is_repeating = before
+
+    def _record(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.may_draw |= _may_draw(func)
+        if not name or not _is_of_floats(args):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self._is_repeating or (name == _CONVERSION and not _is_decision(args[0], kwargs)):
+            return result
+        kept = _keep(name, func, args, kwargs, result)
+        self._kept.setdefault(_call_of(func, args), []).append(kept)
+        return result
+
+    def _repeat(
+        self, seen: dict[_Call, int], name: str, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if not name or not _is_of_floats(args):
+            return func(*args, **kwargs)
+        if name == _CONVERSION and not _is_decision(args[0], kwargs):
+            return func(*args, **kwargs)
+        call = _call_of(func, args)
+        place = seen[call] = seen.get(call, -1) + 1
+        kept = self._kept.get(call, ())
+        if place >= len(kept):
+            return func(*args, **kwargs)  # See Rule 3
+        if name in _DRAWS:
+            func(*args, **kwargs)
+        return _given(kept[place], name, func, args, kwargs)
+
+
+class _Mode(DispatchMode):
+    """A mode in which operators go through `run`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: Callable[[str, Any, Any, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    @never_compiled
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        return self._run(_decides(func), func, args, kwargs or {})
+
+
+class _ModeOfCompiled(_Mode):
+    """The same, which lets compiled code run (See Rule 4)."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    return not has_schema(func) or traits_of(func).may_draw
+
+
+@functools.cache
+def _decides(func: Any) -> str:
+    """Return the name of an operator that decides; "" for any other (See Rule 1)."""
+    namespace, _, name = str(func).partition(".")
+    return name if namespace == "aten" and name in _ALL else ""
+
+
+def _is_of_floats(args: Any) -> bool:
+    """Whether floating-point numbers are among the arguments, and no tensor of another class."""
+    is_float = False
+    for value in args:
+        if isinstance(value, Tensor):
+            if type(value) not in _PLAIN:
+                return False
+            is_float = is_float or value.is_floating_point()
+    return is_float
+
+
+def _is_decision(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether this is a conversion of floating-point numbers to booleans, or to few integers."""
+    dtype = kwargs.get("dtype")
+    if dtype is None or dtype.is_floating_point or dtype.is_complex:
+        return False
+    return dtype is torch.bool or tensor.numel() <= _MOST_CONVERTED
+
+
+def _call_of(func: Any, args: Any) -> _Call:
+    for each in args:
+        if isinstance(each, Tensor):
+            return func, each.shape, each.requires_grad
+    return func, torch.Size(), False
+
+
+def _keep(name: str, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> _Kept:
+    if name in _NUMBERS:
+        return _Kept(result, ())
+    results = cast("tuple[Tensor, ...]", result if isinstance(result, tuple) else (result,))
+    bound = _bound(name, func, args, kwargs)
+    kept: list[tuple[Tensor | PackedMask | None, torch.dtype, tuple[int, ...]]] = []
+    for place, each in enumerate(results):
+        if name in _SELECTIONS and place == 0:
+            kept.append((None, each.dtype, each.stride()))  # it is gathered
+        elif name == _CHANCES or (each.dtype is torch.bool and each.numel() >= _FEW):
+            kept.append((PackedMask(each), each.dtype, each.stride()))
+        else:
+            kept.append((narrowed(each, bound), each.dtype, each.stride()))
+    return _Kept(None, tuple(kept))
+
+
+def _given(kept: _Kept, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what a later run is given in place of the output of an operator."""
+    if name in _NUMBERS:
+        return kept.number
+    found: list[Tensor] = []
+    for value, dtype, stride in kept.tensors:
+        if value is not None:
+            made = value.unpacked() if isinstance(value, PackedMask) else value
+            made = made.to(dtype) if made.dtype is not dtype else made.clone()
+            found.append(_laid(made, stride))
+    if name in _SELECTIONS:
+        values, (indices,), dim = args[0], found, _argument(func, "dim", args, kwargs)
+        if indices.dim() == values.dim():
+            chosen = values.gather(dim, indices)
+        else:
+            chosen = values.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
+        return _laid(chosen, kept.tensors[0][2]), indices
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _laid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == stride:
+        return tensor
+    found = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return found.copy_(tensor)
+
+
+def _bound(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Return a number that is above all integers that an operator makes."""
+    first = args[0]
+    if name in _SELECTIONS or name.startswith("arg"):
+        dim = _argument(func, "dim", args, kwargs)
+        return first.numel() if dim is None else first.size(dim) if first.dim() else 1
+    if name == "nonzero.default":
+        return max((*first.shape, 1))
+    if name == "multinomial.default":
+        return first.shape[-1]
+    if name in ("bucketize.Tensor", "searchsorted.Tensor"):
+        return max(each.shape[-1] for each in args[:2] if each.dim()) + 1
+    return 2**62 if name == _CONVERSION else first.numel() + 1
+
+
+def narrowed(indices: Tensor, bound: int) -> Tensor:
+    """Return a copy of indices below `bound` in the smallest type."""
+    if not indices.dtype.is_floating_point:
+        for dtype, limit in ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31)):
+            if bound <= limit and indices.dtype.itemsize > dtype.itemsize:
+                return indices.to(dtype)
+    return indices.clone()
+
+
+@functools.cache
+def _place_of(func: Any, name: str) -> tuple[int, Any]:
+    """Return the position of an argument of an operator, and its default."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return -1 if argument.kwarg_only else position, argument.default_value
+    raise ValueError(f"{func} has no argument `{name}`.")
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    position, default = _place_of(func, name)
+    return args[position] if 0 <= position < len(args) else kwargs.get(name, default)

@@ -1,0 +1,273 @@
+"""The outcome of a region: the residuals by which a second run is compared with the first.
+
+NOTE [ What is compared ]
+
+Rule 1. The gradient of a region depends on its graph, which is that of the first run, and on its
+        residuals. So a second run that makes the same residuals is right, whatever else differs.
+Rule 2. Not every residual is sketched: what one is made of would show in it. A residual is covered
+        by a later one that the graph leads from to the node that saved it. Sketched are those that
+        are not covered at the end of the run: the last of each branch.
+Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketched at once: one that
+        combines a tensor with another without history, which may cancel it (a straight-through
+        estimator adds ``(q - z).detach()`` to ``z``); one whose output a later run is given rather
+        than computes (a product that a plan keeps); and a function of the user's, of which nothing
+        covers what it saves itself, either: its result need not depend on that. And nothing covers
+        a mask or an index: another one may choose the same values at a tie, or where a weight is
+        zero, and send gradients elsewhere.
+Rule 4. The graph is followed as residuals are saved, from the node that made the new one down, and
+        each node is visited once. What is not covered yet is held; the memory of others is not.
+Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
+        sketched when the run has ended, or where it is stopped. One that was changed in place since
+        is an error in backward anyway, if it is used.
+Rule 6. An input, or a view of all of it, is given back rather than made again. It must be one in
+        the second run, too.
+Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when backward ends, before
+        it returns, since a comparison waits for the device.
+Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way
+        to a residual that is sketched (a factor from elsewhere, times a weight that is zero; the
+        sign before a square); and
+        bytes (uint8), which kernels use as a workspace and leave in part unwritten.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from recoup._core.memory_layout import laid_out
+from recoup._core.saved_tensors import backward_id
+from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
+from recoup._core.surroundings import Surroundings
+from recoup.errors import ChangedError, ReplayError
+
+__all__ = ["Frontier", "Outcome", "compare", "mismatch", "outcome_of"]
+
+
+class Compared(NamedTuple):
+    """A residual that is compared: its sketch, or the place of the input that it is."""
+
+    sketch: Sketch | int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    address: int
+    version: int
+
+
+Outcome = dict[int, Compared]
+
+
+# Residuals with their places, and versions when they were saved, by the number of the node.
+Waiting = dict[int, list[tuple[int, Tensor, int]]]
+# Types of what a result computes with; others choose what it computes with (See Rule 3).
+_OF_NUMBERS = frozenset((
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+))  # fmt: skip
+# The nodes of functions that users write.
+_OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
+
+
+class Frontier:
+    """The residuals of a run that are not covered by later ones, as it goes on.
+
+    Args:
+        inputs: the inputs of the run.
+        kept: the numbers of nodes whose outputs later runs are given.
+    """
+
+    __slots__ = ("inputs", "kept", "outcome", "seen", "waiting")
+
+    def __init__(self, inputs: Sequence[Tensor], kept: Container[int]) -> None:
+        self.inputs = inputs
+        self.kept = kept
+        self.outcome: Outcome = {}  # of what is sketched already
+        self.waiting: Waiting = {}
+        self.seen: set[int] = set()  # the nodes that were visited
+
+    def follow(self, node: Any, saver: int) -> None:
+        """Cover what is beneath the node that made a residual (See Rules 2 to 4).
+
+        Args:
+            node: the node.
+            saver: the number of the node that saves it, which is the same for a result.
+        """
+        waiting, seen = self.waiting, self.seen
+        nodes = [(node, True)]
+        for node, covers in nodes:  # which grows
+            number = node._sequence_nr()
+            if number in seen:
+                continue
+            if number != saver:  # it may save more
+                seen.add(number)
+            found = waiting.pop(number, None)
+            is_kept = number in self.kept
+            if found is not None and (is_kept or not covers or isinstance(node, _OfPython)):
+                self.sketch(found)
+            elif found is not None:
+                for each in found:
+                    if each[1].dtype not in _OF_NUMBERS:
+                        self.sketch((each,))
+            following = node.next_functions
+            if covers and (is_kept or (None, 0) in following):
+                covers = False
+            for each, _ in following:
+                if each is not None and waiting:
+                    nodes.append((each, covers))
+
+    def sketch(self, residuals: Iterable[tuple[int, Tensor, int]]) -> None:
+        """Sketch residuals, for later runs to be compared with."""
+        self.outcome.update(outcome_of(residuals, self.inputs))
+
+    def ended(self) -> Outcome:
+        """Return what later runs must make again, when the run has ended."""
+        for residuals in self.waiting.values():
+            self.sketch(residuals)
+        return self.outcome
+
+
+def outcome_of(residuals: Iterable[tuple[int, Tensor, int]], inputs: Sequence[Tensor]) -> Outcome:
+    """Return what later runs must make again, by the places of the residuals.
+
+    Args:
+        residuals: the residuals, with their places and the versions that they were saved with.
+        inputs: the inputs of the run.
+    """
+    found: Outcome = {}
+    seen: set[object] = set()
+    for place, tensor, version in residuals:
+        now = 0 if tensor.is_inference() else tensor._version
+        if tensor.dtype is torch.uint8 or now != version:
+            continue  # See Rules 5 and 8
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        address = tensor.data_ptr() if is_plain else 0
+        key = (address, tensor.shape, tensor.dtype)
+        if address and key in seen:
+            continue  # a tensor that an operator has saved twice
+        seen.add(key)
+        at = _input_at(tensor, inputs)
+        sketch = sketch_of(tensor) if at is None else at
+        if sketch is not None:
+            stride = tensor.stride() if is_plain else ()
+            found[place] = Compared(sketch, tensor.dtype, tensor.shape, stride, address, version)
+    return found
+
+
+def compare(
+    outcome: Outcome,
+    again: Iterable[tuple[int, Tensor]],
+    inputs: Sequence[Tensor],
+    surroundings: Surroundings,
+) -> None:
+    """Raise if residuals of a second run, with their places, are not those of the first."""
+    for place, tensor in again:
+        first = outcome[place]
+        if isinstance(first.sketch, int):
+            if _input_at(tensor, inputs) != first.sketch:
+                raise mismatch(surroundings, _different(first, tensor, None))
+            continue
+        if first.stride and tensor.stride() != first.stride:  # hooks around may lay it out anew
+            tensor = laid_out(tensor.detach(), (tuple(first.shape), first.stride, 0))
+        second = sketch_of(tensor)
+        if isinstance(first.sketch, list) and isinstance(second, list):
+            if first.sketch != second:
+                _check(first, second, tensor, surroundings)
+        elif second is not None:
+            _check_later(first, second, tensor, surroundings)
+
+
+def _input_at(tensor: Tensor, inputs: Sequence[Tensor]) -> int | None:
+    """Return the place of the input that a tensor is, or is a view of all of; or None."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    found: int | None = None
+    for place, value in enumerate(inputs):
+        if tensor is value:
+            return place
+        if not is_plain or type(value) is not Tensor or value.layout is not torch.strided:
+            continue
+        if tensor.data_ptr() != value.data_ptr() or not value.numel():
+            continue
+        is_same = tensor.shape == value.shape and tensor.stride() == value.stride()
+        is_whole = tensor.numel() == value.numel() and tensor.is_contiguous()
+        if is_same or (is_whole and value.is_contiguous()):
+            found = place
+    return found
+
+
+def _check(
+    first: Compared, second: Sketch, tensor: Tensor | None, surroundings: Surroundings
+) -> None:
+    length = 0.0 if tensor is None else _length_of(tensor)
+    found = difference(first.sketch, second, length)  # type: ignore[arg-type]
+    if found > tolerance_of(first.dtype):
+        raise mismatch(surroundings, _different(first, tensor, found))
+
+
+@torch.no_grad()
+def _length_of(tensor: Tensor) -> float:
+    tensor = tensor.detach()
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        tensor = tensor.double()
+    return float(cast("Any", torch).linalg.vector_norm(tensor))
+
+
+def _different(first: Compared, tensor: Tensor | None, found: float | None) -> str:
+    what = f"a {first.dtype} of shape {tuple(first.shape)}"
+    if tensor is not None and first.address and tensor.data_ptr() == first.address:
+        version = 0 if tensor.is_inference() else tensor._version
+        if version != first.version:
+            return f"{what} that it reads from outside was changed in place since forward"
+    off = "" if found is None else f", off by {found:.1e} of its length"
+    return f"it made {what} with other values than the first run{off}"
+
+
+def mismatch(surroundings: Surroundings, what: str) -> ReplayError | ChangedError:
+    """Return the error of a second run that differs from its first.
+
+    Args:
+        surroundings: those of the region.
+        what: what is different.
+    """
+    surroundings.look_again()
+    culprit = surroundings.culprit()
+    because = f" Since forward, {culprit}." if culprit else ""
+    kind = ChangedError if culprit or "changed in place" in what else ReplayError
+    return kind(
+        f"Running {surroundings.name} again in backward did not repeat its first run: {what}."
+        f"{because} Gradients would be wrong. Let it compute the same from its arguments, "
+        "parameters and torch's random numbers (pass in what changes: a clock, a counter, numbers "
+        "from elsewhere), and change what it reads after backward only. If its kernels are not "
+        "deterministic, compare=False takes what they make as it is. Or keep its residuals "
+        '(memory="linear", or no region).'
+    )
+
+
+class _Later(threading.local):
+    task = -1
+    pending: list[tuple[Compared, Sketch, Surroundings]]
+
+
+_later = _Later()
+
+
+def _check_later(
+    first: Compared, second: Sketch, tensor: Tensor, surroundings: Surroundings
+) -> None:
+    task = backward_id()
+    if task == -1:
+        _check(first, second, tensor, surroundings)
+        return
+    if _later.task != task:
+        _later.task, _later.pending = task, []
+        torch.autograd.Variable._execution_engine.queue_callback(_check_all)
+    _later.pending.append((first, second, surroundings))
+
+
+def _check_all() -> None:
+    """Compare what a backward has left (See Rule 7)."""
+    pending, _later.pending, _later.task = _later.pending, [], -1
+    for first, second, surroundings in pending:
+        _check(first, second, None, surroundings)

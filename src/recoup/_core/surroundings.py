@@ -1,0 +1,420 @@
+"""The surroundings of a call: what its second run is given back, and what is compared by name.
+
+NOTE [ What a second run finds ]
+
+Rule 1. A second run is given back the settings of operators (autocast, the kernels of attention),
+        the states of the default generators and the seeds of recoup, as the first run found them.
+        What the second run does to these is undone.
+Rule 2. A buffer of the modules that the first run changed counts once: a second run begins with the
+        values that the first run found, and leaves those that it left. Values are compared, not
+        versions, since fused kernels leave versions alone. So does one that it assigned anew.
+Rule 3. Nothing else is given back. Numbers, lists, caches and counters that a second run finds
+        otherwise change a residual, which is an error, or they do not, and then they do not matter.
+Rule 4. Parameters, modes and hooks are noted by identity and version. They decide nothing: where a
+        residual differs, they tell an error what has changed.
+Rule 5. A copy of all buffers, and a dispatch mode that keeps the outputs of operators that decide,
+        cost too much for each run. So code is looked at in its first run in each mode (training or
+        not): if no buffer changed, nothing was decided and nothing drawn, later runs do without.
+        (Then another thread may draw meanwhile.) What they do otherwise shows in a residual.
+        Modules that the code calls and does not hold itself are found in that run, too; such code
+        is looked at in each first run.
+Rule 6. A run that began in a dispatch mode is repeated in one: composite operators differ there.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import compress
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
+from recoup._core.kept_outputs import KeptOutputs
+from recoup._core.rng import Draws
+from recoup._core.saved_tensors import set_versions, version_of, versions_of
+
+__all__ = ["Surroundings", "autocast_nesting", "settings_as_now"]
+
+Code = weakref.ref[Any]
+# A buffer, in the buffers of its module, with its name.
+Place = tuple[dict[str, Tensor | None], str, Tensor]
+_of_modules: Any = nn.modules.module
+_hooks_before: dict[int, Any] = _of_modules._global_forward_pre_hooks
+_hooks_after: dict[int, Any] = _of_modules._global_forward_hooks
+_is_there: Any = partial(operator.is_not, None)  # without a Python frame
+_training: Callable[[nn.Module], bool] = attrgetter("training")
+# Held while buffers have the values of an earlier time: threads may share a module.
+_BUFFERS = threading.RLock()
+# The code that was looked at, by mode and by whether outputs were kept (See Rule 5); that which
+# decided or may have drawn then; and modules that changed a buffer of their own.
+_looked_at: defaultdict[tuple[bool, bool], set[Code]] = defaultdict(set)
+_decides: set[Code] = set()
+_draws: set[Code] = set()
+_counts: set[Code] = set()
+# Code that calls modules which it does not hold: it may call others the next time.
+_finds: set[Code] = set()
+
+
+class Surroundings(Draws):
+    """What the first run of a call finds, for the runs after it: its draws and all else.
+
+    Args:
+        name: the name of the call in error messages.
+        modules: the modules that it uses, as far as they are known.
+        code: the code that it runs: the module, or the code of a function.
+        keeps_outputs: whether later runs are given what operators decided; inverses are not.
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], code: object, *, keeps_outputs: bool = True
+    ) -> None:
+        self._entries = []
+        self.name = name
+        self._settings = _settings()
+        self._has_mode = num_dispatch_modes() > 0
+        self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
+        # Buffers, with the values before; None if they are not known.
+        self._counted: list[tuple[Tensor, Tensor | None]] = []
+        self._replaced: list[Place] = []  # buffers that the first run assigned anew
+        self._modules: list[nn.Module] = []
+        self._modes: list[bool] = []
+        self._buffers: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        self._versions: list[int] = []
+        self._hooks: list[object] = []
+        self._is_unsure = False
+        if modules:
+            self._note(modules)
+        self._code = list(map(weakref.ref, (code, *self._modules)))
+        modes = [True in self._modes, *self._modes]
+        others = list(map(operator.not_, modes))
+        self._seen = (
+            (_looked_at[True, keeps_outputs], list(compress(self._code, modes))),
+            (_looked_at[False, keeps_outputs], list(compress(self._code, others))),
+        )
+        (training, trained), (evaluated, rest) = self._seen
+        is_known = training.issuperset(trained) and evaluated.issuperset(rest)
+        self._is_looking = not is_known or self._code[0] in _finds
+        self.kept_outputs: KeptOutputs | None = None
+        self._may_draw = self._is_looking or not _draws.isdisjoint(self._code)
+        if keeps_outputs and (self._is_looking or not _decides.isdisjoint(self._code)):
+            self.kept_outputs = KeptOutputs(is_looking=self._is_looking)
+
+    def _note(self, roots: Sequence[nn.Module]) -> None:
+        """Note what errors can name (See Rule 4)."""
+        found = dict.fromkeys(roots)
+        modules = list(found)
+        parameters: list[Tensor] = []
+        buffers: list[Tensor] = []
+        hooks: list[object] = []
+        for module in modules:  # which grows
+            own: dict[str, Any] = module.__dict__
+            parameters += cast("Iterable[Tensor]", filter(_is_there, own["_parameters"].values()))
+            buffers += cast("Iterable[Tensor]", filter(_is_there, own["_buffers"].values()))
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+                hooks += (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+                hooks.append(own.get("forward"))
+            for child in own["_modules"].values():
+                if child is not None and child not in found:
+                    found[child] = None
+                    modules.append(child)
+        self._modules, self._modes = modules, list(map(_training, modules))
+        self._parameters, self._versions = parameters, versions_of(parameters)
+        self._hooks = hooks
+        self._buffers, self._buffer_versions = buffers, versions_of(buffers) if buffers else []
+
+    # -- the first run ---------------------------------------------------------------------
+
+    def first(self) -> AbstractContextManager[None]:
+        """Return a context for the first run."""
+        if self._is_looking or self.kept_outputs or not _counts.isdisjoint(self._code):
+            return self._looking()
+        return self.recording()
+
+    @contextmanager
+    def _looking(self) -> Generator[None]:
+        """A context for a first run that is looked at, or that decides or counts."""
+        mode = nullcontext() if self.kept_outputs is None else self.kept_outputs.recording()
+        places = self._buffers_that_may_count()
+        with _BUFFERS if places else nullcontext():
+            before = [(each, each.detach().clone()) for _, _, each in places]
+            self._counted = [*before]
+            with self._finding(before, places), self.recording(), mode:
+                yield
+            self._replaced = [each for each in places if each[0].get(each[1]) is not each[2]]
+            if self._is_looking:
+                self._counted = [pair for pair in before if not torch.equal(*pair)]
+                self._has_looked()
+
+    def has_run(self) -> None:
+        """Note what the first run has left, and did otherwise than when it was looked at."""
+        if self.has_foreign and not self._may_draw:
+            # It has begun to draw, or another thread has drawn: the next run shows which.
+            self._is_unsure = True
+            self.look_again()
+        self._versions = versions_of(self._parameters)
+        if (
+            not self._modules
+            or not self._buffers
+            or versions_of(self._buffers) == self._buffer_versions
+        ):
+            return
+        counted = {id(buffer) for buffer, _ in self._counted}
+        before = dict(zip(map(id, self._buffers), self._buffer_versions, strict=True))
+        for module in self._modules:  # one that has begun to count since it was looked at
+            own = [each for each in module._buffers.values() if each is not None]
+            changed = [each for each in own if version_of(each) != before.get(id(each))]
+            if changed and counted.isdisjoint(map(id, own)):
+                _add(_counts, [weakref.ref(module)])
+                self._counted += [(buffer, None) for buffer in own]
+
+    def _buffers_that_may_count(self) -> list[Place]:
+        """Return the buffers that the run may change (See Rule 5)."""
+        return [
+            place
+            for module, ref in zip(self._modules, self._code[1:], strict=True)
+            if module._buffers and (self._is_looking or ref in _counts)
+            for place in _places_in(module)
+            if place[2].device.type != "meta"
+        ]
+
+    def _finding(
+        self, before: list[tuple[Tensor, Tensor]], places: list[Place]
+    ) -> AbstractContextManager[object]:
+        """Return a context that finds the modules that are called (See Rule 5).
+
+        Args:
+            before: takes their buffers, and the values that these have.
+            places: takes the places of these.
+        """
+        if not self._is_looking or self.kept_outputs is None:
+            return nullcontext()  # compiled code runs under no such mode, and looks at hooks
+        thread, known = threading.get_ident(), set(map(id, self._modules))
+
+        def begins(module: nn.Module, args: object) -> None:
+            if threading.get_ident() != thread or id(module) in known:
+                return
+            known.add(id(module))
+            self._modules.append(module)
+            self._modes.append(module.training)
+            found = _places_in(module)
+            places.extend(found)
+            before.extend((each, each.detach().clone()) for _, _, each in found)
+            self._code.append(weakref.ref(module))
+            _add(_finds, self._code[:1])
+
+        return _removed(nn.modules.module.register_module_forward_pre_hook(begins))
+
+    def _has_looked(self) -> None:
+        """Note what the first run showed about its code."""
+        changed = {id(buffer) for buffer, _ in self._counted}
+        changed.update(id(buffers.get(name)) for buffers, name, _ in self._replaced)
+        for module in self._modules if changed else ():
+            if not changed.isdisjoint(map(id, module._buffers.values())):
+                _add(_counts, [weakref.ref(module)])
+        kept = self.kept_outputs
+        if kept is None or kept.may_draw:
+            _add(_draws, self._code)
+        else:  # another thread has moved the generators, if they were
+            self.has_foreign, self._start = False, None
+        if kept is not None and kept.are_any:
+            _add(_decides, self._code)
+        elif kept is not None:
+            self.kept_outputs = None
+            self._has_mode = True
+        for known, parts in self._seen:
+            _add(known, parts)
+
+    def look_again(self) -> None:
+        """Forget what is known of this code, since it has done otherwise."""
+        for known, parts in self._seen:
+            known.difference_update(parts)
+
+    # -- later runs ------------------------------------------------------------------------
+
+    @property
+    def has_drawn_all(self) -> bool:
+        """Whether a later run has left the generators where the first one did."""
+        return self._is_unsure or super().has_drawn_all
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Return a context for a later run."""
+        is_in_mode = self._has_mode and not num_dispatch_modes()
+        settings = self._settings
+        is_any = self._counted or self._replaced or self.kept_outputs
+        if is_in_mode or is_any or settings[0] or settings[2]:
+            return self._restored()
+        return self.replaying() if settings == _settings() else self._restored()
+
+    @contextmanager
+    def _restored(self) -> Generator[None]:
+        mode: AbstractContextManager[object] = nullcontext()
+        if self.kept_outputs is not None:
+            mode = self.kept_outputs.repeating()
+        elif self._has_mode and not num_dispatch_modes():
+            mode = InMode(PassingMode())
+        buffers, replaced = [buffer for buffer, _ in self._counted], self._replaced
+        with _with(self._settings), _BUFFERS if buffers or replaced else nullcontext():
+            after = [buffer.detach().clone() for buffer in buffers]
+            others = [owners.get(name) for owners, name, _ in replaced]
+            try:
+                for owners, name, buffer in replaced:
+                    owners[name] = buffer
+                known = [(buffer, value) for buffer, value in self._counted if value is not None]
+                _put([buffer for buffer, _ in known], [value for _, value in known])
+                with self.replaying(), mode:
+                    yield
+            finally:
+                _put(buffers, after)
+                for (owners, name, _), other in zip(replaced, others, strict=True):
+                    owners[name] = other
+
+    # -- what has changed ------------------------------------------------------------------
+
+    def culprit(self) -> str:
+        """Return what has changed since the first run, of what can be named; "" if nothing has."""
+        for module, training in zip(self._modules, self._modes, strict=True):
+            if module.training is not training:
+                was = "training" if training else "evaluation"
+                return f"{self._name_of(module)} was in {was} mode in forward, and no longer is"
+        for value, version in zip(self._parameters, self._versions, strict=True):
+            if version_of(value) != version:
+                return f"{self._name_of(value)} was changed in place"
+        now = Surroundings(self.name, self._modules, self, keeps_outputs=False)
+        if now._modules != self._modules:
+            return "a module in it was replaced, added or removed"
+        if list(map(id, now._parameters)) != list(map(id, self._parameters)):
+            return "a parameter in it was replaced"
+        if now._hooks != self._hooks:
+            return "hooks of its modules were added or removed, or a `forward` was replaced"
+        if (*_hooks_before.values(), *_hooks_after.values()) != self._global_hooks:
+            return "hooks of all modules were added or removed"
+        return ""
+
+    def _name_of(self, found: nn.Module | Tensor) -> str:
+        """Return the name of a module or parameter, in the first module that has it."""
+        for root in self._modules:
+            if isinstance(found, nn.Module):
+                modules = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
+                for name, module in modules:
+                    if module is found:
+                        return f"{type(found).__name__} `{name}`" if name else type(found).__name__
+            else:
+                for name, value in root.named_parameters():
+                    if value is found:
+                        return f"`{name}` of {type(root).__name__}"
+        return f"a {type(found).__name__}"
+
+
+@contextmanager
+def _removed(handle: Any) -> Generator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _places_in(module: nn.Module) -> list[Place]:
+    return [
+        (module._buffers, name, each) for name, each in module._buffers.items() if each is not None
+    ]
+
+
+def _add(known: set[Code], parts: Iterable[Code]) -> None:
+    for part in parts:
+        value = part()
+        if value is not None and part not in known:
+            known.add(weakref.ref(value, known.discard))
+
+
+def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
+    """Give buffers other values, without a trace in their versions."""
+    if not buffers:
+        return
+    has_versions = not any(map(Tensor.is_inference, buffers))
+    versions = versions_of(buffers)
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            if buffer.shape != value.shape:  # an observer that takes its size in the first run
+                buffer.resize_(value.shape)
+        cast("Any", torch)._foreach_copy_(buffers, values)
+    if has_versions:
+        set_versions(tuple(buffers), tuple(versions))
+
+
+# --- the settings of autocast, and of the kernels of scaled dot product attention ----------------
+
+_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_sdpa = torch.backends.cuda
+# What torch.backends.cuda asks, a call of Python less for each setting of each region.
+_flash, _mem_efficient = torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
+_math, _cudnn = torch._C._get_math_sdp_enabled, torch._C._get_cudnn_sdp_enabled
+_Values = tuple[bool, torch.dtype, bool, torch.dtype, bool, bool, bool, bool]
+
+
+def _settings() -> _Values:
+    """Return the settings that affect the results of operators."""
+    return (
+        *(_autocast("cpu"), _autocast_dtype("cpu"), _autocast("cuda"), _autocast_dtype("cuda")),
+        *(_flash(), _mem_efficient(), _math(), _cudnn()),
+    )
+
+
+def _set(values: _Values) -> None:
+    for kind, is_enabled, dtype in (("cpu", *values[:2]), ("cuda", *values[2:4])):
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    if values[4:] != _settings()[4:]:
+        _sdpa.enable_flash_sdp(values[4])
+        _sdpa.enable_mem_efficient_sdp(values[5])
+        _sdpa.enable_math_sdp(values[6])
+        _sdpa.enable_cudnn_sdp(values[7])
+
+
+def _with(values: _Values) -> AbstractContextManager[object]:
+    """Return a context with these settings."""
+    casts = values[0] or values[2]
+    return _in_settings(values) if casts or values != _settings() else nullcontext()
+
+
+@contextmanager
+def _in_settings(values: _Values) -> Generator[None]:
+    """A context with other settings.
+
+    Autocast is entered without its cache of weight copies: a cached copy would tie the second run
+    to the graph of the code around it. The copies hold the same numbers either way.
+    """
+    before, has_cache, nesting = _settings(), torch.is_autocast_cache_enabled(), autocast_nesting()
+    try:
+        torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(False)
+        _set(values)
+        yield
+    finally:
+        _set(before)
+        torch.set_autocast_cache_enabled(has_cache)
+        for _ in range(autocast_nesting() - nesting):
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+def settings_as_now() -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that makes contexts with the settings that are in force now."""
+    values = _settings()
+    return lambda: _with(values)
+
+
+def autocast_nesting() -> int:
+    """Return the depth of nested autocast contexts; at depth 0 torch clears its cache."""
+    # Torch has no way to ask.
+    both = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+    return list(map(operator.call, both))[1]

@@ -1,0 +1,183 @@
+"""Letters N2, N3 and N4: an exception leaves nothing behind, be it of the user's Ctrl-C."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+import recoup
+from recoup import weights
+from recoup._core import save_observer
+from recoup._core.saved_tensors import pair_in_force
+from recoup.invertible import ActNorm, AdditiveCoupling, Chain
+from recoup.weights import forwards
+
+X = torch.linspace(-20, 20, 512 * 6).reshape(512, 6).sin()
+TRAP = SimpleNamespace(place="", error=KeyError)  # where a step raises, and what
+
+
+class Trap(nn.Module):
+    """Raises in a forward, in a forward that backward runs again, or in backward itself."""
+
+    def forward(self, x):
+        if TRAP.place == ("forward" if torch._C._current_graph_task_id() == -1 else "again"):
+            spring()
+        if TRAP.place == "backward" and x.requires_grad:
+            x.register_hook(spring)
+        return x.sin()
+
+
+def spring(gradient=None):
+    TRAP.place = ""
+    raise TRAP.error("sprung")
+
+
+class Block(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def plain(kind=nn.Sequential, **options):
+    parts = [(nn.Linear(6, 6), nn.BatchNorm1d(6), Trap(), nn.Dropout(0.3)) for _ in range(4)]
+    return kind(*(Block(*each, nn.Tanh()) for each in parts), **options)
+
+
+def noisy(memory):
+    return recoup.weight_dropout(plain(recoup.Sequential, memory=memory), "0.0.weight", 0.3)
+
+
+def flow():
+    coupling = AdditiveCoupling(nn.Sequential(nn.Linear(3, 3), Trap(), nn.Linear(3, 3)))
+    return recoup.flows.Flow(Chain(ActNorm(6), coupling, memory="constant"), shape=(6,))
+
+
+@functools.cache
+def planned():
+    model = plain()
+    frontier = recoup.plan(model, X)
+    frontier.plan(frontier.least_bytes).apply()
+    return model
+
+
+def by(call, context=torch.enable_grad):
+    """A step whose forward is a call within a context."""
+
+    def step(model):
+        with context():
+            y = call(model, X)
+        y.float().square().mean().backward()
+
+    return step
+
+
+def within(context):
+    """A step whose forward runs within a context for the model."""
+    return lambda model: by(nn.Module.__call__, lambda: context(model))(model)
+
+
+def by_store(collect):
+    """A step whose gradients are those of a store, which are in `.grad` for a while."""
+
+    def step(model):
+        store = recoup.GradStore(model.parameters())
+        collect(store, model)
+        with store.as_grad(model.parameters(), consume=False):
+            model(X)
+        return [*store.values()]
+
+    return plain, step
+
+
+def collect_within(store, model):
+    with store.collecting():
+        model(X).mean().backward()
+
+
+def looked_at(model):
+    recoup.residuals(lambda: model(X))
+    model(X).sum().backward()
+
+
+def offloading(model):
+    return recoup.offloading(1, tempfile.gettempdir(), in_flight_bytes=200)
+
+
+STORES = {
+    "auto": by_store(lambda store, m: store.backward(m(X).mean())),
+    "grad": by_store(lambda store, m: store.backward(m(X).mean(), mode="grad")),
+    "harvest": by_store(lambda store, m: store.backward(m(X).mean(), mode="harvest")),
+    "collecting": by_store(collect_within),
+}
+ONCE = STORES | {
+    "residuals": (plain, looked_at),
+    "recomputing": (plain, within(lambda _: recoup.recomputing())),
+    "offloading": (plain, within(offloading)),
+    "disabled": (lambda: noisy("linear"), within(weights.disabled)),
+}
+MODES = ONCE | {
+    "segments": by_store(lambda s, m: recoup.segments_backward(list(m), X, torch.mean, s)),
+    "checkpoint": (plain, by(recoup.checkpoint)),
+    "autocast": (plain, by(recoup.checkpoint, lambda: torch.autocast("cpu", torch.bfloat16))),
+    "recompute": (plain, by(lambda model, x: recoup.recompute(model)(x))),
+    "sqrt": (lambda: noisy("sqrt"), within(weights.step)),
+    "same draw": (lambda: noisy("log"), within(lambda _: weights.same_draw())),
+    "enabled": (lambda: noisy(2), within(weights.enabled)),
+    "inverted": (flow, by(lambda flow, x: flow.log_prob(x))),
+    "sampled": (flow, by(lambda flow, x: flow.log_prob(flow.sample(4).detach()))),
+    "planned": (planned, by(nn.Module.__call__)),
+}
+
+
+def state_of_torch():
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return {
+        "hooks": pair_in_force(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack() + is_in_torch_dispatch_mode(),
+        "function modes": torch.overrides._get_current_function_mode_stack(),
+        "grad mode": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), nesting),
+        "an observer": save_observer.current.observer,
+        "forwards": [*forwards.frames(), *forwards._overriding],
+        "hooks of modules": len(torch.nn.modules.module._global_forward_hooks),
+    }
+
+
+def run(step, model, state):
+    """What a step gives, after others of which nothing may be left."""
+    model.load_state_dict(state)
+    torch.manual_seed(1)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    given = step(model) or []
+    grads = [each.grad for each in model.parameters()]
+    return [*given, *grads, *map(torch.clone, model.buffers()), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("place", ["forward", "again", "backward"])
+@pytest.mark.parametrize("mode", MODES)
+def test_n2_n3_n4_an_exception_leaves_nothing(mode, place):
+    make, step = MODES[mode]
+    before, model = state_of_torch(), make()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [part.training for part in model.modules()]
+    for TRAP.error in (KeyError, KeyboardInterrupt):
+        TRAP.place = place
+        is_sprung = place != "again" or mode not in ONCE
+        with pytest.raises(TRAP.error, match="sprung") if is_sprung else nullcontext():
+            run(step, model, state)
+        TRAP.place = ""
+        assert state_of_torch() == before
+        assert [part.training for part in model.modules()] == modes
+        if mode in STORES:
+            assert all(each.grad.eq(1).all() for each in model.parameters())
+    again = run(step, model, state)
+    undisturbed = plain() if mode == "planned" else make()
+    assert all(map(torch.equal, again, run(step, undisturbed, state)))

@@ -1,0 +1,140 @@
+"""Sketches: equal bits are equal, and what differs in one entry or in their order is told apart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from recoup._core.sketch import difference, numbers_of, sketch_of, tolerance_of
+
+# One row is 16 entries, a block 4096; tensors of more than 32768 are read in blocks.
+SIZES = [1, 15, 16, 17, 4096, 32768, 32769, 16 * 4096 + 5, 40 * 4096]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+COMPLEX = [torch.complex64, torch.complex128]
+INTEGERS = [torch.int64, torch.int32, torch.int8, torch.bool]
+
+
+def values(size, dtype):
+    torch.manual_seed(0)
+    if dtype in INTEGERS:
+        return torch.randint(0, 2, (size,)).to(dtype)
+    return torch.randn(size, dtype=dtype)
+
+
+def off(first, second):
+    return difference(sketch_of(first), sketch_of(second)) / tolerance_of(first.dtype)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *INTEGERS])
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_bits_are_equal_and_one_entry_is_seen(size, dtype):
+    first = values(size, dtype)
+    assert numbers_of(sketch_of(first)) == numbers_of(sketch_of(first.clone()))
+    for place in {0, size // 2, size - 1}:
+        second = first.clone()
+        second[place] = not second[place] if dtype is torch.bool else second[place] + 1
+        by = 1 / math.sqrt(size)  # which rounding to half precision may hide
+        assert off(first, second) > 1 or by < 10 * tolerance_of(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 16), (3, 4096), (20, 40000), (69999, 5)])
+def test_two_entries_that_change_places(one, other, dtype):
+    first = values(70000, dtype)
+    first[[one, other]] = torch.tensor([40.0, -40.0], dtype=dtype)
+    second = first.clone()
+    second[[one, other]] = first[[other, one]]
+    assert off(first, second) > 1
+
+
+@pytest.mark.parametrize("width", [3, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # See Rule 3
+def test_two_rows_that_change_places(dtype, width):
+    """Far beyond the tolerance, so that an unlucky pair of weights is no excuse."""
+    for _ in range(100):
+        first, (one, other) = torch.randn(600, width).to(dtype), torch.randperm(600)[:2].tolist()
+        second = first.clone()
+        second[[one, other]] = first[[other, one]]
+        by = (first.double() - second.double()).norm() / first.double().norm()
+        assert off(first, second) > 1 or by < 6 * tolerance_of(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES[3:])
+def test_the_length_of_a_difference(size):
+    first, change = values(size, torch.float64), torch.randn(size, dtype=torch.float64)
+    for scale in (1e-6, 1e-2, 1.0):
+        second = first + scale * change
+        by = float((first - second).norm() / first.norm())
+        assert by / 3 < difference(sketch_of(first), sketch_of(second)) < 3 * by
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
+@pytest.mark.parametrize("size", SIZES)
+def test_rounding_is_within_the_tolerance(size, dtype):
+    first = values(size, dtype)
+    eps = torch.finfo(dtype).eps
+    second = first * (1 + eps * torch.randint(-1, 2, (size,)).to(first.real.dtype))
+    assert off(first, second) < 1
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0, -3.5, 1e-30, 1e30])
+@pytest.mark.parametrize("size", [5, 4096, 70000])
+def test_constants(number, size):
+    first = torch.full((size,), number)
+    second = torch.full((size,), 1.01 * number if number else 1e-6)
+    assert off(first, first.clone()) == 0
+    assert off(first, second) > 1
+    assert difference(sketch_of(first), sketch_of(second), 1e3 * float(second.norm())) < 0.1
+
+
+WAYS = {
+    "transposed": lambda x: x.t(),
+    "strided": lambda x: x[:, ::2],
+    "narrowed": lambda x: x[1:, 3:],
+    "expanded": lambda x: x[:, 4:5].expand(-1, 40),
+    "expanded in front": lambda x: x[None].expand(3, -1, -1),
+    "negated": lambda x: torch._neg_view(x),
+    "leaf": lambda x: x.clone().requires_grad_(),
+    "of inference": lambda x: torch.inference_mode()(x.clone)(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
+@pytest.mark.parametrize("way", WAYS)
+def test_any_place_in_memory(way, dtype):
+    if dtype is torch.int64 and way in ("leaf", "negated"):
+        pytest.skip("floating point only")
+    base = values(60 * 80, dtype).view(60, 80)
+    first = WAYS[way](base)
+    assert off(first, WAYS[way](base.clone())) == 0
+    assert off(first, WAYS[way](base + (base == base[7, 4]).to(dtype))) > 1
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_modes_have_no_part_in_it(around):
+    first = values(70000, torch.float32).requires_grad_()
+    with around():
+        within = sketch_of(first)
+    assert within == sketch_of(first)
+
+
+def test_what_has_no_sketch():
+    eye = torch.eye(3)
+    nothing = torch.ones(3)
+    nothing.untyped_storage().resize_(0)
+    for tensor in (torch.empty(0, 4), eye.to_sparse(), eye.to("meta"), nothing):
+        assert sketch_of(tensor) is None
+
+
+@pytest.mark.parametrize("size", [5, 70000])
+def test_what_is_not_finite(size):
+    """Where the first run has made it, nothing can be said; where the second has, it differs."""
+    finite = values(size, torch.float32)
+    for number in (math.nan, math.inf):
+        other = finite.clone()
+        other[3] = number
+        assert off(other, finite) == 0
+        assert off(other, other.clone()) == 0
+        assert off(finite, other) == math.inf
