@@ -28,12 +28,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from recoup._core.captured import parts_of
+from recoup._core.chain_run import changes_kept_input
 from recoup._core.compile import is_watched, uncompiled
-from recoup._core.executor import Executor, changes_kept_input
+from recoup._core.executor import Executor
 from recoup._core.lazy_values import HasTensor, keep
 from recoup._core.log_det_pairs import check_pair, has_inverse
-from recoup._core.module_marks import is_in_place as is_in_place_itself
-from recoup._core.module_marks import mark_of
+from recoup._core.module_marks import is_in_place, mark_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
 from recoup._core.region import Region, State
 from recoup._core.saved_tensors import (
@@ -78,6 +78,7 @@ class Call:
         "code",
         "compares",
         "has_run",
+        "is_in_place",
         "modules",
         "name",
         "output",
@@ -112,6 +113,7 @@ class Call:
         given = () if self._tree.is_flat else self._tree.others()
         self.code, self.modules = parts_of(fn if module is None else module, given)
         self.compares = compares
+        self.is_in_place = isinstance(self.code, nn.Module) and is_in_place(self.code)
 
     def link(self, places: Sequence[int], *, may_run_again: bool) -> State:
         """Return the state: the tensor arguments at `places` (See Rule 1)."""
@@ -289,26 +291,25 @@ class LoneRegion(Region):
     def run(self, call: Call) -> Any:
         """Run the call for the first time, and return its result."""
         state = call.tensors
-        is_in_place = isinstance(call.code, nn.Module) and is_in_place_itself(call.code)
-        if is_in_place:
+        if call.is_in_place:
             state = tuple([value.clone() for value in state])
         self.record(state, self)
-        if self.changes_input and not is_in_place:
+        if self.changes_input and not call.is_in_place:
             raise changes_kept_input(call)
         output, call.output = call.output, None  # it may hold a reference to the call
         return output
 
     def fill_slots(self, index: int) -> None:
         """Run the call again from its input."""
-        state = self.inputs if self._inputs_again is not None else None
+        state = None if self.inputs is None else self.inputs_again()
         if state is None:
             values: list[Tensor] = []
             for kept in self._kept:  # the pair beneath may give it once only (torch's checkpoint)
                 value = kept.get()
                 is_plain = type(value) is Tensor or not isinstance(value, nn.Parameter)
                 values.append(value.detach() if is_plain else value)
-            state = self._inputs_again = tuple(values)
-            self._input_versions = versions_of(state)
+            state = self.inputs = tuple(values)
+            self.input_versions = versions_of(state)
         try:
             self.fill(state, needs_output=not self._stops)
         except BaseException:

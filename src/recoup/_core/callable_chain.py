@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from recoup._core.captured import parts_of
+from recoup._core.captured import joint_code, parts_of
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
-from recoup._core.module_marks import mark_of
+from recoup._core.module_marks import are_in_place, mark_of, marks_of
 from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.region import State
-from recoup.errors import NotInvertibleError, ReplayError
+from recoup._core.saved_tensors import storage_address
+from recoup.errors import NotInvertibleError, ReplayError, ScheduleError
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
 
@@ -49,11 +50,17 @@ def ways_of(callables: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ..
 
 
 def executor_for(
-    memory: Memory, callables: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
+    memory: Memory,
+    callables: Mapping[str, Any],
+    ways: Sequence[Way] | None,
+    guard: DriftGuard,
+    *,
+    in_groups: bool = True,
 ) -> Executor:
     """Return the executor for `memory` and these callables; raise if one lacks an inverse."""
     ways = None if ways is None else guard.ways(ways)
-    executor = Executor(schedule_for(memory, len(callables), ways), guard=guard)
+    schedule = schedule_for(memory, len(callables), ways)
+    executor = Executor(schedule, guard=guard, in_groups=in_groups)
     for index, (name, fn) in enumerate(callables.items()):
         if index in executor.prepared.inverted and not has_inverse(fn):
             raise NotInvertibleError(
@@ -69,16 +76,25 @@ def run_through(
     """Call each of the callables in order; backward follows the schedule.
 
     Args:
-        executor: the executor of the schedule.
+        executor: the executor of the schedule, in groups.
         callables: the callables in order, by their names in error messages.
         value: the input of the first one.
         compares: whether what later runs make is compared with the first.
     """
+    names, fns = list(callables), list(callables.values())
+    if executor.groups and executor.groups[-1].stop != len(fns):
+        raise ScheduleError(
+            f"The schedule is for {executor.groups[-1].stop} stages and the chain has {len(fns)}. "
+            f"Make a schedule for {len(fns)} stages."
+        )
+    parts = list(zip(fns, are_in_place(fns), marks_of(fns, "returns_log_det"), strict=True))
     state, tree = flatten(value)
-    trees = [tree] * (len(callables) + 1)
+    trees = [tree] * (len(executor.groups) + 1)
     stages = [
-        _CallableStage(index, name, fn, trees, compares)
-        for index, (name, fn) in enumerate(callables.items())
+        _Segment(
+            place, names[group.start : group.stop], parts[group.start : group.stop], trees, compares
+        )
+        for place, group in enumerate(executor.groups)
     ]
     state, _ = executor.execute(stages, state)
     return trees[-1].unflatten(state)
@@ -103,48 +119,80 @@ def value_of(fn: Any, output: Any, given: Any, direction: Direction = "forward")
     return output[0]
 
 
-class _CallableStage:
-    """One callable as a stage; the first run records the structures of its input and output."""
+class _Segment:
+    """Callables that run as one stage; the first run records the structures before and after.
+
+    Args:
+        place: the number of the stage.
+        names: the names of the callables.
+        parts: each callable, with whether it changes its input in place, and whether it returns a
+            log-determinant beside its value.
+        trees: the structures of the values between stages, which are recorded here.
+        compares: whether what later runs make is compared with the first.
+    """
 
     __slots__ = (
-        "_fn",
-        "_index",
-        "_returns_log_det",
-        "_trees",
-        "code",
-        "compares",
-        "modules",
-        "name",
+        *("_parts", "_place", "_trees"),
+        *("code", "compares", "is_in_place", "modules", "name"),
     )
 
-    def __init__(self, index: int, name: str, fn: Any, trees: list[Tree], compares: bool) -> None:
-        self._index = index
-        self._fn = fn
-        self._trees = trees
-        self.name = name
-        self.compares = compares
-        self.code, self.modules = (fn, [fn]) if isinstance(fn, nn.Module) else parts_of(fn)
-        self._returns_log_det = mark_of(fn, "returns_log_det")
+    def __init__(
+        self,
+        place: int,
+        names: Sequence[str],
+        parts: Sequence[tuple[Any, bool, Any]],
+        trees: list[Tree],
+        compares: bool,
+    ) -> None:
+        self._place, self._parts, self._trees = place, parts, trees
+        self.name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        self.compares, self.is_in_place = compares, parts[0][1]
+        self.code: object = parts[0][0]
+        self.modules: list[nn.Module] = []
+        codes: list[object] = []
+        for fn, _, _ in parts:
+            if isinstance(fn, nn.Module):
+                self.modules.append(fn)
+            else:
+                code, modules = parts_of(fn)
+                codes.append(code)
+                self.modules += modules
+        if codes:
+            self.code = joint_code(codes)
 
-    def forward(self, state: State) -> tuple[State, Tensor | None]:
-        trees, index = self._trees, self._index
-        given = state[0] if trees[index] is BARE else trees[index].unflatten(state)
-        output = self._fn(given)
-        if self._returns_log_det:
-            output = value_of(self._fn, output, given)
-        if isinstance(output, Tensor):
-            trees[index + 1] = BARE
-            return (output,), None
-        state, tree = flatten(output)
+    def forward(self, state: State) -> tuple[State, None]:
+        trees, place = self._trees, self._place
+        value = state[0] if trees[place] is BARE else trees[place].unflatten(state)
+        is_first = True
+        for fn, is_in_place, returns_log_det in self._parts:
+            if is_in_place and not is_first:
+                value = _spared(value, state)
+            is_first = False
+            given, value = value, fn(value)
+            if returns_log_det:
+                value = value_of(fn, value, given)
+        if isinstance(value, Tensor):
+            trees[place + 1] = BARE
+            return (value,), None
+        state, tree = flatten(value)
         opaque = tree.opaque()
         if opaque is not None:
             raise ReplayError(
                 f"{self.name} returns a {type(opaque).__name__}, in which recoup cannot find the "
                 'tensors. Return tensors in tuples, lists or dicts, or use memory="linear".'
             )
-        trees[index + 1] = tree
+        trees[place + 1] = tree
         return state, None
 
     def inverse(self, state: State) -> State:
-        given = self._trees[self._index + 1].unflatten(state)
-        return flatten(value_of(self._fn, self._fn.inverse(given), given, "inverse"))[0]
+        fn: Any = self._parts[0][0]  # schedules that invert have no groups
+        given = self._trees[self._place + 1].unflatten(state)
+        return flatten(value_of(fn, fn.inverse(given), given, "inverse"))[0]
+
+
+def _spared(value: Any, state: State) -> Any:
+    """Return a value to be changed in place, or copies where the schedule may keep its tensors."""
+    tensors, tree = flatten(value)
+    if set(map(storage_address, state)).isdisjoint(map(storage_address, tensors)):
+        return value
+    return tree.unflatten(tuple([tensor.clone() for tensor in tensors]))

@@ -7,13 +7,13 @@ in its buffers once; what a second run makes is compared either way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-__all__ = ["captured_by", "parts_of"]
+__all__ = ["captured_by", "joint_code", "parts_of"]
 
 
 def captured_by(fn: Callable[..., Any]) -> list[Any]:
@@ -67,7 +67,7 @@ def parts_of(fn: Any, others: Iterable[Any] = ()) -> tuple[object, list[nn.Modul
                 modules[each] = None
             elif isinstance(each, (FunctionType, MethodType, functools.partial)):
                 codes.append(_code_of(each))
-    return _joint(code, *codes) if codes else code, list(modules)
+    return joint_code([code, *codes]), list(modules)
 
 
 def _code_of(fn: Any) -> object:
@@ -85,6 +85,11 @@ def _code_of(fn: Any) -> object:
 
 class _Joint:
     """An object that stands for the code of several functions, of which one calls the others."""
+
+
+def joint_code(codes: Sequence[object]) -> object:
+    """Return what stands for the code of all, which is the same each time."""
+    return codes[0] if len(codes) == 1 else _joint(*codes)
 
 
 @functools.cache

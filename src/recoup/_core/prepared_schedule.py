@@ -98,6 +98,9 @@ class Prepared:
             )
             self.last_again = max(last, self.last_keep)
         self.steps = tuple(self._steps())
+        if not self.inverted and self.last_keep >= 0:  # the sweep keeps the source of a restart
+            first = self.steps[0]
+            self.steps = (first._replace(before=(Keep(0), *first.before)), *self.steps[1:])
         self.keeps_output = Keep(self.num_stages) in self.actions[: self.sweep_end]
 
     def _steps(self) -> Iterator[Step]:

@@ -41,7 +41,6 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
-from recoup._core.module_marks import is_in_place
 from recoup._core.outcome import Frontier, Outcome, compare, mismatch
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
@@ -75,7 +74,6 @@ __all__ = [
     "Slot",
     "Stage",
     "State",
-    "is_marked_in_place",
 ]
 
 State = tuple[Tensor, ...]
@@ -105,6 +103,11 @@ class Stage(Protocol):
     @property
     def compares(self) -> bool:
         """Whether what later runs make is compared with the first."""
+        ...
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the first thing that it does changes its input in place (See Rule 8)."""
         ...
 
     def forward(self, state: State) -> tuple[State, Any]:
@@ -230,7 +233,7 @@ class Region(Residuals):
         way: the way that a census reports, "recompute" or "invert".
     """
 
-    __slots__ = ("_input_versions", "_inputs_again", "changes_input", "requires_grad", "stage")
+    __slots__ = ("changes_input", "input_versions", "inputs", "requires_grad", "stage")
 
     def __init__(self, stage: Stage, state: State, index: int = 0, way: Way = "recompute") -> None:
         surroundings = Surroundings(
@@ -244,8 +247,8 @@ class Region(Residuals):
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
         self.changes_input = False
-        self._inputs_again: State | None = None
-        self._input_versions: list[int] = []
+        self.inputs: State | None = None  # of the last run that filled slots
+        self.input_versions: list[int] = []
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -288,21 +291,14 @@ class Region(Residuals):
 
     # -- later runs ------------------------------------------------------------------------
 
-    @property
-    def inputs(self) -> State | None:
-        """The inputs of the last run that filled slots; None without one."""
-        inputs = self._inputs_again
-        if inputs is not None and versions_of(inputs) != self._input_versions:
+    def inputs_again(self) -> State | None:
+        """Return the inputs of the last run that filled slots; None without one."""
+        if self.inputs is not None and versions_of(self.inputs) != self.input_versions:
             raise ChangedError(
                 f"The input of {self.stage.name} was changed in place between two backwards, so "
                 "the second would see other values than forward did. Change a clone."
             )
-        return inputs
-
-    @inputs.setter
-    def inputs(self, inputs: State | None) -> None:
-        self._inputs_again = inputs
-        self._input_versions = [] if inputs is None else versions_of(inputs)
+        return self.inputs
 
     def advance(self, state: State) -> State:
         """Run the call again from its input, and keep nothing."""
@@ -353,11 +349,6 @@ class _Alone:
     def fill_slots(self, index: int) -> None:
         residuals = self._residuals()
         self._region.fill(self._state, needs_output=False, residuals=residuals)
-
-
-def is_marked_in_place(stage: Stage) -> bool:
-    """Whether the module of `stage` says that it changes its input in place (See Rule 8)."""
-    return isinstance(stage.code, nn.Module) and is_in_place(stage.code)
 
 
 class Recording(Frontier):

@@ -29,6 +29,7 @@ class ModuleStage:
         "_hands_context",
         "_is_checked",
         "code",
+        "is_in_place",
         "module",
         "modules",
         "name",
@@ -40,6 +41,7 @@ class ModuleStage:
         self.module = self.code = module
         self.modules = (module,)
         self._hands_context = hands_context
+        self.is_in_place: bool = module.__dict__.get("inplace", False)
         self._is_checked = False
 
     def forward(self, state: State) -> tuple[State, Tensor]:

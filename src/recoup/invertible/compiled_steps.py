@@ -197,6 +197,7 @@ class CompiledStage(OneCallStage):
     """
 
     compares = True
+    is_in_place = False
 
     def __init__(self, step: Step, code: _Code | None, learned: tuple[Tensor, ...]) -> None:
         super().__init__()

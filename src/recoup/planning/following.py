@@ -58,6 +58,7 @@ class _SkippedBlock:
     name = "a block that was left out"
     modules: tuple[nn.Module, ...] = ()
     compares = True
+    is_in_place = False
 
     @property
     def code(self) -> object:

@@ -82,6 +82,8 @@ class Sequential(HasMemoryMode, nn.Sequential):
     Revolve".
     """
 
+    _runs_in_groups = True
+
     def __init__(
         self,
         *modules: Any,

@@ -1,0 +1,456 @@
+"""The run of a chain: one forward under a schedule, and the backward that belongs to it.
+
+NOTE [ Running a chain ]
+
+Rule 1. The sweep runs with the model's forward, and the whole graph is built in it, so that
+        parameters, hooks and `autograd.grad` see an ordinary graph. A stage that the sweep
+        tapes keeps its residuals as any module does; a stage that it advances over becomes a
+        region, whose slots are empty.
+Rule 2. The run holds the regions of its stages; a slot holds its region and the run. So reference
+        counting alone frees all of it with the slots that autograd holds.
+Rule 3. States that the sweep keeps go through the pair of hooks beneath; states that backward
+        keeps, for a short time, do not.
+Rule 4. Autograd unpacks residuals in descending order of stages. Unpacking an empty slot executes
+        the schedule up to the action that tapes its stage.
+Rule 5. If that action was already executed (a second backward over a retained graph, or one after
+        an exception), the schedule is executed again from its start, on the same graph. If the
+        stage has not been reversed yet, that stage alone is run again.
+Rule 6. Stages above the one whose residuals are needed are advanced over, not taped: a loss of an
+        early latent alone would otherwise make tapes that autograd never uses.
+Rule 7. A state that an inverse returns is compared with the state of forward before autograd uses
+        anything computed from it. If it is too far off, the drift guard decides.
+Rule 8. Stages may be entered one at a time, by user code, and fewer of them than the schedule is
+        for; actions on the missing ones are skipped. If residuals of a stage are needed before the
+        chain has ended, the stage is run again from the nearest state that is kept.
+Rule 9. A value that a stage returns and that is not kept could be made again by that stage alone.
+        Where the schedule keeps it as a state, the tensor itself is kept: that stage cannot be run
+        again in the middle of loading a state.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from recoup._core.drift_comparison import DriftComparison
+from recoup._core.drift_guard import DriftGuard
+from recoup._core.inverted_region import InvertedRegion
+from recoup._core.lazy_values import HasTensor, keep
+from recoup._core.offload import Away, Traffic
+from recoup._core.outcome import mismatch
+from recoup._core.prepared_schedule import Prepared
+from recoup._core.region import Region, Stage, State
+from recoup._core.saved_tensors import Kept, detached, pair_in_force, storage_address, versions_of
+from recoup._core.tiers import tier_for
+from recoup.errors import DriftError, ReplayError, ScheduleError
+from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
+
+__all__ = ["Output", "Run", "changes_kept_input"]
+
+
+class Output(Protocol):
+    """A tensor of the last state that a second run of the last stage makes again."""
+
+    def take(self, output: Tensor) -> None:
+        """Take the tensor that a second run has made."""
+        ...
+
+
+class Run:
+    """One forward of a chain and the backward that belongs to it.
+
+    Args:
+        schedule: the schedule.
+        guard: the drift guard of the chain; None if inverses are not checked.
+    """
+
+    __slots__ = (
+        "_at",
+        "_away",
+        "_drift",
+        "_has_ended",
+        "_kept",
+        "_position",
+        "_regions",
+        "_schedule",
+        "_state",
+        "_states",
+        "_storages",
+        "_traffic",
+        "lock",
+        "outputs",
+        "stages",
+    )
+
+    def __init__(self, schedule: Prepared, guard: DriftGuard | None) -> None:
+        self._schedule = schedule
+        self._drift: DriftComparison | None = None
+        if guard is not None and guard.otherwise != "ignore":
+            self._drift = DriftComparison(guard, schedule.inverted)
+        self.lock = threading.RLock()
+        self.stages: list[Stage] = []  # that were entered so far
+        self._regions: list[Region | None] = []  # of the stages that may run again
+        self._kept: dict[int, tuple[HasTensor, ...]] = {}  # states, by the stage they enter
+        self._storages: set[int] = set()  # of these states
+        self.outputs: list[tuple[int, weakref.ref[Output]]] = []
+        self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
+        self._has_ended = False
+        # In backward: the next action, the working state and its place, and states that are kept.
+        self._position = schedule.sweep_end
+        self._at, self._state = -1, ()
+        self._states: dict[int, State] = {}
+        self._away: dict[int, list[Away | Kept]] = {}
+
+    # -- forward ---------------------------------------------------------------------------
+
+    def sweep(self, stages: Sequence[Stage], state: State) -> tuple[State, list[Any]]:
+        """Execute the part of the schedule that belongs to forward (See Rule 1).
+
+        Returns:
+            The last state and, for each stage, its second output (a log-determinant), if any.
+        """
+        beside: list[Any] = []
+        for stage in stages:
+            state, value = self.enter(stage, state)
+            beside.append(value)
+        self.end(state)
+        return state, beside
+
+    def enter(self, stage: Stage, state: State) -> tuple[State, Any]:
+        """Run the next stage, taped or advanced over according to the schedule."""
+        schedule, index = self._schedule, len(self.stages)
+        self.stages.append(stage)
+        self._regions.append(None)
+        before, is_taped, is_run_again = schedule.steps[index]
+        for action in before:
+            if isinstance(action, Drop):
+                if action.index != 0 and schedule.restarts:  # the others begin a restart
+                    self._kept.pop(action.index, None)
+            elif isinstance(action, Offload):
+                self._send_input(index, state, action.to)
+            elif index not in self._kept:
+                self._keep_input(index, state)
+        if stage.is_in_place and not self._storages.isdisjoint(map(storage_address, state)):
+            state = tuple([value.clone() for value in state])
+        if not is_taped:
+            return self._record(index, state)
+        if not is_run_again:
+            return stage.forward(state)
+        region = self._regions[index] = Region(stage, state, index)
+        return region.tape(state)
+
+    def end(self, state: State) -> None:
+        """End the forward; `state` is the output of the last stage."""
+        schedule, num_stages = self._schedule, len(self.stages)
+        if schedule.keeps_output and num_stages == schedule.num_stages:
+            pair = pair_in_force()
+            self._kept[num_stages] = tuple(
+                [Kept(value, "The output of the chain", pair) for value in state]
+            )
+        self._has_ended = True
+        for to, traffic in self._traffic.items():
+            traffic.raise_failure(to)
+        if self._drift is not None:
+            regions = enumerate(self._regions)
+            wanted = (at for at, each in regions if each is not None and each.are_wanted)
+            self._drift.end_forward(next(wanted, num_stages))
+        for kept in self._kept.values():
+            for value in kept:
+                value.check("before forward had ended")
+
+    def _keep_input(self, index: int, state: State) -> None:
+        pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
+        kept: list[HasTensor] = []
+        for value in state:
+            self._storages.add(storage_address(value))
+            kept.append(Kept(value, name, pair) if index else keep(value, name, pair))  # Rule 9
+        self._kept[index] = tuple(kept)
+
+    def _send_input(self, index: int, state: State, to: str) -> None:
+        if pair_in_force() is not None:  # it decides where states are (See Rule 3)
+            self._keep_input(index, state)
+            return
+        self._storages.update(map(storage_address, state))
+        self._kept[index] = tuple(self._sent(state, f"The input of {self.stages[index].name}", to))
+
+    def _sent(self, state: State, name: str, to: str) -> list[Away | Kept]:
+        traffic = self._traffic.get(to)
+        if traffic is None:
+            traffic = self._traffic[to] = Traffic(tier_for(to))
+        return [traffic.send(value, name) or Kept(value, name, None) for value in state]
+
+    def _record(self, index: int, state: State) -> tuple[State, Any]:
+        stage = self.stages[index]
+        is_inverted = index in self._schedule.inverted
+        kind = InvertedRegion if is_inverted else Region
+        region = self._regions[index] = kind(stage, state, index)
+        result = region.record(state, self)
+        if is_inverted and self._drift is not None and not region.changes_input:
+            is_always = getattr(stage, "is_one_call", False)
+            self._drift.sketch_input(index, state, result[0], is_always=is_always)
+        if region.changes_input and index in self._kept and not stage.is_in_place:
+            raise changes_kept_input(stage)
+        return result
+
+    # -- backward --------------------------------------------------------------------------
+
+    @property
+    def last(self) -> Region:
+        """The region of the last stage."""
+        return self._region(len(self.stages) - 1)
+
+    def fill_slots(self, index: int) -> None:
+        """Fill the slots of stage `index`, in backward or before forward has ended."""
+        schedule = self._schedule
+        is_short = len(self.stages) < schedule.num_stages
+        try:
+            if not self._has_ended or (is_short and schedule.inverted):
+                self._fill_alone(index)
+                return
+            target = schedule.tape_at[index]
+            if target < self._position:  # See Rule 5
+                inputs = self._region(index).inputs_again()
+                if inputs is not None:
+                    self._fill(index, inputs)
+                    return
+                self._restart()
+            if self._drift is not None and self._position == schedule.sweep_end:
+                self._drift.begin_backward()
+            self._execute(target + 1, index)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _execute(self, stop: int, demanded: int) -> None:
+        """Execute the actions before number `stop`, for the residuals of stage `demanded`."""
+        actions, is_short = self._schedule.actions, len(self.stages) < self._schedule.num_stages
+        while self._position < stop:
+            action = actions[self._position]
+            self._position += 1
+            within = self._within(action) if is_short else action
+            if within is not None:
+                # By type, since a match statement would try one pattern after the other.
+                _EXECUTES[type(action)](self, within, demanded)
+
+    def _within(self, action: Action) -> Action | None:
+        """Return the part of an action that is on stages which were entered (See Rule 8)."""
+        num_stages = len(self.stages)
+        if isinstance(action, Advance):
+            stop = min(action.stop, num_stages - 1)
+            return replace(action, stop=stop) if action.start < stop else None
+        return action if action.index < num_stages else None
+
+    def _fill_alone(self, index: int) -> None:
+        """Fill the slots of stage `index` from the nearest state that is kept (See Rule 8)."""
+        if not self._schedule.restarts:
+            raise ReplayError(
+                f"Forward ended with {self.stages[-1].name}, but the schedule has "
+                f"{self._schedule.num_stages} stages and inverts from those after it, and "
+                "it keeps no first state. Make a schedule for the stages that are called."
+            )
+        self._advance_from(max(at for at in self._kept if at <= index), index)
+        state = self._state_at(index)
+        self._forget()
+        self._position = self._schedule.sweep_end
+        self._fill(index, state)
+
+    def _advance_from(self, start: int, stop: int, spacing: int = 0) -> None:
+        """Make the state at `stop` from that at `start`; keep every one of `spacing` before it."""
+        self._load(start)
+        for at in range(start, stop):
+            if spacing and (stop - at) % spacing == 0 and at not in self._states:
+                self._states[at] = self._state_at(at)
+            self._advance(at)
+
+    def _forget(self) -> None:
+        """Release all that backward has made, so that the next demand starts over."""
+        self._position = len(self._schedule.actions)
+        self._at, self._state = -1, ()
+        self._states.clear()
+        self._away.clear()
+        for region in self._regions:
+            if region is not None:
+                region.inputs = None
+
+    def _restart(self) -> None:
+        """Restore the states that the sweep kept and backward has dropped (See Rule 5)."""
+        self._forget()
+        schedule = self._schedule
+        if schedule.restarts:  # others drop nothing that the sweep kept
+            self._load(0)
+            self._position = 0
+            self._execute(schedule.last_keep + 1, -1)
+        self._position = schedule.sweep_end
+
+    # -- actions, each demanded by a stage whose residuals are needed ------------------------
+
+    def _advance_over(self, action: Advance, demanded: int) -> None:
+        for index in range(action.start, action.stop):
+            self._advance(index)
+
+    def _keep(self, action: Keep, demanded: int) -> None:
+        self._states[action.index] = self._state_at(action.index)
+
+    def _offload(self, action: Offload, demanded: int) -> None:
+        index = action.index
+        self._away[index] = self._sent(self._state_at(index), f"State {index}", action.to)
+
+    def _tape(self, action: Tape, demanded: int) -> None:
+        index = action.index
+        if index > demanded:
+            self._advance(index)  # See Rule 6
+            return
+        state = self._state_at(index)
+        region = self._region(index)
+        region.inputs, region.input_versions = state, versions_of(state)
+        self._at, self._state = index + 1, self._fill(index, state)
+
+    def _reverse(self, action: Reverse, demanded: int) -> None:
+        # Autograd reverses the stage; its slots are empty by now.
+        region = self._regions[action.index]
+        if region is not None:
+            region.inputs = None
+
+    def _drop(self, action: Drop, demanded: int) -> None:
+        index = action.index
+        self._states.pop(index, None)
+        self._away.pop(index, None)
+        # The source of a restart stays: the first state, and the last, which is mostly the
+        # caller's; or all that the sweep has kept, if the first state is not kept.
+        if self._schedule.restarts and index not in (0, self._schedule.num_stages):
+            self._kept.pop(index, None)
+
+    def _load_kept(self, action: Load, demanded: int) -> None:
+        self._load(action.index)
+
+    def _invert(self, action: Invert, demanded: int) -> None:
+        index = action.index
+        is_taped = index <= demanded
+        region = self._region(index)
+        if not isinstance(region, InvertedRegion):
+            raise ReplayError(f"{self.stages[index].name} did not run to be inverted.")
+        # Handed over, so that the stage can free it half way.
+        state = region.invert(self._take(index + 1), is_taped=is_taped)
+        if self._drift is not None:
+            state = self._compared(index, state, self._drift, is_taped=is_taped)
+        self._at, self._state = index, state
+        if is_taped:
+            region.inputs, region.input_versions = state, versions_of(state)
+
+    # -- what actions do -------------------------------------------------------------------
+
+    def _fill(self, index: int, state: State) -> State:
+        is_last = index + 1 == len(self.stages)
+        is_wanted = is_last and any(ref() is not None for _, ref in self.outputs)
+        needs_output = is_wanted or index in self._schedule.tapes_that_go_on
+        output = self._region(index).fill(state, needs_output=needs_output)
+        if not is_last:
+            return output
+        for place, ref in self.outputs:
+            source = ref()
+            if source is not None and output:
+                source.take(output[place])
+        return ()  # nothing is run from the last state
+
+    def _advance(self, index: int) -> None:
+        state = self._region(index).advance(self._state_at(index))
+        self._at, self._state = index + 1, state
+
+    def _load(self, index: int) -> None:
+        state = self._states.get(index)
+        away = self._away.get(index)
+        if state is None and away is not None:
+            state = detached(value.get() for value in away)
+        elif state is None:
+            # The pair beneath may give it once only (torch's checkpoint does).
+            found: list[Tensor] = []
+            for kept in self._kept[index]:
+                value = kept.get()
+                found.append(value if isinstance(value, nn.Parameter) else value.detach())
+            state = self._states[index] = tuple(found)
+        self._at, self._state = index, state
+        if self._drift is not None:
+            self._drift.mark_exact(index)
+
+    def _compared(
+        self, index: int, state: State, drift: DriftComparison, *, is_taped: bool
+    ) -> State:
+        """Return the state that an inverse returned, or the recomputed one (See Rule 7)."""
+        if drift.is_within(index, state, self.stages[index].name):
+            if index not in self._states:
+                return state
+            drift.mark_exact(index)
+            # Backward kept it to recompute the stages above, which are done now.
+            return self._states[index] if index in self._kept else self._states.pop(index)
+        del state
+        sources = [at for at in (*self._kept, *self._states) if at <= index]
+        if not sources:
+            raise DriftError(
+                f"The inverse of {self.stages[index].name} drifted, and the schedule "
+                "keeps no state to compute its input from. Keep one in the schedule, or use "
+                'drift="raise".'
+            )
+        start = max(sources)
+        self._check_alone(start, index)
+        self._advance_from(start, index, drift.keep_from_now_on(index))
+        drift.mark_exact(index)
+        state = self._state_at(index)
+        region = self._region(index)
+        output = region.fill(state) if is_taped else ()
+        if not drift.is_exact(index, state) or not drift.is_exact(index + 1, output):
+            raise mismatch(region.surroundings, "what it is given, or returns, is another tensor")
+        return state
+
+    def _check_alone(self, start: int, stop: int) -> None:
+        """Raise if a stage is sharded: other ranks may see no drift, and would not run it again."""
+        for stage in self.stages[start:stop]:
+            if any(hasattr(part, "unshard") for one in stage.modules for part in one.modules()):
+                raise DriftError(
+                    f"The inverse of {self.stages[stop].name} drifted, and its input cannot be "
+                    f"computed again: {stage.name} is sharded, so that all ranks must run it "
+                    'together. Bound the scale of the layers, or use memory="sqrt".'
+                )
+
+    def _state_at(self, index: int) -> State:
+        if self._at != index:
+            raise ScheduleError(f"The schedule needs state {index} where it has state {self._at}.")
+        return self._state
+
+    def _take(self, index: int) -> State:
+        state = self._state_at(index)
+        self._at, self._state = -1, ()
+        return state
+
+    def _region(self, index: int) -> Region:
+        region = self._regions[index]
+        if region is None:
+            raise ScheduleError(
+                f"The schedule runs {self.stages[index].name} again, but taped it in the "
+                "sweep and keeps no state after it. Add a Keep of that state to the sweep."
+            )
+        return region
+
+
+def changes_kept_input(stage: Stage) -> ReplayError:
+    """Return the error of a stage that changes an input which the schedule keeps."""
+    return ReplayError(
+        f"{stage.name} changes its input in place, but the schedule keeps that input. "
+        "Let it change a clone (for an activation, set inplace=False)."
+    )
+
+
+_EXECUTES: dict[type, Callable[[Run, Any, int], None]] = {
+    Advance: Run._advance_over,
+    Drop: Run._drop,
+    Invert: Run._invert,
+    Keep: Run._keep,
+    Load: Run._load_kept,
+    Offload: Run._offload,
+    Reverse: Run._reverse,
+    Tape: Run._tape,
+}
