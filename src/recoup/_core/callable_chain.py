@@ -15,7 +15,7 @@ from recoup._core.module_marks import are_in_place, mark_of, marks_of
 from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.region import State
 from recoup._core.saved_tensors import storage_address
-from recoup.errors import NotInvertibleError, ReplayError, ScheduleError
+from recoup.errors import NotInvertibleError, ReplayError
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
 
@@ -82,20 +82,13 @@ def run_through(
         compares: whether what later runs make is compared with the first.
     """
     names, fns = list(callables), list(callables.values())
-    if executor.groups and executor.groups[-1].stop != len(fns):
-        raise ScheduleError(
-            f"The schedule is for {executor.groups[-1].stop} stages and the chain has {len(fns)}. "
-            f"Make a schedule for {len(fns)} stages."
-        )
     parts = list(zip(fns, are_in_place(fns), marks_of(fns, "returns_log_det"), strict=True))
     state, tree = flatten(value)
     trees = [tree] * (len(executor.groups) + 1)
-    stages = [
-        _Segment(
-            place, names[group.start : group.stop], parts[group.start : group.stop], trees, compares
-        )
-        for place, group in enumerate(executor.groups)
-    ]
+    stages: list[_Segment] = []
+    for group in executor.groups:
+        within = slice(group.start, group.stop)
+        stages.append(_Segment(len(stages), names[within], parts[within], trees, compares))
     state, _ = executor.execute(stages, state)
     return trees[-1].unflatten(state)
 

@@ -67,7 +67,7 @@ def parts_of(fn: Any, others: Iterable[Any] = ()) -> tuple[object, list[nn.Modul
                 modules[each] = None
             elif isinstance(each, (FunctionType, MethodType, functools.partial)):
                 codes.append(_code_of(each))
-    return joint_code([code, *codes]), list(modules)
+    return joint_code([code, *codes]) if codes else code, list(modules)
 
 
 def _code_of(fn: Any) -> object:

@@ -81,6 +81,7 @@ class Run:
         "_state",
         "_states",
         "_storages",
+        "_taped",
         "_traffic",
         "lock",
         "outputs",
@@ -105,6 +106,7 @@ class Run:
         self._at, self._state = -1, ()
         self._states: dict[int, State] = {}
         self._away: dict[int, list[Away | Kept]] = {}
+        self._taped: list[Region] = []  # whose inputs are held until autograd has reversed them
 
     # -- forward ---------------------------------------------------------------------------
 
@@ -137,12 +139,20 @@ class Run:
                 self._keep_input(index, state)
         if stage.is_in_place and not self._storages.isdisjoint(map(storage_address, state)):
             state = tuple([value.clone() for value in state])
-        if not is_taped:
-            return self._record(index, state)
-        if not is_run_again:
+        if is_taped and not is_run_again:
             return stage.forward(state)
-        region = self._regions[index] = Region(stage, state, index)
-        return region.tape(state)
+        is_inverted = index in schedule.inverted and not is_taped
+        region = InvertedRegion(stage, state, index) if is_inverted else Region(stage, state, index)
+        self._regions[index] = region
+        if is_taped:
+            return region.tape(state)
+        result = region.record(state, self)
+        if is_inverted and self._drift is not None and not region.changes_input:
+            is_always = getattr(stage, "is_one_call", False)
+            self._drift.sketch_input(index, state, result[0], is_always=is_always)
+        if region.changes_input and index in self._kept and not stage.is_in_place:
+            raise changes_kept_input(stage)
+        return result
 
     def end(self, state: State) -> None:
         """End the forward; `state` is the output of the last stage."""
@@ -159,9 +169,6 @@ class Run:
             regions = enumerate(self._regions)
             wanted = (at for at, each in regions if each is not None and each.are_wanted)
             self._drift.end_forward(next(wanted, num_stages))
-        for kept in self._kept.values():
-            for value in kept:
-                value.check("before forward had ended")
 
     def _keep_input(self, index: int, state: State) -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
@@ -184,19 +191,6 @@ class Run:
             traffic = self._traffic[to] = Traffic(tier_for(to))
         return [traffic.send(value, name) or Kept(value, name, None) for value in state]
 
-    def _record(self, index: int, state: State) -> tuple[State, Any]:
-        stage = self.stages[index]
-        is_inverted = index in self._schedule.inverted
-        kind = InvertedRegion if is_inverted else Region
-        region = self._regions[index] = kind(stage, state, index)
-        result = region.record(state, self)
-        if is_inverted and self._drift is not None and not region.changes_input:
-            is_always = getattr(stage, "is_one_call", False)
-            self._drift.sketch_input(index, state, result[0], is_always=is_always)
-        if region.changes_input and index in self._kept and not stage.is_in_place:
-            raise changes_kept_input(stage)
-        return result
-
     # -- backward --------------------------------------------------------------------------
 
     @property
@@ -214,32 +208,35 @@ class Run:
                 return
             target = schedule.tape_at[index]
             if target < self._position:  # See Rule 5
-                inputs = self._region(index).inputs_again()
+                region = self._region(index)
+                inputs = region.inputs_again()
                 if inputs is not None:
-                    self._fill(index, inputs)
+                    self._fill(index, inputs, region)
                     return
                 self._restart()
             if self._drift is not None and self._position == schedule.sweep_end:
                 self._drift.begin_backward()
-            self._execute(target + 1, index)
+            for region in self._taped:  # autograd has reversed their stages
+                region.inputs = None
+            self._taped = []
+            while self._position <= target:
+                action = schedule.actions[self._position]
+                self._position += 1
+                # By type, since a match statement would try one pattern after the other.
+                execute = _EXECUTES.get(type(action))
+                if is_short:
+                    action = self._within(action)
+                if execute is not None and action is not None:
+                    execute(self, action, index)
         except BaseException:
             self._forget()
             raise
 
-    def _execute(self, stop: int, demanded: int) -> None:
-        """Execute the actions before number `stop`, for the residuals of stage `demanded`."""
-        actions, is_short = self._schedule.actions, len(self.stages) < self._schedule.num_stages
-        while self._position < stop:
-            action = actions[self._position]
-            self._position += 1
-            within = self._within(action) if is_short else action
-            if within is not None:
-                # By type, since a match statement would try one pattern after the other.
-                _EXECUTES[type(action)](self, within, demanded)
-
     def _within(self, action: Action) -> Action | None:
         """Return the part of an action that is on stages which were entered (See Rule 8)."""
         num_stages = len(self.stages)
+        if isinstance(action, Reverse):
+            return None
         if isinstance(action, Advance):
             stop = min(action.stop, num_stages - 1)
             return replace(action, stop=stop) if action.start < stop else None
@@ -254,14 +251,14 @@ class Run:
                 "it keeps no first state. Make a schedule for the stages that are called."
             )
         self._advance_from(max(at for at in self._kept if at <= index), index)
-        state = self._state_at(index)
+        region, state = self._region_at(index)
         self._forget()
         self._position = self._schedule.sweep_end
-        self._fill(index, state)
+        self._fill(index, state, region)
 
     def _advance_from(self, start: int, stop: int, spacing: int = 0) -> None:
         """Make the state at `stop` from that at `start`; keep every one of `spacing` before it."""
-        self._load(start)
+        self._load(Load(start), stop)
         for at in range(start, stop):
             if spacing and (stop - at) % spacing == 0 and at not in self._states:
                 self._states[at] = self._state_at(at)
@@ -273,18 +270,18 @@ class Run:
         self._at, self._state = -1, ()
         self._states.clear()
         self._away.clear()
-        for region in self._regions:
-            if region is not None:
-                region.inputs = None
+        for region in self._taped:
+            region.inputs = None
 
     def _restart(self) -> None:
         """Restore the states that the sweep kept and backward has dropped (See Rule 5)."""
         self._forget()
         schedule = self._schedule
         if schedule.restarts:  # others drop nothing that the sweep kept
-            self._load(0)
-            self._position = 0
-            self._execute(schedule.last_keep + 1, -1)
+            self._load(Load(0), -1)
+            for action in map(self._within, schedule.actions[: schedule.last_keep + 1]):
+                if action is not None:
+                    _EXECUTES[type(action)](self, action, -1)
         self._position = schedule.sweep_end
 
     # -- actions, each demanded by a stage whose residuals are needed ------------------------
@@ -305,16 +302,10 @@ class Run:
         if index > demanded:
             self._advance(index)  # See Rule 6
             return
-        state = self._state_at(index)
-        region = self._region(index)
+        region, state = self._region_at(index)
         region.inputs, region.input_versions = state, versions_of(state)
-        self._at, self._state = index + 1, self._fill(index, state)
-
-    def _reverse(self, action: Reverse, demanded: int) -> None:
-        # Autograd reverses the stage; its slots are empty by now.
-        region = self._regions[action.index]
-        if region is not None:
-            region.inputs = None
+        self._taped.append(region)
+        self._at, self._state = index + 1, self._fill(index, state, region)
 
     def _drop(self, action: Drop, demanded: int) -> None:
         index = action.index
@@ -324,9 +315,6 @@ class Run:
         # caller's; or all that the sweep has kept, if the first state is not kept.
         if self._schedule.restarts and index not in (0, self._schedule.num_stages):
             self._kept.pop(index, None)
-
-    def _load_kept(self, action: Load, demanded: int) -> None:
-        self._load(action.index)
 
     def _invert(self, action: Invert, demanded: int) -> None:
         index = action.index
@@ -341,14 +329,15 @@ class Run:
         self._at, self._state = index, state
         if is_taped:
             region.inputs, region.input_versions = state, versions_of(state)
+            self._taped.append(region)
 
     # -- what actions do -------------------------------------------------------------------
 
-    def _fill(self, index: int, state: State) -> State:
+    def _fill(self, index: int, state: State, region: Region) -> State:
         is_last = index + 1 == len(self.stages)
         is_wanted = is_last and any(ref() is not None for _, ref in self.outputs)
         needs_output = is_wanted or index in self._schedule.tapes_that_go_on
-        output = self._region(index).fill(state, needs_output=needs_output)
+        output = region.fill(state, needs_output=needs_output)
         if not is_last:
             return output
         for place, ref in self.outputs:
@@ -358,10 +347,11 @@ class Run:
         return ()  # nothing is run from the last state
 
     def _advance(self, index: int) -> None:
-        state = self._region(index).advance(self._state_at(index))
-        self._at, self._state = index + 1, state
+        region, state = self._region_at(index)
+        self._at, self._state = index + 1, region.advance(state)
 
-    def _load(self, index: int) -> None:
+    def _load(self, action: Load, demanded: int) -> None:
+        index = action.index
         state = self._states.get(index)
         away = self._away.get(index)
         if state is None and away is not None:
@@ -399,8 +389,7 @@ class Run:
         self._check_alone(start, index)
         self._advance_from(start, index, drift.keep_from_now_on(index))
         drift.mark_exact(index)
-        state = self._state_at(index)
-        region = self._region(index)
+        region, state = self._region_at(index)
         output = region.fill(state) if is_taped else ()
         if not drift.is_exact(index, state) or not drift.is_exact(index + 1, output):
             raise mismatch(region.surroundings, "what it is given, or returns, is another tensor")
@@ -420,6 +409,13 @@ class Run:
         if self._at != index:
             raise ScheduleError(f"The schedule needs state {index} where it has state {self._at}.")
         return self._state
+
+    def _region_at(self, index: int) -> tuple[Region, State]:
+        """Return the region of a stage, and the working state, which must be its input."""
+        region = self._regions[index]
+        if region is None or self._at != index:  # one of these raises
+            return self._region(index), self._state_at(index)
+        return region, self._state
 
     def _take(self, index: int) -> State:
         state = self._state_at(index)
@@ -449,8 +445,7 @@ _EXECUTES: dict[type, Callable[[Run, Any, int], None]] = {
     Drop: Run._drop,
     Invert: Run._invert,
     Keep: Run._keep,
-    Load: Run._load_kept,
+    Load: Run._load,
     Offload: Run._offload,
-    Reverse: Run._reverse,
     Tape: Run._tape,
 }

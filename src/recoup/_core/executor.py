@@ -25,7 +25,7 @@ from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.region import Stage, State
 from recoup._core.saved_tensors import check_hooks_work, storage_address
-from recoup._core.shared_evaluation import is_answered
+from recoup._core.shared_evaluation import answers
 from recoup.errors import ScheduleError
 from recoup.schedules import Invert, Schedule
 from recoup.schedules.grouping import groups_of, on_groups
@@ -82,7 +82,7 @@ class Executor:
                 f"{len(stages)}. Make a schedule for {len(stages)} stages."
             )
         check_hooks_work()
-        if is_answered():
+        if answers.answer is not None:
             return _run_plainly(stages, state)  # the region around it owns every residual
         sweep = uncompiled(_sweep) if is_watched() else _sweep
         return sweep(Run(self.prepared, self.guard), stages, state)
@@ -90,7 +90,7 @@ class Executor:
     def execute_to_values(self, stages: Sequence[Stage], state: State) -> Result:
         """Run the chain forward as `execute` does, without keeping the last state either."""
         check_hooks_work()
-        if is_answered():
+        if answers.answer is not None:
             return _run_plainly(stages, state)
         sweep = uncompiled(_sweep_to_values) if is_watched() else _sweep_to_values
         return sweep(Run(self.prepared, self.guard), stages, state)

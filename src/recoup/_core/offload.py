@@ -70,10 +70,6 @@ class Away:
         whole = found.numel() // self._dtype.itemsize * self._dtype.itemsize
         return found[:whole].view(self._dtype).as_strided(*self._geometry)
 
-    def check(self, when: str) -> None:
-        """Raise if the tensor was changed in place before it had left."""
-        self._parcel.check(when)
-
 
 class _Parcel:
     """A storage that is away, or on its way (See Rule 1)."""
@@ -105,17 +101,17 @@ class _Parcel:
 
     def here(self) -> Tensor | None:
         """Return the bytes if a tensor that is alive has them."""
-        self.check("between forward and backward")
+        self.check()
         storage = self._storage()
         if storage is None or self.is_changed or storage.nbytes() != self.num_bytes:
             return None
         return _in_counter_of(self._witness, flat(storage))
 
-    def check(self, when: str) -> None:
+    def check(self) -> None:
         """Raise if the tensor was changed in place before it had left."""
         if self.held is not None and self.is_changed:
             raise ChangedError(
-                f"{self.name} was changed in place {when}, before its copy had been made, so "
+                f"{self.name} was changed in place before its copy had been made, so "
                 "backward would see other values than forward did. Run backward before changing "
                 "it, or change a clone."
             )

@@ -125,7 +125,7 @@ class Frontier:
     def ended(self) -> Outcome:
         """Return what later runs must make again, when the run has ended."""
         for residuals in self.waiting.values():
-            self.sketch(residuals)
+            self.outcome.update(outcome_of(residuals, self.inputs))
         return self.outcome
 
 

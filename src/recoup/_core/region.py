@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from operator import attrgetter
 from typing import Any, Protocol, Self
 
 import torch
@@ -48,6 +49,7 @@ from recoup._core.saved_tensors import (
     Pair,
     as_leaves,
     backward_id,
+    changed_in_place,
     detached,
     grad_mode,
     num_nodes,
@@ -146,14 +148,14 @@ class Slot:
         "version",
     )
 
-    def __init__(self, residuals: Residuals, owner: Owner, tensor: Tensor) -> None:
-        self._residuals = residuals
-        self._owner = owner
-        self._task = -1  # the backward that took the value last
-        self.version = 0
-        self.value: Tensor | None = None
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
+    # `Recording` sets these: a call of `__init__` for each saved tensor would cost too much.
+    _residuals: Residuals
+    _owner: Owner
+    _task: int  # the backward that took the value last
+    version: int
+    value: Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
 
     @never_compiled
     def get(self) -> Tensor:
@@ -178,6 +180,31 @@ class Slot:
                 "operator that is not in place (for an activation, inplace=False)."
             )
         return value
+
+
+_new_slot: Callable[[type[Slot]], Slot] = object.__new__
+_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class _KeptParameter:
+    """A parameter, or a view of one, that a region has saved."""
+
+    __slots__ = ("surroundings", "tensor", "version")
+
+    surroundings: Surroundings
+    tensor: Tensor
+    version: int
+
+    @never_compiled
+    def get(self) -> Tensor:
+        """Return the tensor; raise if it was changed in place since it was saved."""
+        if self.tensor._version != self.version:
+            name = f"A parameter that {self.surroundings.name} uses"
+            raise changed_in_place(name)
+        return self.tensor
+
+
+_new_kept: Callable[[type[_KeptParameter]], _KeptParameter] = object.__new__
 
 
 class Residuals:
@@ -265,18 +292,21 @@ class Region(Residuals):
         stage = self.stage
         kept = getattr(stage, "kept_nodes", ())
         recording = Recording(self, owner, state, kept, follows=stage.compares)
-        with self.surroundings.first(), recording:
-            versions = versions_of(state)
+        surroundings = self.surroundings
+        try:
+            versions = list(map(_version, state))
+        except RuntimeError:  # inference tensors have none, and are not saved either
+            versions = []
+        with surroundings.first(), recording:
             try:
                 result = stage.forward(state)
             except RuntimeError as error:
                 self._explain(error)
                 raise
-            self.changes_input = versions_of(state) != versions
+            self.changes_input = bool(versions) and list(map(_version, state)) != versions
             if stage.compares:
                 self.outcome = recording.ended()
-        surroundings = self.surroundings
-        if stage.modules or surroundings.has_foreign:
+        if surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()
         return result
 
@@ -400,14 +430,23 @@ class Recording(Frontier):
         self.waiting, self.inputs, self.outcome = {}, (), {}  # the hooks live as long as the graph
 
     @never_compiled
-    def _packed(self, tensor: Tensor) -> Slot | Kept:
+    def _packed(self, tensor: Tensor) -> Slot | Kept | _KeptParameter:
         residuals = self._residuals
         base = tensor._base
         if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
             base is not None and isinstance(base, nn.Parameter)
         ):
-            return Kept(tensor, f"A parameter that {residuals.surroundings.name} uses", self.pair)
-        slot = Slot(residuals, self._owner, tensor)
+            if self.pair is not None:
+                name = f"A parameter that {residuals.surroundings.name} uses"
+                return Kept(tensor, name, self.pair)
+            kept = _new_kept(_KeptParameter)
+            kept.tensor, kept.version = tensor, tensor._version
+            kept.surroundings = residuals.surroundings
+            return kept
+        slot = _new_slot(Slot)
+        slot._residuals, slot._owner, slot._task = residuals, self._owner, -1
+        slot.value, slot.version = None, 0
+        slot.shape, slot.dtype = tensor.shape, tensor.dtype
         if self._follows:
             waiting, node, number = self.waiting, tensor.grad_fn, num_nodes() - 1
             if node is not None and waiting:
@@ -480,16 +519,22 @@ class Filling:
             pop_pair()
         else:
             pop_down_to(self._beneath)
-        is_filled = isinstance(value, Filled) and value.residuals is self._residuals
+        residuals, made, self._made = self._residuals, self._made, []  # their graph holds the hooks
+        is_filled = isinstance(value, Filled) and value.residuals is residuals
+        is_good = False
         try:
-            if kind is None or is_filled:
-                self._compare(is_whole=kind is None and not self._stops)
-        except BaseException:
-            self._residuals.forget()
-            raise
-        if kind is not None and not is_filled:
-            self._residuals.forget()
-            self._made, self._inputs = [], ()  # whose graph holds the hooks
+            if (kind is None or is_filled) and residuals.outcome is not None:
+                surroundings = residuals.surroundings
+                if kind is None and not self._stops and self._num_saves != len(residuals.slots):
+                    raise self._another_number()
+                compare(residuals.outcome, made, self._inputs, surroundings)
+                if surroundings.has_foreign and not surroundings.has_drawn_all:
+                    raise mismatch(surroundings, _DRAWN_ELSEWHERE)
+            is_good = kind is None or is_filled
+        finally:
+            if not is_good:
+                residuals.forget()
+                self._inputs = ()
         return is_filled
 
     def put(self, values: State) -> None:
@@ -531,25 +576,17 @@ class Filling:
             f"{slot.dtype} of shape {tuple(slot.shape)}",
         )
 
-    def _compare(self, *, is_whole: bool) -> None:
-        """Raise if the run was not the same as the first (See Rule 6)."""
-        residuals, made = self._residuals, self._made
-        self._made = []
-        outcome, surroundings = residuals.outcome, residuals.surroundings
-        if outcome is None:
-            return
-        if is_whole and self._num_saves != len(residuals.slots):
-            num_first = len(residuals.slots)
-            what = f"it saved {self._num_saves} values where the first run saved {num_first}"
-            raise mismatch(surroundings, what)
-        compare(outcome, made, self._inputs, surroundings)
-        if surroundings.has_foreign and not surroundings.has_drawn_all:
-            raise mismatch(
-                surroundings,
-                "it left torch's default generator elsewhere than the first run. Another thread "
-                "draws from it meanwhile, and either's numbers would be wrong: give that thread a "
-                "torch.Generator of its own, or let this one wait",
-            )
+    def _another_number(self) -> Exception:
+        num_first = len(self._residuals.slots)
+        what = f"it saved {self._num_saves} values where the first run saved {num_first}"
+        return mismatch(self._residuals.surroundings, what)
+
+
+_DRAWN_ELSEWHERE = (
+    "it left torch's default generator elsewhere than the first run. Another thread draws from it "
+    "meanwhile, and either's numbers would be wrong: give that thread a torch.Generator of its "
+    "own, or let this one wait"
+)
 
 
 def _is_settled(tensor: Tensor) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "Pair",
     "as_leaves",
     "backward_id",
+    "changed_in_place",
     "check_hooks_work",
     "detached",
     "frame_in_force",
@@ -316,14 +317,13 @@ class Kept:
             return self._unpack(self._packed)
         packed = self._packed
         if not packed.is_inference() and packed._version != self._version:
-            self.check("between forward and backward")
+            raise changed_in_place(self._name)  # See Rule 2
         return packed
 
-    def check(self, when: str) -> None:
-        """Raise if the tensor was changed in place since it was kept (See Rule 2)."""
-        if self._unpack is None and version_of(self._packed) != self._version:
-            raise ChangedError(
-                f"{self._name} was changed in place {when} (version {self._version} when it was "
-                f"used, {version_of(self._packed)} now), so backward would see other values than "
-                "forward did. Run backward before changing it, or change a clone."
-            )
+
+def changed_in_place(name: str) -> ChangedError:
+    """Return the error for a kept tensor that was changed in place."""
+    return ChangedError(
+        f"{name} was changed in place between forward and backward, so backward would see other "
+        "values than forward did. Run backward before changing it, or change a clone."
+    )

@@ -87,7 +87,7 @@ class Surroundings(Draws):
         self._replaced: list[Place] = []  # buffers that the first run assigned anew
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
-        self._buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self._parameters: list[Tensor] = []
         self._versions: list[int] = []
         self._hooks: list[object] = []
@@ -130,7 +130,7 @@ class Surroundings(Draws):
         self._modules, self._modes = modules, list(map(_training, modules))
         self._parameters, self._versions = parameters, versions_of(parameters)
         self._hooks = hooks
-        self._buffers, self._buffer_versions = buffers, versions_of(buffers) if buffers else []
+        self.buffers, self._buffer_versions = buffers, versions_of(buffers) if buffers else []
 
     # -- the first run ---------------------------------------------------------------------
 
@@ -161,15 +161,10 @@ class Surroundings(Draws):
             # It has begun to draw, or another thread has drawn: the next run shows which.
             self._is_unsure = True
             self.look_again()
-        self._versions = versions_of(self._parameters)
-        if (
-            not self._modules
-            or not self._buffers
-            or versions_of(self._buffers) == self._buffer_versions
-        ):
+        if not self.buffers or versions_of(self.buffers) == self._buffer_versions:
             return
         counted = {id(buffer) for buffer, _ in self._counted}
-        before = dict(zip(map(id, self._buffers), self._buffer_versions, strict=True))
+        before = dict(zip(map(id, self.buffers), self._buffer_versions, strict=True))
         for module in self._modules:  # one that has begun to count since it was looked at
             own = [each for each in module._buffers.values() if each is not None]
             changed = [each for each in own if version_of(each) != before.get(id(each))]

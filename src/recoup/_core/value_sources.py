@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,12 +30,7 @@ from recoup.errors import ChangedError, ReplayError
 __all__ = ["HasTensor", "Source"]
 
 
-class HasTensor(Packed, Protocol):
-    """An object that gives a tensor back in backward: a slot, or the kept tensor."""
-
-    def check(self, when: str) -> None:
-        """Raise if it was changed in place."""
-        ...
+HasTensor = Packed
 
 
 class Source:
@@ -94,7 +89,7 @@ class Source:
             return False
         return not (self._is_exposed or tensor.is_conj() or tensor.is_neg())
 
-    def slot(self, tensor: Tensor, cast: Cast | None = None) -> HasTensor:
+    def slot(self, tensor: Tensor, cast: Cast | None = None) -> Packed:
         """Return what autograd saves in place of `tensor`, a view or a cast of the value."""
         slot = _Slot(self, tensor, cast)
         self._slots.append(weakref.ref(slot))
@@ -105,7 +100,7 @@ class Source:
     def get(self, slot: _Slot) -> Tensor:
         """Return the value for a slot, and make it if it was not made yet."""
         with self._lock:
-            self.check("after an operator had saved it")
+            self._check()
             if self._made is None:
                 self.make()
             made = self._made
@@ -119,12 +114,12 @@ class Source:
                 self._forget()
             return made
 
-    def check(self, when: str) -> None:
+    def _check(self) -> None:
         """Raise if the value was changed in place since it was watched (See Rule 1)."""
         if self._witness is not None and version_of(self._witness) != self._version:
             raise ChangedError(
-                f"{self.name} is recomputed in backward, but was changed in place {when}. Change "
-                "a clone instead."
+                f"{self.name} is recomputed in backward, but was changed in place after an "
+                "operator had saved it. Change a clone instead."
             )
 
     def _forget(self) -> None:
@@ -142,9 +137,6 @@ class _Slot:
         self._source = source
         self._cast = cast
         self._geometry = geometry_of(tensor)
-
-    def check(self, when: str) -> None:
-        self._source.check(when)
 
     @never_compiled
     def get(self) -> Tensor:

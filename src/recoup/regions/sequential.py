@@ -100,7 +100,7 @@ class Sequential(HasMemoryMode, nn.Sequential):
 
     def _check_memory(self, memory: Memory) -> None:
         if len(self) and not is_bytes(memory):
-            schedule_for(memory, len(self), self._ways(memory))
+            schedule_for(memory, len(self), self._ways() if memory == "constant" else None)
 
     def forward(self, input: Any) -> Any:
         """Call the modules in order."""
@@ -113,7 +113,8 @@ class Sequential(HasMemoryMode, nn.Sequential):
         if self._budget.is_bound:
             return self._budget.run(self, self._forward_plainly, (input,), self, self._drift)
         links = self._links()
-        executor = self._ready_executor(links, self._ways(self._memory))
+        ways = self._ways() if self._memory == "constant" else None
+        executor = self._ready_executor(links, ways)
         return run_through(executor, links, input, compares=self.compare)
 
     def _forward_plainly(self, input: Any) -> Any:
@@ -131,10 +132,10 @@ class Sequential(HasMemoryMode, nn.Sequential):
         return _through(modules[start:], input)
 
     def _links(self) -> dict[str, Any]:
-        return {
-            f"module `{name}` ({type(module).__name__})": module
-            for name, module in self._modules.items()
-        }
+        links: dict[str, Any] = {}
+        for name, module in self._modules.items():
+            links[f"module `{name}` ({type(module).__name__})"] = module
+        return links
 
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
@@ -144,8 +145,8 @@ class Sequential(HasMemoryMode, nn.Sequential):
             found.memory = self._memory_of_other_lengths
         return found
 
-    def _ways(self, memory: Memory) -> tuple[Way, ...] | None:
-        return ways_of(self._links(), self.otherwise) if memory == "constant" else None
+    def _ways(self) -> tuple[Way, ...]:
+        return ways_of(self._links(), self.otherwise)
 
     def __add__(self, other: Any) -> Sequential:
         return self._of([*self, *other])
