@@ -1,14 +1,10 @@
 """`recoup.plan(compile=True)` beside the compiler's own budgets and other ways to save bytes."""
 
 import argparse
-import operator
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 import torch
-from couplings import peak_and_held
 from plan_models import COMPILED, Case
 from plan_rivals import RIVALS, NotForThisError, compiled, compiled_blocks
 from plans import Contestant, gains, timed
@@ -16,7 +12,6 @@ from torch import Tensor
 
 import recoup
 from recoup.errors import BudgetError
-from recoup.flows import Glow
 from recoup.planning.frontier import Frontier
 from recoup.planning.plan import Plan
 
@@ -139,69 +134,8 @@ def tables(
     return {"compiled": rows, "gains": gains(rows), "budgets": budgets}
 
 
-# -- chains ----------------------------------------------------------------------------------------
-
-
-def flow_rows(device: str, rounds: int = 30) -> list[dict]:
-    """Measure a step of the demo's Glow, compiled and not, linear and constant, at two depths."""
-    x = torch.randint(17, (64, 1, 8, 8), dtype=torch.uint8, device=device)
-    found = []
-    for num_steps in (4, 16):
-        steps: dict[str, Callable[[], None]] = {}
-        for name in ("linear", "constant", "linear, compiled", "constant, compiled"):
-            torch.manual_seed(0)
-            memory = name.partition(",")[0]
-            flow = Glow((1, 8, 8), levels=17, num_steps=num_steps, width=64, memory=memory)
-            flow.to(device)
-            if "compiled" in name:
-                flow.compile()
-            steps[name] = partial(_flow_step, flow, x)
-        peaks = {name: _peak_after_two(step, device) for name, step in steps.items()}
-        turns: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(rounds):
-            for name, step in steps.items():
-                turns[name].append(_seconds(step, device))
-        found += [
-            {
-                "num_steps": num_steps,
-                "name": name,
-                "peak_bytes": peaks[name],
-                "seconds": min(taken),
-                "over_linear": _ratio(taken, turns["linear"]),
-                "over_linear_compiled": _ratio(taken, turns["linear, compiled"]),
-            }
-            for name, taken in turns.items()
-        ]
-    return found
-
-
-def _flow_step(flow: Glow, x: Tensor) -> None:
-    flow.zero_grad(set_to_none=False)  # gradients grow with the depth, whatever is kept
-    flow.bits_per_dim(x).mean().backward()
-
-
-def _peak_after_two(step: Callable[[], None], device: str) -> int:
-    step()
-    step()
-    return peak_and_held(step, device)[0]
-
-
-def _seconds(step: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def _ratio(taken: list[float], reference: list[float]) -> float:
-    return statistics.median(map(operator.truediv, taken, reference))
-
-
 def suite(device: str, models: Sequence[str] | None = None) -> Iterator[tuple[str, list[dict]]]:
-    """Yield the tables, again with each model; those of some models have no flows."""
-    if models is None:
-        yield "flows", flow_rows(device)
+    """Yield the tables, again with each model."""
     found: dict[str, list[dict]] = {}
     for model in models or COMPILED:
         for name, rows in tables(model, COMPILED[model], device).items():
@@ -211,13 +145,9 @@ def suite(device: str, models: Sequence[str] | None = None) -> Iterator[tuple[st
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=["flows", *COMPILED], help="flows, or models")
+    parser.add_argument("names", nargs="*", default=[*COMPILED], help="models")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     for each in arguments.names:
-        if each == "flows":
-            shown = flow_rows("cpu")
-        else:
-            shown = tables(each, COMPILED[each], "cpu", arguments.rounds)["gains"]
-        for row in shown:
+        for row in tables(each, COMPILED[each], "cpu", arguments.rounds)["gains"]:
             print(row)

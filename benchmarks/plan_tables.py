@@ -121,21 +121,13 @@ def compiled_table(found: dict) -> str:
         f"forward (hollow marks). Ours are at most {max(_own_errors(found)):.0e}. "
         f"Least peak, beside the least of the others: {least}."
     )
-    flows = [
-        "| a step of the demo's Glow | peak MiB | time over linear | over linear compiled |",
-        "|---|---|---|---|",
-    ]
-    for row in found["flows"]:
-        over = f"{row['over_linear']:.2f} | {row['over_linear_compiled']:.2f}"
-        name = f"{row['num_steps']} steps, {row['name']}"
-        flows.append(f"| {name} | {mib(row['peak_bytes'], 2)} | {over} |")
     conditions = (
         "<sub>Forward, loss and backward; peaks by the allocator's events; the fastest of 5 rounds "
-        "in turn (of the Glow the median ratio of 30), "
+        "in turn, "
         f"{_conditions(found, 'compiled', ('transformers',))}</sub>"
     )
     figure = "![Time of a step against its peak, compiled](images/compiled.png)"
-    return "\n".join([figure, "", sentence, "", *lines, "", *flows, "", conditions])
+    return "\n".join([figure, "", sentence, "", *lines, "", conditions])
 
 
 def _own_errors(found: dict) -> list[float]:

@@ -87,7 +87,7 @@ def test_a_first_step_under_ddp_leaves_the_ranks_alike(found):
     assert first == second
 
 
-@pytest.mark.exhaustive  # test_compile_chains.py has its like
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("memory", ["linear", "constant"])

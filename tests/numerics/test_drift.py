@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup._core.drift_comparison import DriftComparison
 from recoup.errors import DriftError
-from recoup.flows import NICE, Glow
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -288,26 +286,6 @@ def test_what_is_printed():
     assert not guard.kept
 
 
-def test_a_calm_chain_is_looked_at_less_often_until_it_drifts():
-    chain = stiff(depth=32, scale=1.0)
-    sketched = []
-    for _ in range(2):
-        gradients(chain, data())
-        errors = list(chain.drift.errors.values())
-        assert len(errors) == 31
-        sketched.append(len(set(errors)))
-    assert sketched[0] > 25  # each its own
-    assert sketched[1] <= 8  # one in four
-    assert chain.drift._is_calm(31)
-    with torch.no_grad():
-        for p in chain.parameters():
-            p.mul_(4 * STIFF)
-    with pytest.warns(UserWarning, match="began to drift suddenly.*stages late"):
-        gradients(chain, data())
-    assert not chain.drift._is_calm(31)
-    assert error(chain, data()) < 1e-3
-
-
 def moved(x=1e6):
     """Two ActNorms that together do nothing, and lose in between what a float cannot hold."""
     layers = [ActNorm(4), ActNorm(4)]
@@ -337,47 +315,21 @@ def few(generator=1):
     return torch.randn(16, 4, generator=torch.Generator().manual_seed(generator))
 
 
-@pytest.mark.filterwarnings("ignore:Inverses began:UserWarning")
 @pytest.mark.parametrize("between", [[], [Same()]])
-def test_a_calm_chain_is_not_blind_at_its_bottom_nor_behind_what_passes(between):
+def test_a_drift_that_begins_suddenly_is_found_at_once(between):
     torch.manual_seed(0)
     first = moved(0.0)
     chain = Chain(*between, affine(), *first, *between, affine(), *moved(0.0), memory="constant")
     for _ in range(2):
         gradients(chain, few())
-    assert chain.drift._is_calm(len(chain) - 1)
+    assert not chain.drift.kept
     with torch.no_grad():
         first[0].bias.fill_(1e6)
         first[1].bias.fill_(-1e6)
-    gradients(chain, few())
     for _ in range(2):
         assert error(chain, few()) < 1e-3
 
 
-def test_no_stage_is_skipped_that_would_hide_what_a_compiled_one_passed_on():
-    guard = DriftGuard()
-    guard.errors = dict.fromkeys(range(8), 0.0)
-    comparison = DriftComparison(guard, range(8))
-    first, passed = torch.randn(4, 4), torch.randn(4, 4)
-    comparison.sketch_input(4, (first, passed), (first + 1, passed), is_always=True)
-    comparison.sketch_input(5, (first, passed), (first, passed + 1))
-    comparison.sketch_input(6, (first, passed), (first, passed + 1))
-    sketches = comparison._sketches
-    assert [each is None for each in sketches[4]] == [False, True]
-    assert [each is None for each in sketches[5]] == [False, False]
-    assert 6 not in sketches
-
-
-def test_a_guard_that_had_to_recompute_is_not_calm():
-    torch.manual_seed(0)
-    chain = Chain(*(m for _ in range(4) for m in (affine(), *moved())), memory="constant")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is found late
-        for _ in range(4):
-            assert error(chain, few()) < 1e-3
-
-
-@pytest.mark.filterwarnings("ignore:Inverses began:UserWarning")
 def test_one_inverse_that_is_not_finite_costs_one_state():
     torch.manual_seed(0)
 
@@ -398,37 +350,6 @@ def test_one_inverse_that_is_not_finite_costs_one_state():
     for _ in range(3):
         assert error(chain, few()) < 1e-3
     assert chain.drift.kept <= {10, 11}
-
-
-def test_every_late_find_is_said():
-    torch.manual_seed(0)
-    chain = stiff(depth=32, scale=1.0)
-    for _ in range(2):
-        with torch.no_grad():
-            for p in chain.parameters():
-                p.mul_(1 / (4 * STIFF))
-        chain.drift.reset()
-        for _ in range(2):
-            gradients(chain, data())
-        with torch.no_grad():
-            for p in chain.parameters():
-                p.mul_(4 * STIFF * 4 * STIFF)
-        with pytest.warns(UserWarning, match="began to drift suddenly"):
-            gradients(chain, data())
-        with torch.no_grad():
-            for p in chain.parameters():
-                p.mul_(1 / (4 * STIFF))
-
-
-@pytest.mark.parametrize("flow", [Glow, NICE])
-def test_flows_of_pictures_become_calm(flow):
-    torch.manual_seed(0)
-    model = flow((1, 8, 8), levels=17, width=4, memory="constant")
-    x = torch.randint(17, (4, 1, 8, 8)).float()
-    for _ in range(3):
-        model.bits_per_dim(x).mean().backward()
-    num_inverted = len(model.chain._executor[1].prepared.inverted)
-    assert model.drift._is_calm(num_inverted)
 
 
 def test_drift_of_sharded_stages_is_an_error():

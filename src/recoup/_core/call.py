@@ -177,7 +177,7 @@ class Call:
 
     # -- the stage interface, called by the executor ---------------------------------------
 
-    def forward(self, state: State) -> tuple[State, None]:
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
         """Run the call, for the first time or again."""
         if not self.has_run:
             return self._first(state), None

@@ -148,8 +148,7 @@ class Run:
             return region.tape(state)
         result = region.record(state, self)
         if is_inverted and self._drift is not None and not region.changes_input:
-            is_always = getattr(stage, "is_one_call", False)
-            self._drift.sketch_input(index, state, result[0], is_always=is_always)
+            self._drift.sketch_input(index, state, result[0])
         if region.changes_input and index in self._kept and not stage.is_in_place:
             raise changes_kept_input(stage)
         return result

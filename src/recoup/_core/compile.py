@@ -17,7 +17,6 @@ import torch
 
 __all__ = [
     "break_graph",
-    "callback_in_force",
     "is_compiled",
     "is_loaded",
     "is_traced",
@@ -95,13 +94,6 @@ def _mark(fn: Any, what_it_calls: str) -> None:
         actions = _frames._FrameAction
         strategy = _frames._FrameExecStrategy(actions.SKIP, getattr(actions, what_it_calls))
         _frames.set_code_exec_strategy(fn.__code__, strategy)
-
-
-@never_compiled
-def callback_in_force() -> Any:
-    """Return the callback of the compiler that looks at the frames of this thread, if any."""
-    callback = _frames.get_eval_frame_callback()
-    return None if callback is False else callback
 
 
 def uncompiled(fn: F, *, recursive: bool = True) -> F:

@@ -7,16 +7,9 @@ Rule 1. Forward keeps a sketch of the input of each inverted stage (NOTE [ A ske
         and the original.
 Rule 2. A state that was too far off and is computed again from a kept one must be that of forward,
         but for rounding. Else the code is another one by now, which is an error.
-Rule 3. A state is compared before autograd uses anything computed from it, or the gradient of one
-        stage would be wrong before the drift is found. Where the last backward was far within the
-        tolerance, only every fourth stage is compared, and the last of each run of inverses, since
-        nothing below it would show the error: a stage that was skipped counts with the error of
-        the next compared one below it, and a warning is given if that one is too far off. Compiled
-        stages are always compared: each stands for several modules.
+Rule 3. A state is compared before autograd uses anything computed from it.
 Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
-        that stage, but before the first stage that changes it, whose inverse returns it. If stages
-        are skipped, that one may be among them, so then the whole state is sketched. After a stage
-        that is always compared it is enough to skip no stage that such a tensor comes to.
+        that stage, but before the first stage that changes it, whose inverse returns it.
 """
 
 from __future__ import annotations
@@ -28,11 +21,10 @@ import torch
 from torch import Tensor
 
 from recoup._core.drift_guard import DriftGuard
+from recoup._core.region import State
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 
 __all__ = ["DriftComparison"]
-
-_EVERY = 4
 
 
 class DriftComparison:
@@ -45,14 +37,11 @@ class DriftComparison:
 
     __slots__ = (
         "_errors",
-        "_every",
         "_guard",
         "_inverted",
         "_least",
         "_not_inverted",
-        "_num_skipped",
         "_num_stages",
-        "_owes",
         "_sketches",
         "_sum",
         "_top",
@@ -63,37 +52,15 @@ class DriftComparison:
         self._inverted = inverted
         self._num_stages = len(inverted)
         self._not_inverted: tuple[int, ...] = ()
-        self._every = _EVERY if guard._is_calm(self._num_stages) else 1
-        self._num_skipped = 0
-        self._owes = False  # whether the last stage passed on tensors that were not sketched
         self._sketches: dict[int, tuple[Sketch | None, ...]] = {}
         self._errors: dict[int, float] = {}
         self._sum = 0.0
         self._least = 0.0  # the largest machine epsilon of the states
         self._top = 0
 
-    def sketch_input(
-        self,
-        index: int,
-        state: tuple[Tensor, ...],
-        output: tuple[Tensor, ...],
-        *,
-        is_always: bool = False,
-    ) -> None:
-        """Sketch the input of a stage that backward will invert (See Rule 4).
-
-        Args:
-            index: the stage.
-            state: its input.
-            output: its output.
-            is_always: whether it is compared wherever others are skipped.
-        """
-        is_compared = is_always or self._owes or not index % self._every
-        if not is_compared and index - 1 in self._inverted:
-            return
-        is_enough = is_always or self._every == 1
-        passed = {id(value) for value in output} if is_enough else set[int]()
-        self._owes = any(id(value) in passed for value in state)
+    def sketch_input(self, index: int, state: State, output: State) -> None:
+        """Sketch the input of a stage that backward will invert (See Rule 4)."""
+        passed = set(map(id, output))
         self._sketches[index] = tuple(
             [None if id(value) in passed else _sketch_of(value) for value in state]
         )
@@ -110,7 +77,6 @@ class DriftComparison:
         """Clear the errors for a new backward."""
         self._errors = dict.fromkeys(self._not_inverted, 0.0)
         self._sum = 0.0
-        self._num_skipped = 0
         self._guard.errors = self._errors
         self._guard._num_recomputed = 0
 
@@ -118,24 +84,15 @@ class DriftComparison:
         """Note that the working state at `index` is exact: kept or recomputed."""
         self._top = index
 
-    def is_within(self, index: int, state: tuple[Tensor, ...], name: str) -> bool:
+    def is_within(self, index: int, state: State, name: str) -> bool:
         """Whether a state that an inverse returned may be used; may raise or warn."""
-        if index not in self._sketches:
-            self._num_skipped += 1
-            self._errors[index] = 0.0
-            return True
-        error = self._error_of(index, state)
-        for at in range(index, index + self._num_skipped + 1):
-            self._errors[at] = error
-        skipped, self._num_skipped = self._num_skipped, 0
-        total = self._sum + (skipped + 1) * error
+        error = self._errors[index] = self._error_of(index, state)
+        total = self._sum + error
         allowed = self._guard._allowance(len(self._errors), self._num_stages, self._least)
         if total <= allowed or not self._guard._objects(total, name):
             self._sum = total
             return True
         self._guard._refuse(index, error, name)
-        if skipped:
-            self._guard._say_late(name)
         return False
 
     def keep_from_now_on(self, index: int) -> int:
@@ -152,7 +109,7 @@ class DriftComparison:
         self._guard._say_if_most_are_kept(self._num_stages)
         return spacing
 
-    def is_exact(self, index: int, state: tuple[Tensor, ...]) -> bool:
+    def is_exact(self, index: int, state: State) -> bool:
         """Whether a state that was computed again is that of forward (See Rule 2)."""
         pairs = zip(self._sketches.get(index, ()), state, strict=False)
         return all(
@@ -160,7 +117,7 @@ class DriftComparison:
             for sketch, value in pairs
         )
 
-    def _error_of(self, index: int, state: tuple[Tensor, ...]) -> float:
+    def _error_of(self, index: int, state: State) -> float:
         """Return the largest relative error of a tensor of `state` that was finite in forward."""
         worst = 0.0
         for sketch, value in zip(self._sketches.get(index, ()), state, strict=False):

@@ -34,7 +34,6 @@ __all__ = ["Drift", "DriftGuard"]
 Otherwise = Literal["recompute", "raise", "warn", "ignore"]
 
 _PER_ERROR = 5
-_CALM = 3  # times within the tolerance
 _ROUNDINGS = 8
 _AT_ONCE = 0.1
 # A state is kept where the errors are still smaller than allowed by this factor: weights change
@@ -188,13 +187,6 @@ class DriftGuard:
         self._warn(text)
         return False
 
-    def _is_calm(self, num_stages: int) -> bool:
-        """Whether the last backward through all stages was far within the tolerance."""
-        # A recomputed state has no error, but its stage is as stiff as before.
-        if len(self.errors) < num_stages or self._num_recomputed:
-            return False
-        return self.total_error * _CALM <= self.tolerance / _PER_ERROR
-
     def _refuse(self, index: int, error: float, name: str) -> None:
         """Record the error of a state that is computed again (See Rule 4)."""
         self.refused[index] = max(error, self.refused.get(index, 0.0))
@@ -219,15 +211,6 @@ class DriftGuard:
             "it (recoup.invertible.check_invertible tells). If the layers are stiff, bound their "
             'scales, or use memory="sqrt". The gradients are right, at the price of bytes and '
             "seconds.",
-            stacklevel=2,
-        )
-
-    def _say_late(self, name: str) -> None:
-        """Warn that drift was found late, after gradients of unchecked stages were made."""
-        warnings.warn(  # each time: these gradients are used
-            f"Inverses began to drift suddenly, and it was found at {name}, up to three stages "
-            "late: the gradients of this step may be off by more than the `tolerance` of "
-            f"{self.tolerance:g}. From the next step on every stage is looked at.",
             stacklevel=2,
         )
 

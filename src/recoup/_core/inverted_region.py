@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from recoup._core.memory_layout import in_order, strides_of
-from recoup._core.one_call import OneCallStage
 from recoup._core.region import Filling, Owner, Recording, Region, Residuals, Stage, State
 from recoup._core.saved_tensors import detached, grad_mode, versions_of
 from recoup._core.shared_evaluation import Evaluations
@@ -69,18 +68,7 @@ class InvertedRegion(Region):
             return super().fill(state, needs_output=needs_output, residuals=residuals)
         return self._filled(state, recall=False, needs_output=needs_output)
 
-    @property
-    def _one_call(self) -> OneCallStage | None:
-        stage: Any = self.stage
-        return stage if getattr(stage, "is_one_call", False) else None
-
     def _filled(self, state: State, *, recall: bool, needs_output: bool) -> State:
-        one_call = self._one_call
-        if one_call is not None:
-            with self.surroundings.restored(), grad_mode(False):
-                one_call.differentiate(state[: one_call.num_inputs])
-            self._put(state[: one_call.num_inputs])
-            return ()
         inputs = self._inputs(state)
         output: State = ()
         answering = self._evaluations.answering(recall)
@@ -92,13 +80,7 @@ class InvertedRegion(Region):
 
     def invert(self, after: State, *, is_taped: bool) -> State:
         """Return the input for an output, and fill slots if `is_taped`."""
-        evaluations, one_call = self._evaluations, self._one_call
-        if one_call is not None:
-            with self.surroundings.restored(), grad_mode(False):
-                state = self._inverse(after)
-            if is_taped:
-                self._put(state[: one_call.num_inputs])
-            return state
+        evaluations = self._evaluations
         recall = is_taped and evaluations.are_shared
         try:
             with self.surroundings.restored(), grad_mode(False), evaluations.inverting(recall):
@@ -112,11 +94,6 @@ class InvertedRegion(Region):
         finally:
             evaluations.forget()
         return state
-
-    def _put(self, inputs: State) -> None:
-        """Fill the slots of a stage that is reversed in one call: it saves its inputs alone."""
-        with Filling(self, inputs) as filling:
-            filling.put(inputs)
 
     def _inverse(self, after: State) -> State:
         name = self.stage.name

@@ -6,14 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["are_in_place", "is_in_place", "mark_of", "marks_of", "updates_statistics"]
-
-
-def updates_statistics(module: nn.Module) -> bool:
-    """Whether `module` is a norm that updates its statistics in forward."""
-    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+__all__ = ["are_in_place", "is_in_place", "mark_of", "marks_of"]
 
 
 def is_in_place(module: Any) -> bool:

@@ -537,11 +537,6 @@ class Filling:
                 self._inputs = ()
         return is_filled
 
-    def put(self, values: State) -> None:
-        """Fill the slots with `values`, where nothing runs that would save them."""
-        for value in values:
-            self._packed(value)
-
     @never_compiled
     def _packed(self, tensor: Tensor) -> Tensor:
         base = tensor._base

@@ -44,12 +44,10 @@ from recoup.errors import ReplayError
 
 __all__ = [
     "Evaluations",
-    "answer_with",
     "answers",
     "draws_nothing",
     "evaluate",
     "is_answered",
-    "unshared",
 ]
 
 Inputs = tuple[Tensor, ...]
@@ -105,16 +103,6 @@ class _Local(threading.local):
 answers = _Local()
 
 
-class _InGraph:
-    """The answer to evaluations in code that the compiler traces, together with its changes."""
-
-    def __init__(self) -> None:
-        self.answer: _Answer | None = None
-
-
-_in_graph = _InGraph()
-
-
 def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
     """Return the output of `network`, shared by the running region if any (Rules 1 and 2).
 
@@ -124,8 +112,6 @@ def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
         then: computes from its output what is returned instead, as a part of the evaluation.
     """
     if torch.compiler.is_compiling():
-        if _in_graph.answer is not None:
-            return _in_graph.answer(network, inputs, then)
         return _called(network, inputs, then)  # compiled draws belong to the graph anyway
     answer = answers.answer
     if answer is None:
@@ -186,19 +172,6 @@ def _answering(answer: _Answer) -> Generator[None]:
         yield
     finally:
         answers.answer = before
-
-
-def unshared() -> AbstractContextManager[None]:
-    """Return a context in which evaluations are plain calls, or as `answer_with` says."""
-    return _answering(_called)
-
-
-def answer_with(answer: _Answer | None) -> None:
-    """Let `answer` make the evaluations from here on, in a graph or a context of `unshared`."""
-    if torch.compiler.is_compiling():
-        _in_graph.answer = answer
-    else:
-        answers.answer = _called if answer is None else answer
 
 
 class _Evaluation:

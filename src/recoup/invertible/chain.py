@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeGuard, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import is_traced, is_watched, uncompiled
-from recoup._core.compiled_calls import CompileSettings
+from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_guard import Drift
 from recoup._core.generators import generators_restored
 from recoup._core.region import State
@@ -26,7 +23,6 @@ from recoup.invertible.chain_stages import (
     to_output,
     to_state,
 )
-from recoup.invertible.compiled_steps import CompiledStage, Step, steps_of
 from recoup.invertible.contract import InvertibleModule
 from recoup.planning.budget import is_bytes
 from recoup.planning.memory_mode import HasMemoryMode
@@ -101,44 +97,7 @@ class Chain(HasMemoryMode, InvertibleModule):
                 )
             check_defined(index, module)
             self.add_module(str(index), module)
-        self._settings: CompileSettings | None = None
-        self._steps: tuple[object, list[Step | tuple[str, InvertibleModule]]] | None = None
         self._set_memory_mode(memory, drift)
-
-    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, *, disable: bool = False, **settings: Any
-    ) -> None:
-        """Compile the steps of the chain, each kind of them once, in every memory mode but bytes.
-
-        A step is a run of modules up to and with a coupling, or another module that has parts.
-        Under "constant" backward computes the input of a step and its gradients in one compiled
-        call. What cannot be compiled runs as before, and a warning names it and the reason, once.
-        The first steps that train take as long as the compiler needs.
-
-        Args:
-            disable: Whether to turn compiling off.
-            settings: Arguments of `torch.compile`. With ``fullgraph=True`` a step that cannot be
-                compiled is an error.
-
-        Raises:
-            ValueError: `torch.compile` does not take the settings; or, in forward, `fullgraph` is
-                given and a step cannot be compiled.
-            RecoupError: In backward, when the graph of the gradients is asked for
-                (``create_graph``) under "constant".
-
-        Example:
-            >>> from recoup.invertible import ActNorm, Chain, Flip
-            >>> chain = Chain(ActNorm(2), Flip(), memory="constant")
-            >>> chain.compile(backend="aot_eager")
-        """
-        self._settings = None if disable else CompileSettings.of(**settings)
-        self._steps = None
-        for module in self:
-            if isinstance(module, Chain):
-                module.compile(disable=disable, **settings)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_steps": None}
 
     def _check_memory(self, memory: Memory) -> None:
         num_stages = sum(1 for _ in self._named(flat=memory != "linear"))
@@ -196,68 +155,40 @@ class Chain(HasMemoryMode, InvertibleModule):
         """Map ``x`` of shape ``(N, ...)`` to ``(y, log_det)``, ``log_det`` of shape ``(N,)``."""
         self._check_context(context)
         is_linear = not torch.is_grad_enabled() or self._memory == "linear" or not len(self)
-        if is_linear and (is_watched() or self._settings is None):
+        if is_linear:
             return self._forward_plainly(x, context)
-        if is_watched():
-            return uncompiled(Chain._forward_outside, recursive=False)(self, x, context)
-        return self._forward(x, context, self._settings, is_linear=is_linear)
+        return (uncompiled(Chain._forward) if is_watched() else Chain._forward)(self, x, context)
 
-    def _forward_outside(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
-        """Run where the graph of torch.compile breaks: the steps are compiled likewise."""
-        settings = self._settings or CompileSettings.in_force()
-        return uncompiled(Chain._forward)(self, x, context, settings)
-
-    def _forward(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        settings: CompileSettings | None,
-        *,
-        is_linear: bool = False,
-    ) -> tuple[Any, Tensor]:
-        if is_linear and not is_traced():
-            return self._forward_plainly(x, context, settings)
-        if self._budget.is_bound and not is_linear:
+    def _forward(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
+        if self._budget.is_bound:
             self._start(x, context)
             blocks = [module for _, module in self._named(flat=True)]
             call, args = self._forward_plainly, (x, context)
             return self._budget.run(self, call, args, blocks, self._drift)
-        stages = self._stages(x, context, settings)
+        stages = self._module_stages(context)
         links: dict[str, Any] = {}
         ways: list[Way] = []
         for stage in stages:
-            links[stage.name] = stage.modules[0]
-            is_inverted = all(map(_inverts_in_backward, stage.modules))  # without a call of Python
-            ways.append("invert" if is_inverted else "recompute")
+            links[stage.name] = stage.module
+            ways.append("invert" if stage.module.inverts_in_backward else "recompute")
         executor = self._ready_executor(links, tuple(ways))
         state, log_dets = executor.execute(stages, state_of(x, context))
-        return self._to_pair(x, context, state, log_dets, settings)
+        return self._to_pair(x, context, state, log_dets)
 
-    def _forward_plainly(
-        self, x: Tensor, context: Tensor | None, settings: CompileSettings | None = None
-    ) -> tuple[Any, Tensor]:
+    def _forward_plainly(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:
         state = state_of(x, context)
         log_dets: list[Tensor | None] = []
-        for stage in self._stages(x, context, settings):
+        for stage in self._module_stages(context):
             state, value = stage.forward(state)
             log_dets.append(value)
-        return self._to_pair(x, context, state, log_dets, settings)
+        return self._to_pair(x, context, state, log_dets)
 
     def _to_pair(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        state: State,
-        log_dets: list[Tensor | None],
-        settings: CompileSettings | None,
+        self, x: Tensor, context: Tensor | None, state: State, log_dets: list[Tensor | None]
     ) -> tuple[Any, Tensor]:
         if context is not None:
             state = (state[0], *state[2:])
-        if settings is not None and log_dets:
-            total = functools.reduce(operator.add, cast("list[Tensor]", log_dets))
-        else:
-            total = self._sum(iter(log_dets), x, flat=self._is_flat)
-        return to_output(state), total
+        return to_output(state), self._sum(iter(log_dets), x, flat=self._is_flat)
 
     @torch.no_grad()
     def _start(self, x: Tensor, context: Tensor | None) -> None:
@@ -300,34 +231,10 @@ class Chain(HasMemoryMode, InvertibleModule):
     def _is_flat(self) -> bool:
         return self._memory != "linear"
 
-    def _stages(
-        self, x: Tensor, context: Tensor | None, settings: CompileSettings | None
-    ) -> Sequence[ModuleStage | CompiledStage]:
-        if settings is None:
-            return self._module_stages(context)
-        self._start(x, context)
-        return [
-            one.stage() if isinstance(one, Step) else module_stage(*one, context)
-            for one in self._ready_steps(settings, has_context=context is not None)
-        ]
-
     def _module_stages(self, context: Tensor | None) -> list[ModuleStage]:
         return [
             module_stage(name, module, context) for name, module in self._named(flat=self._is_flat)
         ]
-
-    def _ready_steps(
-        self, settings: CompileSettings, *, has_context: bool
-    ) -> list[Step | tuple[str, InvertibleModule]]:
-        """Return the steps, the previous ones if nothing has changed."""
-        named = list(self._named(flat=True, linear=not self._is_flat))
-        key = (settings, has_context, *named)
-        if self._steps is None or self._steps[0] != key:
-            found = steps_of(
-                named, settings, has_context=has_context, whole=lambda m: isinstance(m, Chain)
-            )
-            self._steps = (key, list(found))
-        return self._steps[1]
 
     def _named(self, *, flat: bool, linear: bool = False) -> Iterator[tuple[str, InvertibleModule]]:
         """Yield the modules in order with their names; if `flat`, inner chains as their modules.
@@ -354,9 +261,6 @@ class Chain(HasMemoryMode, InvertibleModule):
             return total
         dtype = like.dtype if like.is_floating_point() else None
         return torch.zeros(len(like), device=like.device, dtype=dtype)
-
-
-_inverts_in_backward = operator.attrgetter("inverts_in_backward")
 
 
 def _is_flat(module: nn.Module) -> TypeGuard[Chain]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -50,19 +49,6 @@ class HasChain(nn.Module):
         self.chain.drift = drift
         for part in self._parts_with_chains():
             part.drift = self.chain.drift.anew()
-
-    def compile(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, *, disable: bool = False, **settings: Any
-    ) -> None:
-        """Compile the steps of the chain, see `Chain.compile`; and of parts with chains.
-
-        Args:
-            disable: Whether to turn compiling off.
-            settings: Arguments of `torch.compile`.
-        """
-        self.chain.compile(disable=disable, **settings)
-        for part in self._parts_with_chains():
-            part.compile(disable=disable, **settings)
 
     def _parts_with_chains(self) -> Sequence[HasChain]:
         """Return the parts whose memory mode follows that of this module."""

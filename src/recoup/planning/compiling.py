@@ -37,7 +37,6 @@ import torch
 from torch import nn
 
 from recoup._core.compile import with_own_code
-from recoup._core.compiled_calls import reason_of
 from recoup._core.dispatch_modes import compiles_nothing
 
 __all__ = ["SHARES", "BlockCode", "CodeByModule", "CompiledCode", "backend_of", "recompiling"]
@@ -114,7 +113,7 @@ class CompiledCode(BlockCode):
         self._failed.add(self._structure_of(module))
         warnings.warn(
             f"A {type(module).__name__} cannot be compiled, so it is planned as it is. "
-            + reason_of(error),
+            + _reason_of(error),
             stacklevel=2,
         )
 
@@ -124,6 +123,12 @@ class CompiledCode(BlockCode):
             kinds = (type(each) for each in module.modules())
             self._structures[module] = (tuple(kinds), tuple(parameters))
         return self._structures[module]
+
+
+def _reason_of(error: Exception) -> str:
+    """Return the type and the first line of what made the compiler fail."""
+    cause = getattr(error, "inner_exception", error)
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
 
 class _Backend:
