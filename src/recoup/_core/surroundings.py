@@ -335,15 +335,13 @@ def _put(buffers: list[Tensor], values: list[Tensor]) -> None:
     """Give buffers other values, without a trace in their versions."""
     if not buffers:
         return
-    has_versions = not any(map(Tensor.is_inference, buffers))
-    versions = versions_of(buffers)
     with torch.no_grad():
         for buffer, value in zip(buffers, values, strict=True):
             if buffer.shape != value.shape:  # an observer that takes its size in the first run
-                buffer.resize_(value.shape)
-        cast("Any", torch)._foreach_copy_(buffers, values)
-    if has_versions:
-        set_versions(tuple(buffers), tuple(versions))
+                version = version_of(buffer)
+                set_versions((buffer.resize_(value.shape),), (version,))
+        # `data` has versions of its own: other threads may look at those of the buffers now.
+        cast("Any", torch)._foreach_copy_([buffer.data for buffer in buffers], values)
 
 
 # --- the settings of autocast, and of the kernels of scaled dot product attention ----------------
