@@ -10,8 +10,8 @@ Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference
         and those of large tensors are the weights of blocks times those within.
 Rule 3. Kernels may round otherwise in a second run: threads add in another order. So two tensors
         count as equal if they differ, as vectors, by less than `tolerance` of their length. In half
-        precision that is so much that two rows which change places may pass: all columns of a row
-        have one weight.
+        precision that is so much that two rows of like weights might change places unseen. So these
+        have a second sketch with other weights.
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
 """
 
@@ -34,7 +34,7 @@ _ROWS = 256
 _BLOCK = _COLUMNS * _ROWS
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
 _PIECE = 8 * _BLOCK  # of tensors that are converted first
-_SEED = 16
+_SEED, _OTHER_SEED = 16, 61
 _OWN = frozenset((torch.float32, torch.float64))
 _HALVES = frozenset((torch.float16, torch.bfloat16))
 
@@ -127,12 +127,19 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = _flat(tensor.resolve_neg())
-    if flat.dtype in _OWN or (flat.dtype in _HALVES and not flat.is_cpu):
+    if flat.dtype in _OWN:
         return _sums(flat)
+    if flat.dtype in _HALVES and not flat.is_cpu:
+        return torch.cat([_sums(flat), _sums(flat, _OTHER_SEED)])  # See Rule 3
     # Kernels of the CPU are slow in half precision, and integers must be told apart exactly.
     wide = torch.float32 if flat.dtype.is_floating_point else torch.float64
     pieces = cast("Iterable[Tensor]", torch.split(flat, _PIECE))
-    parts = [_sums(piece.to(wide)) for piece in pieces]
+    parts: list[Tensor] = []
+    for piece in pieces:
+        numbers = piece.to(wide)
+        part = _sums(numbers)
+        is_half = flat.dtype in _HALVES
+        parts.append(torch.cat([part, _sums(numbers, _OTHER_SEED)]) if is_half else part)
     weights = _weights(len(parts), wide, flat.device)
     return parts[0] if len(parts) == 1 else weights @ torch.stack(parts)
 
@@ -146,10 +153,10 @@ def _flat(tensor: Tensor) -> Tensor:
     return dense.view(-1) if dense.is_contiguous() else tensor.reshape(-1)
 
 
-def _sums(flat: Tensor) -> Tensor:
+def _sums(flat: Tensor, seed: int = _SEED) -> Tensor:
     """Return the weighted sums of the columns (See Rules 1 and 2)."""
     num = flat.numel()
-    weights = _table(_MOST_ROWS, flat.dtype, flat.device)
+    weights = _table(_MOST_ROWS, flat.dtype, flat.device, seed)
     num_blocks = num // _BLOCK if num > _COLUMNS * _MOST_ROWS else 0
     found: Tensor | None = None
     if num_blocks:
@@ -174,9 +181,9 @@ def _sums(flat: Tensor) -> Tensor:
 
 
 @functools.cache
-def _table(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _table(num: int, dtype: torch.dtype, device: torch.device, seed: int = _SEED) -> Tensor:
     """Return random weights of either sign between a half and one and a half."""
-    generator = torch.Generator().manual_seed(_SEED + num)
+    generator = torch.Generator().manual_seed(seed + num)
     found = torch.rand(num, generator=generator, dtype=torch.float64).add_(0.5)
     signs = torch.randint(2, (num,), generator=generator).mul_(2).sub_(1)
     return found.mul_(signs).to(device, dtype)
