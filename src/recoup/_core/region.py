@@ -348,14 +348,21 @@ class Region(Residuals):
             needs_output: whether the run goes on to its end; else it returns an empty state.
             residuals: those of another run than the first.
         """
-        inputs = as_leaves(state, self.requires_grad)
-        if self.changes_input:
-            inputs = _copied(inputs)
-        filling = Filling(residuals or self, inputs, stops=not needs_output)
-        output: State = ()
-        with self.surroundings.restored(), filling:
-            output, _ = self.stage.forward(inputs)
-        return detached(output) if needs_output else ()
+        surroundings = self.surroundings
+        while True:
+            inputs = as_leaves(state, self.requires_grad)
+            if self.changes_input:
+                inputs = _copied(inputs)
+            filling = Filling(residuals or self, inputs, stops=not needs_output)
+            output: State = ()
+            try:
+                with surroundings.restored(), filling:
+                    output, _ = self.stage.forward(inputs)
+            except ReplayError:
+                if not surroundings.decides_anew():
+                    raise
+            else:
+                return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)

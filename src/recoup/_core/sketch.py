@@ -155,41 +155,37 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _sums(flat: Tensor, seed: int = _SEED) -> Tensor:
     """Return the weighted sums of the columns (See Rules 1 and 2)."""
-    num = flat.numel()
-    weights = _table(_MOST_ROWS, flat.dtype, flat.device, seed)
-    num_blocks = num // _BLOCK if num > _COLUMNS * _MOST_ROWS else 0
+    num, kind = flat.numel(), (flat.dtype, flat.device, seed)
     found: Tensor | None = None
-    if num_blocks:
-        of_blocks = _weights(num_blocks, flat.dtype, flat.device)
-        whole = of_blocks @ flat[: num_blocks * _BLOCK].view(num_blocks, _BLOCK)
-        found = weights[:_ROWS] @ whole.view(_ROWS, _COLUMNS)
-        flat = flat[num_blocks * _BLOCK :]
-        num -= num_blocks * _BLOCK
-    num_rows = num // _COLUMNS
+    if num > _COLUMNS * _MOST_ROWS:
+        num_blocks, num = divmod(num, _BLOCK)
+        blocks = flat[: num_blocks * _BLOCK] if num else flat
+        whole = _weights(num_blocks, *kind) @ blocks.view(num_blocks, _BLOCK)
+        found = _weights(_ROWS, *kind) @ whole.view(_ROWS, _COLUMNS)
+        flat = flat[num_blocks * _BLOCK :] if num else flat
+    num_rows, num_left = divmod(num, _COLUMNS)
     if num_rows:
-        rows = flat[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
-        part = weights[:num_rows] @ rows
+        rows = flat[: num_rows * _COLUMNS] if num_left else flat
+        part = _weights(num_rows, *kind) @ rows.view(num_rows, _COLUMNS)
         found = part if found is None else found.add_(part)
-    num_left = num - num_rows * _COLUMNS
     if num_left:
-        if found is None:
-            found = flat.new_zeros(_COLUMNS)
+        found = flat.new_zeros(_COLUMNS) if found is None else found
         found[:num_left].add_(flat[num - num_left :], alpha=1.25)
     if found is None:
         raise AssertionError("a tensor without entries has no sketch")
     return found
 
 
+@functools.lru_cache(2**12)
+def _weights(num: int, dtype: torch.dtype, device: torch.device, seed: int = _SEED) -> Tensor:
+    num_made = max(_MOST_ROWS, 2 ** math.ceil(math.log2(num)))
+    return _table(num_made, dtype, device, seed)[:num]
+
+
 @functools.cache
-def _table(num: int, dtype: torch.dtype, device: torch.device, seed: int = _SEED) -> Tensor:
+def _table(num: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """Return random weights of either sign between a half and one and a half."""
     generator = torch.Generator().manual_seed(seed + num)
     found = torch.rand(num, generator=generator, dtype=torch.float64).add_(0.5)
     signs = torch.randint(2, (num,), generator=generator).mul_(2).sub_(1)
     return found.mul_(signs).to(device, dtype)
-
-
-def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if num <= _MOST_ROWS:
-        return _table(_MOST_ROWS, dtype, device)[:num]
-    return _table(2 ** math.ceil(math.log2(num)), dtype, device)[:num]
