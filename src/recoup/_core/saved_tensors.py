@@ -58,7 +58,6 @@ __all__ = [
     "version_of",
     "versions_of",
     "when_backward_ends",
-    "without_history",
     "without_pairs",
     "without_torch_function",
 ]
@@ -248,11 +247,6 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 def detached(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return `tensors` without their history."""
     return tuple(map(Tensor.detach, tensors))
-
-
-def without_history(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return `tensors` without their history; a parameter, which has none, stays itself."""
-    return tuple([t if isinstance(t, nn.Parameter) else t.detach() for t in tensors])
 
 
 def as_leaves(tensors: Iterable[Tensor], requires_grad: Iterable[bool]) -> tuple[Tensor, ...]:

@@ -47,7 +47,6 @@ __all__ = [
     "answers",
     "draws_nothing",
     "evaluate",
-    "is_answered",
 ]
 
 Inputs = tuple[Tensor, ...]
@@ -123,11 +122,6 @@ def evaluate(network: nn.Module, inputs: Inputs, then: Then = None) -> Any:
         return answer(network, inputs, then)
     finally:
         answers.answer = answer
-
-
-def is_answered() -> bool:
-    """Whether evaluations on this thread belong to a stage that is inverted."""
-    return answers.answer is not None
 
 
 def _called(network: nn.Module, inputs: Inputs, then: Then) -> Any:

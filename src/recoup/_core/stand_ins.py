@@ -28,7 +28,6 @@ __all__ = [
     "Maker",
     "check_can_be_derived_from",
     "check_has_own_forward",
-    "is_stand_in",
     "new_stand_in",
     "with_stand_in",
     "without_stand_in",
@@ -72,11 +71,6 @@ def new_stand_in(
     forward: Any = own["forward"]  # See Rule 3
     forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
     return cast("Any", type(base))(base.__name__, (base,), own)
-
-
-def is_stand_in(kind: Kind) -> bool:
-    """Whether `kind` stands in for a class, whoever made it."""
-    return getattr(kind, _STEP, None) is not None
 
 
 def with_stand_in(kind: Kind, make: Maker, *arguments: Any) -> Kind:
