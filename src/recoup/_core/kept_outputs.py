@@ -78,12 +78,13 @@ class KeptOutputs:
         is_looking: whether compiled code does not run as such (See Rule 4).
     """
 
-    __slots__ = ("_is_repeating", "_kept", "_kind", "may_draw")
+    __slots__ = ("_is_repeating", "_kept", "_kind", "_seen", "may_draw")
 
     def __init__(self, *, is_looking: bool) -> None:
         self.may_draw = False  # whether an operator that may draw was seen
         self._kind = _Mode if is_looking else _ModeOfCompiled
         self._kept: dict[_Call, list[_Kept]] = {}
+        self._seen: dict[_Call, int] = {}  # the place of the last one that a later run was given
         self._is_repeating = False  # within a first run that goes on
 
     @property
@@ -95,12 +96,18 @@ class KeptOutputs:
         """Return a context for the first run, which keeps outputs."""
         return InMode(self._kind(self._record))
 
+    @property
+    def are_left(self) -> bool:
+        """Whether the last later run has decided less than the first one (See Rule 3)."""
+        return any(self._seen.get(call, -1) + 1 < len(kept) for call, kept in self._kept.items())
+
     @contextmanager
     def repeating(self) -> Generator[None]:
         """A context for a later run, which is given them."""
         self._is_repeating, before = True, self._is_repeating
+        self._seen = {}
         try:
-            with InMode(self._kind(functools.partial(self._repeat, {}))):
+            with InMode(self._kind(functools.partial(self._repeat, self._seen))):
                 yield
         finally:
             self._is_repeating = before

@@ -19,8 +19,9 @@ Rule 5. A copy of all buffers, and a dispatch mode that keeps the outputs of ope
         Modules that the code calls and does not hold itself are found in that run, too; such code
         is looked at in each first run.
 Rule 6. A run that began in a dispatch mode is repeated in one: composite operators differ there.
-Rule 7. If a later run that is given what the first one decided differs from it, what it was given
-        may be of other calls: the first run has cached a mask. Then it is run again, and decides.
+Rule 7. If a later run that is given what the first one decided differs from it, and has decided
+        less, it was given what is of other calls: the first run has cached a mask. Then it is run
+        again, and decides.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ class Surroundings(Draws):
 
     def decides_anew(self) -> bool:
         """Whether another later run may decide for itself what the last one was given (Rule 7)."""
-        if self.kept_outputs is None:
+        if self.kept_outputs is None or not self.kept_outputs.are_left:
             return False
         self.kept_outputs, self._has_mode = None, True
         return True
