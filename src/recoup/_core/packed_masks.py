@@ -13,6 +13,7 @@ _GATHER = 0x0102040810204080
 # A byte multiplied by this is repeated eight times; `_ONE_EACH` takes another bit of each.
 _SPREAD = 0x0101010101010101
 _ONE_EACH = 0x8040201008040201 - 2**64
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the sign bit is shifted out
 
 
 class PackedMask:
@@ -27,6 +28,8 @@ class PackedMask:
     def __init__(self, tensor: Tensor) -> None:
         self._shape = tensor.shape
         self._num_values = tensor.numel()
+        if tensor.is_floating_point():  # a comparison of its numbers would be a decision to keep
+            tensor = tensor.view(_OF_SIZE[tensor.itemsize]) << 1
         ones = (tensor != 0).flatten()
         missing = -self._num_values % 8
         if missing:
