@@ -80,9 +80,9 @@ def stored():
 @pytest.mark.parametrize(
     ("build", "bound"),
     [
-        (checkpointed, 66),
-        (square_root, 440),
-        (constant, 2700),
+        (checkpointed, 60),
+        (square_root, 250),
+        (constant, 2450),
         (noisy, 80),
         (dropped_and_noisy, 170),
         (stored, 1045),
