@@ -13,7 +13,8 @@ _GATHER = 0x0102040810204080
 # A byte multiplied by this is repeated eight times; `_ONE_EACH` takes another bit of each.
 _SPREAD = 0x0101010101010101
 _ONE_EACH = 0x8040201008040201 - 2**64
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the sign bit is shifted out
+# The sign bit is shifted out.
+_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PackedMask:

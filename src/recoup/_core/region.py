@@ -76,6 +76,7 @@ __all__ = [
     "Slot",
     "Stage",
     "State",
+    "Untaped",
 ]
 
 State = tuple[Tensor, ...]
@@ -332,8 +333,12 @@ class Region(Residuals):
 
     def advance(self, state: State) -> State:
         """Run the call again from its input, and keep nothing."""
+
+        def fill(residuals: Residuals) -> None:
+            self.fill(state, needs_output=False, residuals=residuals)
+
         dropped = Residuals(self.surroundings, self.index, self.way)
-        recording = Recording(dropped, _Alone(self, state, dropped))
+        recording = Recording(dropped, Untaped(dropped, fill))
         with self.surroundings.restored(), grad_mode(True), recording:
             output, _ = self.stage.forward(self._inputs(state))
         return detached(output)
@@ -374,18 +379,24 @@ def _copied(inputs: State) -> State:
         return tuple([value.clone() for value in inputs])
 
 
-class _Alone:
-    """The owner of the residuals of a run whose input is at hand (See Rule 2)."""
+class Untaped:
+    """The owner of the residuals of a run that keeps none: it runs again if code asks for them.
 
-    __slots__ = ("_region", "_residuals", "_state", "lock")
+    Args:
+        residuals: the residuals.
+        fill: runs the call again, and fills their slots.
+    """
 
-    def __init__(self, region: Region, state: State, residuals: Residuals) -> None:
-        self._region, self._state, self._residuals = region, state, weakref.ref(residuals)
+    __slots__ = ("_fill", "_residuals", "lock")
+
+    def __init__(self, residuals: Residuals, fill: Callable[[Residuals], object]) -> None:
+        self._residuals, self._fill = weakref.ref(residuals), fill
         self.lock = threading.RLock()
 
     def fill_slots(self, index: int) -> None:
         residuals = self._residuals()
-        self._region.fill(self._state, needs_output=False, residuals=residuals)
+        if residuals is not None:
+            self._fill(residuals)
 
 
 class Recording(Frontier):

@@ -20,7 +20,6 @@ Rule 5. A network that is known to draw nothing needs no seed. That follows from
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 
 from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.pytree import Tree, flatten
-from recoup._core.region import Filling, Owner, Recording, Residuals
+from recoup._core.region import Filling, Owner, Recording, Residuals, Untaped
 from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import (
     as_leaves,
@@ -135,22 +134,6 @@ def _run(network: nn.Module, inputs: Inputs, then: Then, call: SeededCall) -> An
     if call.is_plain:
         return _called(network, inputs, then)
     return call.run(lambda: _called(network, inputs, then))  # See Rule 4
-
-
-class _Untaped:
-    """The owner of the residuals of a run that keeps none: it runs again if code asks for them."""
-
-    __slots__ = ("_run", "inputs", "lock", "residuals")
-
-    def __init__(self, run: Callable[[Inputs], Any], inputs: Inputs, residuals: Residuals) -> None:
-        self._run, self.inputs, self.residuals = run, inputs, weakref.ref(residuals)
-        self.lock = threading.RLock()
-
-    def fill_slots(self, index: int) -> None:
-        residuals = self.residuals()
-        if residuals is not None:
-            with Filling(residuals, self.inputs):
-                self._run(self.inputs)
 
 
 @contextmanager
@@ -307,12 +290,15 @@ class Evaluations:
         dropped = Residuals(first.surroundings, first.index, first.way)
         inputs = evaluation.leaves(inputs)
 
-        def run(inputs: Inputs) -> Any:
+        def run() -> Any:
             return _run(network, inputs, then, evaluation.call)
 
-        owner = _Untaped(run, inputs, dropped)
-        with grad_mode(True), Recording(dropped, owner):
-            return run(inputs)
+        def fill(residuals: Residuals) -> None:
+            with Filling(residuals, inputs):
+                run()
+
+        with grad_mode(True), Recording(dropped, Untaped(dropped, fill)):
+            return run()
 
     def _only_run(self, network: nn.Module, inputs: Inputs, then: Then) -> Any:
         evaluation = self._only(network)
