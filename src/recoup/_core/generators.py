@@ -30,24 +30,32 @@ States = tuple[Tensor, ...]
 _cpu_state = torch.default_generator.get_state
 
 
-def _default_generators() -> tuple[torch.Generator, ...]:
-    # All devices, since a region may draw on one that is not the current device.
-    if torch.cuda.default_generators and torch.cuda.is_initialized():
-        return (torch.default_generator, *torch.cuda.default_generators)
-    return (torch.default_generator,)
+@functools.cache
+def _accelerator() -> Any:
+    """Return the module of the accelerator of this machine; None without one."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else torch.get_device_module(device)
+
+
+def _is_in_use(module: Any) -> bool:
+    """Whether an accelerator was initialized; MPS always is."""
+    return module is not None and (not hasattr(module, "is_initialized") or module.is_initialized())
 
 
 def generator_states() -> States:
     """Return the states of the default generators."""
-    if not torch.cuda.default_generators:  # CUDA was not initialized, and most often is not there
+    module = _accelerator()
+    if module is None or not _is_in_use(module):
         return (_cpu_state(),)
-    return tuple(generator.get_state() for generator in _default_generators())
+    # All devices, since a region may draw on one that is not the current device.
+    return (_cpu_state(), *map(module.get_rng_state, range(torch.accelerator.device_count())))
 
 
 def set_generator_states(states: States) -> None:
     """Set the states of the default generators."""
-    for generator, state in zip(_default_generators(), states, strict=False):
-        generator.set_state(state)
+    torch.default_generator.set_state(states[0])
+    for index, state in enumerate(states[1:]):
+        _accelerator().set_rng_state(state, index)
 
 
 @functools.cache
@@ -124,5 +132,8 @@ def with_seed(call: Callable[[], T], seed: int) -> T:
 
 
 def seed_generators(seed: int) -> None:
-    for generator in _default_generators():
-        generator.manual_seed(seed)
+    """Seed the default generators."""
+    torch.default_generator.manual_seed(seed)
+    module = _accelerator()
+    if _is_in_use(module):
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)

@@ -203,15 +203,15 @@ def check_hooks_work() -> None:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of the storage of `tensor`; 0 if it has none of its own."""
+    """Return what tells the storage of `tensor` from others; 0 if it has none of its own."""
     if tensor.layout is not torch.strided:
         return 0
-    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
-        return 0  # a DTensor wraps other tensors
     if type(tensor) is Tensor:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata
+    if is_traceable_wrapper_subclass(tensor):
+        return 0  # a DTensor wraps other tensors
     with torch._C.DisableTorchFunctionSubclass():  # or a `Value` would count as exposed
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata
 
 
 def is_in_backward() -> bool:

@@ -20,10 +20,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["Sketch", "difference", "numbers_of", "sketch_of", "tolerance_of"]
@@ -37,6 +38,7 @@ _PIECE = 8 * _BLOCK  # of tensors that are converted first
 _SEED, _OTHER_SEED = 16, 61
 _OWN = frozenset((torch.float32, torch.float64))
 _HALVES = frozenset((torch.float16, torch.bfloat16))
+_PLAIN = frozenset((Tensor, nn.Parameter))
 
 # On CPU the numbers are read at once; elsewhere a read would wait for the device.
 Sketch = Tensor | list[float]
@@ -62,7 +64,8 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         return numbers or None
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         return None
-    with _no_functions(), _plainly(), _below_autograd(), _without_autocast():
+    hidden = _plainly() if type(tensor) in _PLAIN else nullcontext()  # from modes
+    with _no_functions(), hidden, _below_autograd(), _without_autocast():
         if not tensor.numel() or not tensor.untyped_storage().nbytes() or tensor._is_zerotensor():
             return None  # FSDP2 frees the memory of a gathered parameter
         if tensor.dtype in _OWN and tensor.is_cpu and tensor.numel() <= _FEW:
@@ -77,7 +80,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
 
 def numbers_of(sketch: Sketch) -> list[float]:
     """Return the numbers of a sketch, and wait for them if they are on a device."""
-    return sketch if isinstance(sketch, list) else cast("Any", sketch).tolist()
+    return sketch if isinstance(sketch, list) else cast("Any", sketch.cpu()).tolist()
 
 
 def difference(first: Sketch, second: Sketch, length: float = 0.0) -> float:
