@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.regions.operator_draws import DrawRecorder, DrawReplayer
+from recoup.regions.operator_draws import Draws
 from recoup.regions.recomputing import recomputing
 from tests.alive import no_collector
 from tests.oracle import hooks_in_force
@@ -143,16 +143,16 @@ def test_what_is_saved_within_is_not_held(name):
 
 
 def test_a_state_is_kept_where_it_does_not_follow_from_the_last():
-    recorder, aten, own = DrawRecorder(), torch.ops.aten, torch.Generator().manual_seed(4)
+    recorder, aten, own = Draws(), torch.ops.aten, torch.Generator().manual_seed(4)
     torch.manual_seed(1)
-    ran = [recorder.run(aten.rand.default, ([3],), {}, may_draw=True) for _ in range(2)]
+    ran = [recorder.first(aten.rand.default, ([3],), {}) for _ in range(2)]
     torch.rand(1)
-    ran.append(recorder.run(aten.rand.default, ([3],), {}, may_draw=True))
-    ran.append(recorder.run(aten.rand.generator, ([3],), {"generator": own}, may_draw=True))
+    ran.append(recorder.first(aten.rand.default, ([3],), {}))
+    ran.append(recorder.first(aten.rand.generator, ([3],), {"generator": own}))
     assert [type(draw.before) for _, draw in ran] == [
         int, type(None), torch.Tensor, int
     ]  # fmt: skip
-    no_draw = recorder.run(aten.native_dropout.default, (ran[0][0], 0.5, False), {}, may_draw=True)
+    no_draw = recorder.first(aten.native_dropout.default, (ran[0][0], 0.5, False), {})
     assert no_draw[1] is None
 
 
@@ -641,24 +641,24 @@ def test_draws_on_any_device(monkeypatch):
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
 
-    class Draws:
+    class Drawing:
         _schema = SimpleNamespace(arguments=[])
         overloadpacket = SimpleNamespace(overloads=list)
 
         def __call__(self, device):
             return torch.rand(5, generator=generator)
 
-    func, kwargs = Draws(), {"device": torch.device("xpu", 0)}
-    recorder, replayer = DrawRecorder(), DrawReplayer()
-    ran = [recorder.run(func, (), kwargs, may_draw=True) for _ in range(3)]
+    func, kwargs = Drawing(), {"device": torch.device("xpu", 0)}
+    recorder, replayer = Draws(), Draws()
+    ran = [recorder.first(func, (), kwargs) for _ in range(3)]
     state = generator.get_state()
     for result, draw in ran:
-        assert torch.equal(replayer.run(func, (), kwargs, draw), result)
+        assert torch.equal(replayer.again(func, (), kwargs, draw), result)
     assert torch.equal(generator.get_state(), state)
     assert [draw.before is None for _, draw in ran] == [False, True, True]
     monkeypatch.undo()
     with pytest.raises(ReplayError, match="draws on vulkan, whose torch module has no"):
-        recorder.run(func, (), {"device": torch.device("vulkan")}, may_draw=True)
+        recorder.first(func, (), {"device": torch.device("vulkan")})
 
 
 @pytest.mark.cuda
