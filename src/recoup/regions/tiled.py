@@ -179,7 +179,7 @@ class Tiled(Generic[P, T]):
         num = len(tiles.sizes)
         if self._cut.reduction == "sum" or num == 1:
             return [1.0] * num, 1.0
-        weights = tiles.weights(tiles.pieces(tiles.tensors), tiles.sizes)
+        weights = tiles.weights()
         # Without any target it is what `fn` makes of none: nan for most.
         weights = weights if any(weights) else list(map(float, tiles.sizes))
         return weights, sum(weights)

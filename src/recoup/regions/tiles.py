@@ -102,7 +102,11 @@ class Tiles:
         num_tiles = max(1, min(cut.tiles, self.num_rows))  # See Rule 3
         size, more = divmod(self.num_rows, num_tiles)
         self.sizes = [size + (place < more) for place in range(num_tiles)]
-        self._target = self._place_of_targets()
+        target = None if cut.reduction == "none" else self._place_of_targets()
+        self._counts: Tensor | None = None  # which targets count, by row
+        if target is not None:
+            counts = self.tensors[target].detach() != cut.ignore_index
+            self._counts = counts[..., None].movedim(self.dim, 0).flatten(1)
 
     @property
     def split(self) -> list[Tensor]:
@@ -132,27 +136,26 @@ class Tiles:
         given: Any = self._tree.unflatten(tuple(tensors))
         return (given, {}) if self._tree.is_flat else given
 
-    def weights(self, pieces: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[float]:
-        """Return what each piece of the arguments counts: its targets or rows in a mean, else one.
+    def weights(self, pieces: Sequence[Sequence[int]] | None = None) -> list[float]:
+        """Return what each piece counts: its targets or rows in a mean, else one.
 
         Args:
-            pieces: the tensors of each piece.
-            sizes: how many rows each piece has.
+            pieces: the rows of each piece; None for the tiles.
         """
+        sizes = self.sizes if pieces is None else list(map(len, pieces))
         if self.cut.reduction != "mean":
             return [1.0] * len(sizes)
-        if self._target is None:
+        if self._counts is None:
             return list(map(float, sizes))
-        of_pieces = [(piece[self._target] != self.cut.ignore_index).sum() for piece in pieces]
-        return list(map(float, cast("list[int]", torch.stack(of_pieces).tolist())))
+        counts = self._counts
+        parts = counts.split(sizes) if pieces is None else [counts[[*rows]] for rows in pieces]
+        return list(map(float, cast("list[int]", torch.stack([p.sum() for p in parts]).tolist())))
 
     def counted_rows(self) -> Sequence[int]:
         """Return the rows that have targets, or all where no argument has them."""
-        if self._target is None:
+        if self._counts is None:
             return range(self.num_rows)
-        counts = self.tensors[self._target].detach() != self.cut.ignore_index
-        there = counts[..., None].transpose(0, self.dim).flatten(1).any(1)
-        return cast("list[int]", there.nonzero().flatten().tolist())
+        return cast("list[int]", self._counts.any(1).nonzero().flatten().tolist())
 
     def _place_of_targets(self) -> int | None:
         """Return where among the tensors the targets are, if any are."""
