@@ -124,7 +124,7 @@ class _RowCheck:
                 found = [(f"output {i}", each.detach(), False) for i, each in enumerate(ends)]
             else:
                 ends = (tile_value(output, self._name, tiles.cut.reduction),)
-                (weight,) = tiles.weights([rows])
+                (weight,) = tiles.weights(rows)
                 given = [torch.full_like(ends[0], weight / tiles.num_rows)]
                 found = [(_LOSS, ends[0].detach() * given[0], True)]
             pairs = [pair for pair in zip(ends, given, strict=True) if pair[0].requires_grad]
