@@ -59,10 +59,14 @@ class _RowCheck:
         self._draws = self._takes_gradients = False
         self._leaves: list[Tensor] = []  # of the first run that takes gradients
         self._modules = parts_of(fn)[1]
-        held = {id(t): ("", t) for t in tensors_in(captured_by(fn)) if type(t) is Tensor}
+        held = {id(t): ("", t) for t in tensors_in(captured_by(fn))}
         held |= {id(t): (name, t) for m in self._modules for name, t in m.named_buffers()}
-        is_comparable = [(n, t) for n, t in held.values() if t.layout is torch.strided]
-        self._held = [(n, t, t.detach().clone()) for n, t in is_comparable if not t.requires_grad]
+        self._held = [
+            (name, tensor, tensor.detach().clone())
+            for name, tensor in held.values()
+            if type(tensor) is Tensor and tensor.layout is torch.strided
+            if not (tensor.requires_grad or tensor.is_quantized or tensor.is_meta)
+        ]
 
     def of_all_rows(self) -> None:
         """Check all rows, and the gradients of arguments and leaves, too."""

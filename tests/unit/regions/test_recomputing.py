@@ -163,6 +163,15 @@ def many(context, a, x):
     return x
 
 
+def of_another(context, a, x):
+    with context():
+        w, y = noisy(a), a * 2
+    y.add_(1)  # before anything has saved it
+    with context():
+        h = F.gelu(F.linear(x, w)) @ y.sin()
+    return h @ a
+
+
 def long_chain(context, a, x):
     """Asked as a whole, it would be made again as a whole, by a recursion as deep as it is long."""
     for _ in range(150):
@@ -190,9 +199,10 @@ def changed_between_two_saves(context, a, x):
 
 
 def outside_changed_within(context, a, x):
-    outside, total = x * 1, torch.ones(SIZE)
+    outside, total, part = x * 1, torch.ones(SIZE), torch.ones(SIZE)
     with context():
-        before = outside + total
+        part[:9].zero_()
+        before = (outside + total) * part
         outside.add_(a[:8])
         total.add_(outside.detach().sum(0))
         torch.add(total, 1, out=total)
@@ -302,6 +312,7 @@ STEPS = {  # with the bytes that they may hold more than the plain code
        for name, make in CODE.items()},
     "nested": (nested, -UNIT),
     "many": (many, -10 * UNIT + 10 * STATE),
+    "of another": (of_another, -2 * UNIT),
     "long chain": (long_chain, UNIT),
     "changed afterwards": (changed_afterwards, -UNIT + STATE),
     "changed between two saves": (changed_between_two_saves, 0),
