@@ -126,7 +126,11 @@ def _default(device: torch.device, func: Any) -> Any:
             "`set_rng_state` to repeat it in backward. Draw before the block, or on the CPU."
         ) from None
     where = (device,) if inspect.signature(read).parameters else ()  # MPS has one device
-    return SimpleNamespace(get_state=lambda: read(*where), set_state=lambda s: write(s, *where))
+
+    def set_state(state: Tensor) -> None:
+        write(state, *where)
+
+    return SimpleNamespace(get_state=lambda: read(*where), set_state=set_state)
 
 
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:

@@ -142,8 +142,8 @@ class Tiles:
         if self.cut.reduction != "mean" or self._targets is None:
             return [1.0] * len(sizes)
         targets = self._targets if rows is None else self._targets[[*rows]]
-        numbers: list[float] = torch.stack([part.sum() for part in targets.split(sizes)]).tolist()
-        return list(map(float, numbers))
+        parts = cast("Sequence[Tensor]", targets.split(sizes))
+        return list(map(float, cast("list[int]", torch.stack([p.sum() for p in parts]).tolist())))
 
     def counted_rows(self) -> Sequence[int]:
         """Return the rows that have targets, or all where no argument has them."""

@@ -300,7 +300,7 @@ def step(model, loss):
 
 @pytest.mark.parametrize("name", STEPS)
 @both
-def test_steps(name, call):
+def test_losses_in_tiles(name, call):
     of_model, make, change, rtol = STEPS[name]
     model, labels = Model(*of_model), targets("a tile")
     loss, change = (make or (lambda m: m.loss))(model), change or (lambda value: value)
