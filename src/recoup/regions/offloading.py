@@ -94,10 +94,7 @@ def _here(
 
 
 def _bytes(name: str, value: int | str) -> int:
-    try:
-        found = parse_bytes(value)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`value`", f"`{name}`")) from None
+    found = parse_bytes(value, name=name)
     if found < 1:
         raise ValueError(f"`{name}` is {value!r}, but it must be at least 1 byte.")
     return found
