@@ -10,8 +10,8 @@ Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference
         and those of large tensors are the weights of blocks times those within.
 Rule 3. Kernels may round otherwise in a second run: threads add in another order. So two tensors
         count as equal if they differ, as vectors, by less than `tolerance` of their length. In half
-        precision that is so much that two rows with weights that are nearly equal could change
-        places; so there each row has four weights, and a sketch 64 sums.
+        precision that is so much that two rows which change places may pass: all columns of a row
+        have one weight.
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
 """
 
@@ -127,17 +127,14 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = _flat(tensor.resolve_neg())
-    num_sets = 4 if flat.dtype in _HALVES else 1  # See Rule 3
     if flat.dtype in _OWN or (flat.dtype in _HALVES and not flat.is_cpu):
-        return _sums(flat, num_sets).view(-1)
+        return _sums(flat)
     # Kernels of the CPU are slow in half precision, and integers must be told apart exactly.
     wide = torch.float32 if flat.dtype.is_floating_point else torch.float64
     pieces = cast("Iterable[Tensor]", torch.split(flat, _PIECE))
-    parts = [_sums(piece.to(wide), num_sets) for piece in pieces]
-    if len(parts) > 1:
-        weights = _weights(len(parts), wide, flat.device, num_sets)
-        parts = [(weights.t()[..., None] * torch.stack(parts)).sum(0)]
-    return parts[0].view(-1)
+    parts = [_sums(piece.to(wide)) for piece in pieces]
+    weights = _weights(len(parts), wide, flat.device)
+    return parts[0] if len(parts) == 1 else weights @ torch.stack(parts)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -149,44 +146,43 @@ def _flat(tensor: Tensor) -> Tensor:
     return dense.view(-1) if dense.is_contiguous() else tensor.reshape(-1)
 
 
-def _sums(flat: Tensor, num_sets: int = 1) -> Tensor:
-    """Return the weighted sums of the columns, for each set of weights (See Rules 1 and 2)."""
+def _sums(flat: Tensor) -> Tensor:
+    """Return the weighted sums of the columns (See Rules 1 and 2)."""
     num = flat.numel()
-    weights = _table(_MOST_ROWS, flat.dtype, flat.device, num_sets)
+    weights = _table(_MOST_ROWS, flat.dtype, flat.device)
     num_blocks = num // _BLOCK if num > _COLUMNS * _MOST_ROWS else 0
     found: Tensor | None = None
     if num_blocks:
-        of_blocks = _weights(num_blocks, flat.dtype, flat.device, num_sets)
+        of_blocks = _weights(num_blocks, flat.dtype, flat.device)
         whole = of_blocks @ flat[: num_blocks * _BLOCK].view(num_blocks, _BLOCK)
-        whole = whole.view(*weights.shape[:-1], _ROWS, _COLUMNS)
-        found = (weights[..., None, :_ROWS] @ whole)[..., 0, :]
+        found = weights[:_ROWS] @ whole.view(_ROWS, _COLUMNS)
         flat = flat[num_blocks * _BLOCK :]
         num -= num_blocks * _BLOCK
     num_rows = num // _COLUMNS
     if num_rows:
         rows = flat[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
-        part = weights[..., :num_rows] @ rows
+        part = weights[:num_rows] @ rows
         found = part if found is None else found.add_(part)
     num_left = num - num_rows * _COLUMNS
     if num_left:
         if found is None:
-            found = flat.new_zeros(*weights.shape[:-1], _COLUMNS)
-        found[..., :num_left].add_(flat[num - num_left :], alpha=1.25)
+            found = flat.new_zeros(_COLUMNS)
+        found[:num_left].add_(flat[num - num_left :], alpha=1.25)
     if found is None:
         raise AssertionError("a tensor without entries has no sketch")
     return found
 
 
 @functools.cache
-def _table(num: int, dtype: torch.dtype, device: torch.device, num_sets: int) -> Tensor:
+def _table(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights of either sign between a half and one and a half."""
     generator = torch.Generator().manual_seed(_SEED + num)
-    shape = (num,) if num_sets == 1 else (num_sets, num)
-    found = torch.rand(shape, generator=generator, dtype=torch.float64).add_(0.5)
-    signs = torch.randint(2, shape, generator=generator).mul_(2).sub_(1)
+    found = torch.rand(num, generator=generator, dtype=torch.float64).add_(0.5)
+    signs = torch.randint(2, (num,), generator=generator).mul_(2).sub_(1)
     return found.mul_(signs).to(device, dtype)
 
 
-def _weights(num: int, dtype: torch.dtype, device: torch.device, num_sets: int) -> Tensor:
-    num_made = max(_MOST_ROWS, 2 ** math.ceil(math.log2(num)))
-    return _table(num_made, dtype, device, num_sets)[..., :num]
+def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if num <= _MOST_ROWS:
+        return _table(_MOST_ROWS, dtype, device)[:num]
+    return _table(2 ** math.ceil(math.log2(num)), dtype, device)[:num]

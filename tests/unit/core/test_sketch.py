@@ -50,16 +50,15 @@ def test_two_entries_that_change_places(one, other, dtype):
 
 
 @pytest.mark.parametrize("width", [3, 8, 16])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # See Rule 3
 def test_two_rows_that_change_places(dtype, width):
-    """In half precision an unlucky set of weights may hide one pair in a few hundred (Rule 3)."""
-    num_unseen = 0
-    for _ in range(200):
-        first, (one, other) = torch.randn(64, width).to(dtype), torch.randperm(64)[:2].tolist()
+    """Far beyond the tolerance, so that an unlucky pair of weights is no excuse."""
+    for _ in range(100):
+        first, (one, other) = torch.randn(600, width).to(dtype), torch.randperm(600)[:2].tolist()
         second = first.clone()
         second[[one, other]] = first[[other, one]]
-        num_unseen += off(first, second) <= 1
-    assert num_unseen <= (dtype is torch.bfloat16)
+        by = (first.double() - second.double()).norm() / first.double().norm()
+        assert off(first, second) > 1 or by < 6 * tolerance_of(dtype)
 
 
 @pytest.mark.parametrize("size", SIZES[3:])
