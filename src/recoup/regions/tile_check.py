@@ -54,9 +54,9 @@ _Found = list[tuple[str, Tensor, bool]]  # names, values, and whether they are s
 class _RowCheck:
     """The check of a function, on the rows of one call."""
 
-    def __init__(self, name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
+    def __init__(self, name: str, fn: Any, tiles: Tiles, *, takes_gradients: bool = False) -> None:
         self._name, self._fn, self._tiles = name, fn, tiles
-        self._draws = self._takes_gradients = False
+        self._draws, self._takes_gradients = False, takes_gradients
         self._leaves: list[Tensor] = []  # of the first run that takes gradients
         self._modules = parts_of(fn)[1]
         held = {id(t): ("", t) for t in tensors_in(captured_by(fn))}
@@ -67,12 +67,6 @@ class _RowCheck:
             if type(tensor) is Tensor and tensor.layout is torch.strided
             if not (tensor.requires_grad or tensor.is_quantized or tensor.is_meta)
         ]
-
-    def of_all_rows(self) -> None:
-        """Check all rows, and the gradients of arguments and leaves, too."""
-        self._takes_gradients = True
-        with grad_mode(True), without_pairs():
-            self.tells(self._tiles.counted_rows())
 
     def tells(self, rows: Sequence[int]) -> bool:
         """Compare runs on these rows; return whether that could show anything.
@@ -199,7 +193,8 @@ def check_all_rows(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
     Raises:
         ValueError: if the function does not treat rows independently.
     """
-    _RowCheck(name, fn, tiles).of_all_rows()
+    with grad_mode(True), without_pairs():
+        _RowCheck(name, fn, tiles, takes_gradients=True).tells(tiles.counted_rows())
 
 
 def check_once(name: str, fn: Callable[..., Any], tiles: Tiles) -> None:
