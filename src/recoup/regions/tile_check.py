@@ -126,13 +126,14 @@ class _RowCheck:
                 given = [torch.full_like(ends[0], weight / tiles.num_rows)]
                 found = [(_LOSS, ends[0].detach() * given[0], True)]
             pairs = [pair for pair in zip(ends, given, strict=True) if pair[0].requires_grad]
-            return found + (self._gradients(tensors, pairs) if self._takes_gradients else [])
+            takes_gradients = self._takes_gradients and pairs
+            return found + (self._gradients(tensors, pairs) if takes_gradients else [])
 
     def _gradients(self, tensors: list[Tensor], pairs: list[tuple[Tensor, Tensor]]) -> _Found:
         """Return the gradients of the arguments that are split, and of leaves."""
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
         split = zip(tensors, self._tiles.is_split, strict=True)
-        asked = {id(t): t for t, is_split in split if is_split and t.requires_grad and ends}
+        asked = {id(t): t for t, is_split in split if is_split and t.requires_grad}
         self._leaves = self._leaves or [t for t in ends_of(ends).leaves if id(t) not in asked]
         names = [(f"the gradient of argument {i}", False) for i in range(len(asked))]
         shapes = [tuple(leaf.shape) for leaf in self._leaves]
