@@ -13,7 +13,7 @@ from recoup._core.compile import is_watched, never_compiled, uncompiled
 from recoup._core.saved_tensors import is_transformed
 from recoup.errors import RecoupError
 
-__all__ = ["Block"]
+__all__ = ["Block", "refuse_transforms"]
 
 
 class _Entered(threading.local):
@@ -30,12 +30,11 @@ class Block:
     It does nothing where no gradient is recorded.
 
     Args:
-        function: the function of recoup that returned it.
         make: makes the context of one `with` statement.
     """
 
-    def __init__(self, function: str, make: Callable[[], AbstractContextManager[object]]) -> None:
-        self._function, self._make = function, make
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
 
     def __enter__(self) -> None:
         (uncompiled(Block._enter) if is_watched() else Block._enter)(self)
@@ -46,13 +45,15 @@ class Block:
 
     @never_compiled
     def _enter(self) -> None:
-        context: AbstractContextManager[object] = nullcontext()
-        if torch.is_grad_enabled():
-            if is_transformed():
-                raise RecoupError(
-                    f"{self._function}() does not work inside transforms of torch.func (grad, "
-                    "vmap, jacrev), which do not support saved tensor hooks. Leave it out there."
-                )
-            context = self._make()
+        context = self._make() if torch.is_grad_enabled() else nullcontext()
         context.__enter__()
         _entered.contexts.append(context)
+
+
+def refuse_transforms(function: str) -> None:
+    """Raise inside a transform of torch.func."""
+    if is_transformed():
+        raise RecoupError(
+            f"{function}() does not work inside transforms of torch.func (grad, vmap, jacrev), "
+            "which do not support saved tensor hooks. Leave it out there."
+        )

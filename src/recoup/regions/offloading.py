@@ -16,7 +16,7 @@ from recoup._core.save_observer import current
 from recoup._core.saved_tensors import Kept, Packed, Pair, pair_in_force, saving
 from recoup._core.tiers import existing_folder, tier_for
 from recoup.memory import parse_bytes
-from recoup.regions.blocks import Block
+from recoup.regions.blocks import Block, refuse_transforms
 
 __all__ = ["offloading"]
 
@@ -90,7 +90,7 @@ def _here(
             f"`to` is {to!r}, which is no folder. Make the folder first, on a disk with room "
             'for what the step keeps, or give "host".'
         )
-    return Block("recoup.offloading", partial(_sending_away, least, str(place), bound))
+    return Block(partial(_sending_away, least, str(place), bound))
 
 
 def _bytes(name: str, value: int | str) -> int:
@@ -106,6 +106,7 @@ def _sending_away(min_bytes: int, to: str, in_flight_bytes: int | None) -> Gener
     if is_run_again():  # nothing is kept anyway
         yield
         return
+    refuse_transforms("recoup.offloading")
     traffic = Traffic(tier_for(to), in_flight_bytes, min_bytes)
     with saving(partial(_pack, traffic, pair_in_force())):
         yield

@@ -11,7 +11,7 @@ from recoup._core.compile import is_watched, uncompiled
 from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup._core.dispatch_modes import InMode
 from recoup._core.saved_tensors import pair_in_force, saving
-from recoup.regions.blocks import Block
+from recoup.regions.blocks import Block, refuse_transforms
 from recoup.regions.recorder import OpRecorder
 
 __all__ = ["recomputing"]
@@ -79,7 +79,7 @@ def recomputing(*, compare: bool = True) -> AbstractContextManager[None]:
 
 def _here(compare: bool) -> AbstractContextManager[None]:
     name = f"the block at {_place_in_code()}"
-    return Block("recoup.recomputing", partial(_recorded, name, compare))
+    return Block(partial(_recorded, name, compare))
 
 
 def _place_in_code() -> str:
@@ -93,6 +93,7 @@ def _place_in_code() -> str:
 @contextmanager
 def _recorded(name: str, compare: bool) -> Generator[None]:
     """Record the code of one `with` statement."""
+    refuse_transforms("recoup.recomputing")
     recorder = OpRecorder(name, pair_in_force(), compare=compare)
     try:
         with saving(recorder.pack), InMode(recorder):
