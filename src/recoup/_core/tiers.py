@@ -166,12 +166,21 @@ class FolderTier:
         place = free.pop() if free else self._end
         self._end = max(self._end, place + tensor.numel())
         source = self._host.send(tensor).held if self._host.takes(tensor) else lambda: tensor
-        written = self.threads.submit(self.move, os.pwritev, place, source)
+        written = self.threads.submit(self.move, os.pwritev, place, [source])
         return _FolderCopy(self, tensor, place, written)
 
-    def move(self, call: Callable[..., int], place: int, source: Callable[[], Tensor]) -> None:
-        """Write a tensor to `place`, or read it from there, by a system call."""
-        tensor = source()
+    def move(
+        self, call: Callable[..., int], place: int, source: list[Callable[[], Tensor]]
+    ) -> None:
+        """Write a tensor to `place`, or read it from there, by a system call.
+
+        Args:
+            call: the system call.
+            place: where in the file.
+            source: returns the tensor, as the only item of a list. It is taken from there, or the
+                thread would hold the tensor for a moment after its copy has landed.
+        """
+        tensor = source.pop()()
         memory = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())  # needs no NumPy
         rest = memoryview(memory).cast("B")
         while rest:
@@ -198,7 +207,7 @@ class _FolderCopy:
         """Begin to copy it back; it must have landed."""
         is_staged = self._device.type == "cuda"
         held = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_staged)
-        read = self._tier.threads.submit(self._tier.move, os.preadv, self._place, lambda: held)
+        read = self._tier.threads.submit(self._tier.move, os.preadv, self._place, [lambda: held])
 
         def wait() -> Tensor:
             read.result()

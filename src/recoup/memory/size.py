@@ -17,13 +17,14 @@ _UNITS: dict[str, int] = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, *, name: str = "value") -> int:
     """Parse a number of bytes, such as ``"1.5 GiB"``.
 
     Args:
         value: bytes as an `int`, or a number followed by a unit: ``B``; ``KB``, ``MB``, ``GB``,
             ``TB`` (powers of 1000); ``KiB``, ``MiB``, ``GiB``, ``TiB`` (powers of 1024). Case and
             spaces do not matter; a number alone counts bytes.
+        name: the name of the argument in the error message.
 
     Returns:
         The number of bytes; a fraction of a byte is dropped.
@@ -43,7 +44,7 @@ def parse_bytes(value: int | str) -> int:
     elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         return value
     raise ValueError(
-        f"`value` is {value!r}, which is no number of bytes. Give an int of at least 0, or a "
+        f"`{name}` is {value!r}, which is no number of bytes. Give an int of at least 0, or a "
         'string such as "1.5 GiB", "64 KiB" or "2 GB".'
     )
 

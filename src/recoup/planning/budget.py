@@ -80,10 +80,7 @@ class Budget:
         """
         bytes_ = memory if is_bytes(memory) else None
         if bytes_ is not None:
-            try:
-                parse_bytes(bytes_)
-            except ValueError as error:
-                raise ValueError(str(error).replace("`value`", "`memory`")) from None
+            parse_bytes(bytes_, name="memory")  # or it is no number of bytes
         if self._plan is not None:
             self._plan.remove()
         self._bytes = bytes_

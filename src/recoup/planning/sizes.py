@@ -24,10 +24,7 @@ def checked_budget(budget: int | str) -> int:
     Raises:
         ValueError: `budget` is not a number of bytes.
     """
-    try:
-        return parse_bytes(budget)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`value`", "`budget`")) from None
+    return parse_bytes(budget, name="budget")
 
 
 def check_budget_of(budget_of: str) -> None:

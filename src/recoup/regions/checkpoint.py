@@ -96,7 +96,8 @@ def checkpoint(
     if context_fn is None or context_fn is torch.utils.checkpoint.noop_context_fn:
         call = Call(name, fn, args, kwargs, compares=compare)
     else:
-        call = _CallWithin(name, fn, args, kwargs, context_fn, compares=compare)
+        call = _CallWithin(name, fn, args, kwargs, compares=compare)
+        call.context, call.later = _contexts_of(context_fn)
     forced = getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None)
     return run_again(call, stops=early_stop if forced is None else forced)
 
@@ -111,53 +112,44 @@ class _AllNodes:
 class _CallWithin(Call):
     """A call with two contexts of the caller's: one for the first run, one for later runs."""
 
-    __slots__ = ("_contexts", "_is_first")
+    __slots__ = ("context", "later")
     kept_nodes = _AllNodes()  # the second context may give the outputs of any operators
-
-    def __init__(
-        self,
-        name: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context_fn: ContextFn,
-        *,
-        compares: bool,
-    ) -> None:
-        super().__init__(name, fn, args, kwargs, compares=compares)
-        self._is_first = True
-        self._contexts = context_fn()
-        if not isinstance(cast("Any", self._contexts), tuple) or len(self._contexts) != 2:
-            raise ValueError(
-                f"`context_fn` returned {self._contexts!r}, but must return a tuple of two context "
-                "managers: one around the first run, and one around the runs in backward."
-            )
+    context: AbstractContextManager[Any]
+    later: AbstractContextManager[Any]
 
     def _called(self, given: Any) -> Any:
-        context = self._contexts[0 if self._is_first else 1]
-        self._is_first = False
+        context, self.context = self.context, self.later
         with context:
             return super()._called(given)
 
 
-def _check_keywords(
-    use_reentrant: bool | None, preserve_rng_state: bool, determinism_check: str, debug: bool
-) -> None:
-    if use_reentrant:
+def _contexts_of(context_fn: ContextFn) -> tuple[Any, Any]:
+    contexts: Any = context_fn()
+    if not isinstance(contexts, tuple) or len(cast("tuple[Any, ...]", contexts)) != 2:
         raise ValueError(
-            "`use_reentrant` is True, but recoup.checkpoint has no reentrant variant. Leave it out."
+            f"`context_fn` returned {contexts!r}, but must return a tuple of two context "
+            "managers: one around the first run, and one around the runs in backward."
         )
-    if not isinstance(cast("Any", preserve_rng_state), bool):
-        raise ValueError(f"`preserve_rng_state` is {preserve_rng_state!r}, but must be a bool.")
-    if determinism_check not in ("default", "none"):
-        raise ValueError(
-            f'`determinism_check` is {determinism_check!r}, but must be "default" or "none".'
-        )
-    if debug:
-        raise ValueError(
-            "`debug` is True, but recoup.checkpoint records no trace of operators: its errors "
-            "name what has changed. Leave it out, or compare the operators of two calls of `fn`."
-        )
+    return cast("tuple[Any, Any]", contexts)
+
+
+_NO_REENTRANT = "but recoup.checkpoint has no reentrant variant. Leave it out."
+_NO_TRACE = (
+    "but recoup.checkpoint records no trace of operators: its errors name what has changed. Leave "
+    "it out, or compare the operators of two calls of `fn`."
+)
+_KEYWORDS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("use_reentrant", (None, False), _NO_REENTRANT),
+    ("preserve_rng_state", (True, False), "but must be a bool."),
+    ("determinism_check", ("default", "none"), 'but must be "default" or "none".'),
+    ("debug", (False,), _NO_TRACE),
+)
+
+
+def _check_keywords(*given: object) -> None:
+    for (name, allowed, why), value in zip(_KEYWORDS, given, strict=True):
+        if value not in allowed:
+            raise ValueError(f"`{name}` is {value!r}, {why}")
 
 
 def name_of(fn: object) -> str:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import defaultdict
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from recoup._core.compile import is_watched, never_compiled, uncompiled
 from recoup._core.offload import Traffic
 from recoup._core.rng import is_run_again
 from recoup._core.save_observer import current
-from recoup._core.saved_tensors import Kept, Packed, Pair, is_transformed, pair_in_force, saving
+from recoup._core.saved_tensors import Kept, Packed, Pair, pair_in_force, saving
 from recoup._core.tiers import existing_folder, tier_for
-from recoup.errors import RecoupError
 from recoup.memory import parse_bytes
+from recoup.regions.blocks import Block, refuse_transforms
 
-__all__ = ["Offloading", "offloading"]
+__all__ = ["offloading"]
 
 
 def offloading(
@@ -94,56 +90,23 @@ def _here(
             f"`to` is {to!r}, which is no folder. Make the folder first, on a disk with room "
             'for what the step keeps, or give "host".'
         )
-    return Offloading(least, str(place), bound)
+    return Block(partial(_sending_away, least, str(place), bound))
 
 
 def _bytes(name: str, value: int | str) -> int:
-    try:
-        found = parse_bytes(value)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`value`", f"`{name}`")) from None
+    found = parse_bytes(value, name=name)
     if found < 1:
         raise ValueError(f"`{name}` is {value!r}, but it must be at least 1 byte.")
     return found
 
 
-class Offloading:
-    """A context around blocks whose residuals wait elsewhere; it may be entered while it is in use.
-
-    Args:
-        min_bytes: the least bytes of a storage that moves.
-        to: "host" or the path of a folder.
-        in_flight_bytes: the bound on bytes in flight; None for twice the largest storage.
-    """
-
-    def __init__(self, min_bytes: int, to: str, in_flight_bytes: int | None) -> None:
-        self._arguments = min_bytes, to, in_flight_bytes
-        # By thread, since each leaves what it has entered.
-        self._entered = defaultdict[int, list[AbstractContextManager[None]]](list)
-
-    def __enter__(self) -> None:
-        (uncompiled(Offloading._enter) if is_watched() else Offloading._enter)(self)
-
-    @never_compiled
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        self._entered[threading.get_ident()].pop().__exit__(kind, value, traceback)
-
-    def _enter(self) -> None:
-        block = nullcontext()
-        if torch.is_grad_enabled() and not is_run_again():  # or nothing is kept anyway
-            if is_transformed():
-                raise RecoupError(
-                    "recoup.offloading() does not work inside transforms of torch.func (grad, "
-                    "vmap, jacrev), which do not support saved tensor hooks. Leave it out there."
-                )
-            block = _sending_away(*self._arguments)
-        block.__enter__()
-        self._entered[threading.get_ident()].append(block)
-
-
 @contextmanager
 def _sending_away(min_bytes: int, to: str, in_flight_bytes: int | None) -> Generator[None]:
     """Let the tensors that autograd saves go away."""
+    if is_run_again():  # nothing is kept anyway
+        yield
+        return
+    refuse_transforms("recoup.offloading")
     traffic = Traffic(tier_for(to), in_flight_bytes, min_bytes)
     with saving(partial(_pack, traffic, pair_in_force())):
         yield

@@ -16,23 +16,21 @@ Rule 3. The numbers come from a private generator in the same state, in forward 
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import threading
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recoup._core.generators import own_generator
+from recoup._core.generators import hash_of, own_generator, same_states
 from recoup._core.pytree import tensors_in
 from recoup.errors import ReplayError
 
-__all__ = ["Draw", "DrawRecorder", "DrawReplayer"]
+__all__ = ["Draw", "Draws"]
 
-_WITH_GENERATORS = ("cpu", "cuda")  # devices for which torch makes generators
 _lock = threading.RLock()  # blocks of several threads draw one after the other
 
 
@@ -50,61 +48,49 @@ class Draw(NamedTuple):
     after: int
 
 
-class DrawRecorder:
-    """The generators that the operators of a block draw from, as it runs."""
+class Draws:
+    """The generators that operators draw from, in one run of a block, and what is left of them."""
 
     def __init__(self) -> None:
-        self._last: dict[Any, tuple[Any, bytes]] = {}  # generators, and what was left of them
+        self._left: dict[Any, tuple[Any, Tensor]] = {}  # by address, which the generator holds
 
-    def run(
-        self, func: Any, args: Any, kwargs: dict[str, Any], *, may_draw: bool
-    ) -> tuple[Any, Draw | None]:
+    def first(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw | None]:
         """Run an operator; return its result, and a `Draw` if it drew (See Rule 1)."""
-        if not may_draw:
-            return func(*args, **kwargs), None
         generator = kwargs.get("generator")
-        # An operator gets a new Python object for the same generator.
-        stream = _device_of(args, kwargs) if generator is None else generator._cdata
-        if generator is None and stream.type != "meta":
-            generator = _default(stream, func)
-        if generator is None:
+        stream: Any = None if generator is None else generator._cdata  # each call gets a new object
+        device = generator.device if generator is not None else _device_of(args, kwargs)
+        if device.type == "meta":
             return func(*args, **kwargs), None
+        if generator is None:
+            stream, generator = device, _default(device, func)
         with _lock:
             before = generator.get_state()
-            result, after = _run(func, args, kwargs, generator.device, before)
+            result, after = _run(func, args, kwargs, device, before)
             generator.set_state(after)
-        bytes_before, bytes_after = _bytes(before), _bytes(after)
-        if bytes_before == bytes_after:
+        if same_states((before,), (after,)):
             return result, None
-        kept: Tensor | int | None = None
-        if self._last.get(stream, (None, b""))[1] != bytes_before:
-            is_cpu = generator.device.type == "cpu"
-            seed: int = generator.initial_seed() if is_cpu else 0
-            kept = seed if is_cpu and _bytes(_seeded(seed)) == bytes_before else before
-        self._last[stream] = generator, bytes_after
-        return result, Draw(stream, generator.device, kept, hash(bytes_after))
+        kept: Tensor | int | None = before
+        if stream in self._left and same_states((self._left[stream][1],), (before,)):
+            kept = None
+        elif device.type == "cpu" and same_states((_seeded(generator.initial_seed()),), (before,)):
+            kept = generator.initial_seed()
+        self._left[stream] = generator, after
+        return result, Draw(stream, device, kept, hash_of((after,)))
 
-
-class DrawReplayer:
-    """The states of the generators in one replay."""
-
-    def __init__(self) -> None:
-        self._states: dict[Any, Tensor] = {}
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any], draw: Draw | None) -> Any:
+    def again(self, func: Any, args: Any, kwargs: dict[str, Any], draw: Draw | None) -> Any:
         """Run an operator so that it repeats its draw."""
         if draw is None:
             return func(*args, **kwargs)
-        state = self._states[draw.stream] if draw.before is None else draw.before
+        state = self._left[draw.stream][1] if draw.before is None else draw.before
         state = _seeded(state) if isinstance(state, int) else state
         result, after = _run(func, args, kwargs, draw.device, state)
-        if hash(_bytes(after)) != draw.after:
+        if hash_of((after,)) != draw.after:
             raise ReplayError(
                 f"{func} drew other numbers in backward than in forward: its arguments changed, or "
                 f"another thread drew from the default generator of {draw.device} at the same "
                 "time. Draw in one thread at a time, or from a torch.Generator of its own in each."
             )
-        self._states[draw.stream] = after
+        self._left[draw.stream] = None, after
         return result
 
 
@@ -113,7 +99,7 @@ def _run(
 ) -> tuple[Any, Tensor]:
     """Run an operator from a state; return its result, and the state after it (See Rule 3)."""
     with_generator = _with_generator(func)
-    if with_generator is not None and device.type in _WITH_GENERATORS:
+    if with_generator is not None and device.type in ("cpu", "cuda"):  # torch makes generators
         ours = own_generator(device, 0)
         ours.set_state(state)
         return with_generator(*args, **kwargs | {"generator": ours}), ours.get_state()
@@ -140,11 +126,11 @@ def _default(device: torch.device, func: Any) -> Any:
             "`set_rng_state` to repeat it in backward. Draw before the block, or on the CPU."
         ) from None
     where = (device,) if inspect.signature(read).parameters else ()  # MPS has one device
-    return SimpleNamespace(
-        device=device,
-        get_state=partial(read, *where),
-        set_state=lambda state: write(state, *where),  # type: ignore[reportUnknownLambdaType]
-    )
+
+    def set_state(state: Tensor) -> None:
+        write(state, *where)
+
+    return SimpleNamespace(get_state=lambda: read(*where), set_state=set_state)
 
 
 def _device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
@@ -156,23 +142,16 @@ def _seeded(seed: int) -> Tensor:
     return torch.Generator().manual_seed(seed).get_state()
 
 
-def _bytes(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
 @cache
 def _with_generator(func: Any) -> Any:
     """Return the overload of `func` that takes a generator, if there is one."""
-    arguments = _arguments(func)
-    if "generator" in arguments:
-        return func
-    packet = func.overloadpacket
-    for overload in (getattr(packet, name) for name in packet.overloads()):
-        others = _arguments(overload)
-        if others.pop("generator", None) is not None and others == arguments:
+
+    def arguments(of: Any) -> dict[str, str]:
+        return {argument.name: str(argument.type) for argument in of._schema.arguments}
+
+    own, packet = arguments(func), func.overloadpacket
+    for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
+        theirs = arguments(overload)
+        if theirs.get("generator") and own | {"generator": theirs["generator"]} == theirs:
             return overload
     return None
-
-
-def _arguments(func: Any) -> dict[str, str]:
-    return {argument.name: str(argument.type) for argument in func._schema.arguments}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
 
-import torch
-
-from recoup._core.compile import is_watched, never_compiled, uncompiled
+from recoup._core.compile import is_watched, uncompiled
 from recoup._core.compiled_graphs import ComputedAgain, is_followed
 from recoup._core.dispatch_modes import InMode
-from recoup._core.saved_tensors import is_transformed, pair_in_force, saving
-from recoup.errors import RecoupError
+from recoup._core.saved_tensors import pair_in_force, saving
+from recoup.regions.blocks import Block, refuse_transforms
 from recoup.regions.recorder import OpRecorder
 
-__all__ = ["Recomputing", "place_in_code", "recomputing"]
+__all__ = ["recomputing"]
+
+_PASSED_OVER = ("recoup", "torch")
 
 
 def recomputing(*, compare: bool = True) -> AbstractContextManager[None]:
@@ -79,76 +78,26 @@ def recomputing(*, compare: bool = True) -> AbstractContextManager[None]:
 
 
 def _here(compare: bool) -> AbstractContextManager[None]:
-    return Recomputing(f"the block at {place_in_code()}", compare=compare)
+    name = f"the block at {_place_in_code()}"
+    return Block(partial(_recorded, name, compare))
 
 
-def place_in_code() -> str:
+def _place_in_code() -> str:
     """Return the file and line of the code that called recoup."""
     frame = inspect.currentframe()
-    while frame is not None and _is_passed_over(frame.f_globals.get("__name__", "")):
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED_OVER:
         frame = frame.f_back
     return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _is_passed_over(module: str) -> bool:
-    return module.partition(".")[0] in ("recoup", "torch")
-
-
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.blocks: list[AbstractContextManager[None]] = []
-
-
-_running = _Running()
-
-
-class Recomputing:
-    """A context around blocks whose values are not kept; it may be entered any number of times.
-
-    Args:
-        name: the name of the blocks in errors.
-        compare: whether replays are compared with the first run.
-    """
-
-    def __init__(self, name: str, *, compare: bool = True) -> None:
-        self._name = name
-        self._compare = compare
-
-    def __enter__(self) -> None:
-        (uncompiled(_enter) if is_watched() else _enter)(_block(self._name, self._compare))
-
-    @never_compiled
-    def __exit__(self, *error: Any) -> None:
-        _running.blocks.pop().__exit__(*error)
-
-
-@never_compiled
-def _enter(block: AbstractContextManager[None]) -> None:
-    block.__enter__()
-    _running.blocks.append(block)
-
-
 @contextmanager
-@never_compiled
-def _block(name: str, compare: bool) -> Generator[None]:
+def _recorded(name: str, compare: bool) -> Generator[None]:
     """Record the code of one `with` statement."""
-    if not torch.is_grad_enabled():
-        yield  # nothing is kept anyway
-        return
-    if is_transformed():
-        raise RecoupError(
-            "recoup.recomputing() does not work inside transforms of torch.func (grad, vmap, "
-            "jacrev), which do not support saved tensor hooks. Leave it out there."
-        )
+    refuse_transforms("recoup.recomputing")
     recorder = OpRecorder(name, pair_in_force(), compare=compare)
     try:
-        with saving(recorder.pack, _unpack), InMode(recorder):
+        with saving(recorder.pack), InMode(recorder):
             yield
         recorder.finish()
     finally:
         recorder.close()
-
-
-@never_compiled
-def _unpack(packed: Any) -> Any:
-    return packed.get()

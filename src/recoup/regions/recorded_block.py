@@ -1,41 +1,129 @@
 """The operators of a block, and their replay, which makes the values that backward asks for.
 
-NOTE [ A replay ]
+NOTE [ Operators over memory ]
 
-Rule 1. A replay runs the operators that make the values that backward may still ask for, in the
+Rule 1. Operators are recorded below autograd and autocast. A tensor that they take or make is
+        identified by its storage (a `Memory`) and by its view of that storage (a `Layout`); so
+        views are not recorded, and in-place operators need no special treatment.
+Rule 2. The content of a memory comes from outside of the block, and is kept; or an operator makes
+        it; or it comes from outside, and an operator of the block writes to it. Then the block
+        begins with making a copy from before the change, and a replay has no effect outside.
+Rule 3. A replay runs the operators that make the values that backward may still ask for, in the
         order of the block. It sets all of these values, and frees other tensors as soon as it can.
         Tensors have the strides of the first run, or layouts would not fit.
-Rule 2. The first run leaves sketches of its last values: of those that come out of the block and
+Rule 4. The first run leaves sketches of its last values: of those that come out of the block and
         of which no other of these is made, and of the last one that was saved. A replay makes
         only values that lead to one of these, or all of these, too; and it compares them.
-Rule 3. While the block runs, a replay runs what was recorded so far, and is itself recorded as any
+Rule 5. While the block runs, a replay runs what was recorded so far, and is itself recorded as any
         other code of the block.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from recoup._core.lazy_values import Source
+from recoup._core.lazy_values import HasTensor, Source
+from recoup._core.memory_layout import Geometry, geometry_of
 from recoup._core.operators import map_instances
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import grad_mode, version_of
 from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup.errors import ReplayError
-from recoup.regions.operator_draws import DrawReplayer
-from recoup.regions.recorded_memory import Layout, Memory, RecordedOp, RecordedTensor
+from recoup.regions.operator_draws import Draw, Draws
 
-__all__ = ["MemorySource", "RecordedBlock"]
+__all__ = ["Layout", "Memory", "MemorySource", "RecordedBlock", "RecordedOp", "RecordedTensor"]
 
 _AsRecorded = torch._C._AutoDispatchBelowAutograd
 _plainly = torch._C.DisableTorchFunctionSubclass
+
+
+class Layout(NamedTuple):
+    """The view that a tensor has of its storage."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """Return the layout of `tensor`."""
+        return cls(geometry_of(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return a view, with this layout, of the storage of `tensor`."""
+        with _plainly():  # which would regard a value as exposed
+            storage: Any = tensor.untyped_storage()
+        whole = torch.empty(0, dtype=self.dtype, device=tensor.device).set_(storage)
+        view = whole.as_strided(*self.geometry)
+        view = view.conj() if self.is_conj else view
+        return cast("Any", torch)._neg_view(view) if self.is_neg else view
+
+    def strided(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, or a copy, with the strides of this layout."""
+        size, stride, _ = self.geometry
+        if tensor.stride() == stride or 0 in stride:
+            return tensor
+        return tensor.new_empty_strided(size, stride).copy_(tensor)
+
+
+class Memory:
+    """A storage that a block uses, or a tensor without one.
+
+    Attributes:
+        num_bytes: its size.
+        made_as: the layout in which an operator made it; None if its content comes from outside.
+        is_own: whether the block allocated it.
+        kept: what the block took of it from outside: a tensor while the block runs. None is the
+            layout of a tensor without a storage.
+        source: what makes it, if it is the memory of a value from outside, and the hooks of that.
+    """
+
+    def __init__(self, num_bytes: int, made_as: Layout | None = None, *, is_own: bool) -> None:
+        self.num_bytes, self.made_as, self.is_own = num_bytes, made_as, is_own
+        self.kept: dict[Layout | None, Tensor | HasTensor] = {}
+        self.source: tuple[Source | None, object] = None, None
+
+    def whole(self, dtype: torch.dtype) -> Layout:
+        """Return the layout of a flat tensor of all of it."""
+        return Layout(((self.num_bytes // dtype.itemsize,), (1,), 0), dtype)
+
+
+class RecordedTensor(NamedTuple):
+    """A tensor among the arguments or results of a recorded operator."""
+
+    memory: Memory
+    layout: Layout | None
+
+
+class RecordedOp(NamedTuple):
+    """An operator with its arguments, each tensor in them replaced by a `RecordedTensor`.
+
+    Attributes:
+        func: the operator.
+        arguments: its arguments, by position and by name.
+        makes: the tensors with new memory that it returns, by their position in the result.
+        changes: the memory that it makes or writes to.
+        takes: the memory that it reads.
+        draw: its draw of random numbers, if it drew.
+        with_grad: whether grad mode was on: some kernels make a workspace for backward only then.
+    """
+
+    func: Any
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    makes: dict[int, RecordedTensor]
+    changes: frozenset[Memory]
+    takes: frozenset[Memory] = frozenset()
+    draw: Draw | None = None
+    with_grad: bool = False
 
 
 class RecordedBlock:
@@ -45,7 +133,7 @@ class RecordedBlock:
         name: the name of the block in errors.
 
     Attributes:
-        look: takes the sketches of what was made so far; None after the block (See Rule 3).
+        look: takes the sketches of what was made so far; None after the block (See Rule 5).
         sketches: the sketches by which a replay is compared, and the layouts of what they show.
         asks_other_sources: whether a replay asks sources of values from outside.
         is_whole: whether the block has ended without an exception.
@@ -57,8 +145,7 @@ class RecordedBlock:
         self.lock = threading.RLock()
         self.look: Callable[[], None] | None = None
         self.sketches: dict[Memory, tuple[Layout, Sketch]] = {}
-        self.asks_other_sources = False
-        self.is_whole = False
+        self.asks_other_sources = self.is_whole = False
         self._sources = WeakValueDictionary[tuple[Memory, int, torch.dtype], MemorySource]()
 
     def source(self, memory: Memory, tensor: Tensor) -> MemorySource:
@@ -82,7 +169,7 @@ class RecordedBlock:
             leads_to_one |= op.takes | op.changes
 
     def replay(self) -> None:
-        """Run the operators again and set the values (See Rule 1)."""
+        """Run the operators again and set the values (See Rule 3)."""
         if self.look is not None:
             self.look()
         elif not self.is_whole:
@@ -140,65 +227,54 @@ class MemorySource(Source):
         super().__init__(f"A value made in {block.name}", block.lock)
         self.watch(tensor)
         self.block = block
-        self.whole = RecordedTensor(memory, Layout.whole(memory, tensor.dtype))
+        self.whole = RecordedTensor(memory, memory.whole(tensor.dtype))
 
     def make(self) -> None:
         self.block.replay()
 
 
 class _Replay:
-    """The tensors that operators of a block take and make, by memory and layout.
-
-    Args:
-        name: the name of the block in errors.
-    """
+    """The tensors that operators of a block take and make, by memory and layout."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tensors: dict[Memory, dict[Layout | None, Tensor]] = {}
-        self._draws = DrawReplayer()
+        self._tensors = defaultdict[Memory, dict[Layout | None, Tensor]](dict)
+        self._draws = Draws()
 
     def run(self, op: RecordedOp, last_used: AbstractSet[Memory]) -> None:
         """Run an operator, and free the memory that it is the last to use."""
         args, kwargs = map_instances(op.arguments, RecordedTensor, self.tensor)
         with grad_mode(op.with_grad), _AsRecorded(), torch._C._DisableAutocast(), _plainly():
-            result = self._draws.run(op.func, args, kwargs, op.draw)
-        made = tensors_in(result)
+            result = self._draws.again(op.func, args, kwargs, op.draw)
+        made = dict(enumerate(tensors_in(result)))
         for place, (memory, any_layout) in op.makes.items():
-            layout = cast("Layout", any_layout)
-            self._tensors[memory] = {layout: self._fitting(op, made[place : place + 1], layout)}
+            layout, tensor = cast("Layout", any_layout), made.get(place)
+            (size, _, offset), dtype, *_ = layout
+            found = tensor is not None and (tensor.size(), tensor.storage_offset(), tensor.dtype)
+            if tensor is None or found != (size, offset, dtype):
+                raise ReplayError(
+                    f"Running {op.func} of {self._name} again returned another tensor than in the "
+                    "first run, so it depends on something outside of torch. Move it out of the "
+                    "block."
+                )
+            self._tensors[memory] = {layout: layout.strided(tensor)}
         for memory in last_used:
             self._tensors.pop(memory, None)
 
     def tensor(self, recorded: RecordedTensor) -> Tensor:
         """Return a tensor with the memory and the layout of one of the first run."""
         memory, layout = recorded
-        tensors = self._tensors.setdefault(memory, {})
+        tensors = self._tensors[memory]
         if layout not in tensors and memory.made_as is None:
             kept = memory.kept[layout]
-            given = kept if isinstance(kept, Tensor) else kept.get()
-            tensors[layout] = self._given(given.detach(), layout)
+            given = (kept if isinstance(kept, Tensor) else kept.get()).detach()
+            if layout is not None and given.numel() and not given.untyped_storage().nbytes():
+                raise ReplayError(
+                    f"A tensor of shape {tuple(given.shape)} that {self._name} reads was freed "
+                    "before backward, as FSDP2 does with the parameters of a module after its "
+                    "forward. Use recoup.recompute(module), which runs the whole module again."
+                )
+            tensors[layout] = given if layout is None else layout.strided(given)
         elif layout not in tensors:
             tensors[layout] = cast("Layout", layout).view(next(iter(tensors.values())))
         return tensors[layout]
-
-    def _given(self, tensor: Tensor, layout: Layout | None) -> Tensor:
-        if layout is None:
-            return tensor
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
-            raise ReplayError(
-                f"A tensor of shape {tuple(tensor.shape)} that {self._name} reads was freed before "
-                "backward, as FSDP2 does with the parameters of a module after its forward. Use "
-                "recoup.recompute(module), which runs the whole module again."
-            )
-        return layout.strided(tensor)
-
-    def _fitting(self, op: RecordedOp, made: list[Tensor], layout: Layout) -> Tensor:
-        (size, _, offset), dtype, *_ = layout
-        found = [(each.size(), each.storage_offset(), each.dtype) for each in made]
-        if found != [(size, offset, dtype)]:
-            raise ReplayError(
-                f"Running {op.func} of {self._name} again returned another tensor than in the "
-                "first run, so it depends on something outside of torch. Move it out of the block."
-            )
-        return layout.strided(made[0])

@@ -19,6 +19,8 @@ Rule 5. A value from outside whose source asks no other source is not kept: a re
         (see `lazy_values`).
 Rule 6. The tensors that are kept, and their order, depend on what the code does and not on which
         tensors are alive, so that outer hooks (those of a checkpoint) count alike in a second run.
+Rule 7. A storage is known by its address and a weak reference, so that storages that the block
+        makes are freed as in plain torch.
 """
 
 from __future__ import annotations
@@ -28,30 +30,30 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.lazy_values import HasTensor, Value, marked, read_anew
 from recoup._core.operators import OperatorTraits, has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import Kept, Pair, version_of
+from recoup._core.saved_tensors import Kept, Pair
 from recoup._core.sketch import sketch_of
-from recoup.errors import ChangedError, ReplayError
-from recoup.regions.operator_draws import DrawRecorder
-from recoup.regions.recorded_block import MemorySource, RecordedBlock
-from recoup.regions.recorded_memory import (
+from recoup.errors import ReplayError
+from recoup.regions.operator_draws import Draws
+from recoup.regions.recorded_block import (
     Layout,
-    Memories,
     Memory,
+    MemorySource,
+    RecordedBlock,
     RecordedOp,
     RecordedTensor,
-    is_plain,
-)  # fmt: skip
+)
 
 __all__ = ["OpRecorder"]
 
 _BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+_unseen = torch._C._DisableTorchDispatch  # by the mode, which need not see our own operators
 
 
 class OpRecorder(DispatchMode):
@@ -69,11 +71,9 @@ class OpRecorder(DispatchMode):
         super().__init__()
         self._block = RecordedBlock(name)
         self._block.look = self._look
-        self._draws = DrawRecorder()
-        self._pair = pair
-        self._compare = compare
-        self._memories = Memories()
-        self._taken: list[tuple[Memory, Layout | None, int]] = []  # in order, with versions
+        self._draws, self._pair, self._compare = Draws(), pair, compare
+        self._used: dict[int, tuple[weakref.ref[Any], Memory]] = {}  # See Rule 7
+        self._taken: list[tuple[Memory, Layout | None]] = []  # in order
         self._results: list[weakref.ref[Tensor]] = []
         self._last_saved: dict[Memory, Tensor] = {}  # one at most
 
@@ -87,17 +87,15 @@ class OpRecorder(DispatchMode):
         if traits is None or func.namespace in _BETWEEN_PROCESSES:  # See Rule 4
             result = func(*args, **kwargs)
             for tensor in tensors_in((args, kwargs)):
-                self._memories.forget(tensor)
+                self._used.pop(_place_of(tensor)[0], None)
             return result
-        if traits.is_view:
-            for tensor in tensors_in(args):
-                if isinstance(tensor, Value):  # operators will take the view
-                    self._memories.of(tensor)
-            result = func(*args, **kwargs)
-        elif traits.makes_or_writes:
+        if traits.makes_or_writes and not traits.is_view:
             result = self._run(func, traits, args, kwargs)
         else:
-            return func(*args, **kwargs)
+            for tensor in tensors_in(args) if traits.is_view else ():
+                if isinstance(tensor, Value):  # operators will take the view
+                    self._memory_of(tensor)
+            result = func(*args, **kwargs)
         self._results.extend(weakref.ref(tensor) for tensor in tensors_in(result))
         return result
 
@@ -107,19 +105,22 @@ class OpRecorder(DispatchMode):
         takes, changes = set[Memory](), set[Memory]()
         # Arguments that are read come first: an operator may read a tensor that it overwrites.
         for key in sorted(arguments, key=traits.writes.__contains__):
-            memories = changes if key in traits.writes else takes
-            for tensor in tensors_in(arguments[key]) if memories is changes else ():
+            for tensor in tensors_in(arguments[key]) if key in traits.writes else ():
                 self._will_change(tensor, func, is_overwritten=traits.overwrites)
-            record = partial(self._recorded, memories)
+            record = partial(self._recorded, changes if key in traits.writes else takes)
             arguments[key] = map_instances(arguments[key], Tensor, record)
-        result, draw = self._draws.run(func, args, kwargs, may_draw=traits.may_draw)
+        draw = None
+        if traits.may_draw:
+            result, draw = self._draws.first(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         makes: dict[int, RecordedTensor] = {}
         for place, tensor in enumerate(tensors_in(result)):
             if kwargs.get("device") is not None:
                 arguments["device"] = tensor.device  # another may be current in backward
-            if is_plain(tensor) and self._memories.find(tensor) is None:
+            if _is_plain(tensor) and self._find(tensor) is None:
                 layout = None if traits.allocates else Layout.of(tensor)
-                memory = self._memories.add(tensor, layout, is_own=True)
+                memory = self._add(tensor, layout, is_own=True)
                 if layout is not None:
                     makes[place] = RecordedTensor(memory, layout)
         changes.update(memory for memory, _ in makes.values())
@@ -133,28 +134,28 @@ class OpRecorder(DispatchMode):
 
     def _recorded(self, memories: set[Memory], tensor: Tensor) -> RecordedTensor:
         """Return the record of an argument, and add its memory to `memories`."""
-        memory = self._memories.of(tensor)
+        memory = self._memory_of(tensor)
         memories.add(memory)
-        layout = Layout.of(tensor) if is_plain(tensor) else None
+        layout = Layout.of(tensor) if _is_plain(tensor) else None
         if memory.made_as is None and layout not in memory.kept:
             self._take(memory, layout, tensor)
         return RecordedTensor(memory, layout)
 
     def _take(self, memory: Memory, layout: Layout | None, tensor: Tensor) -> None:
         memory.kept[layout] = tensor  # which operators beneath autograd cannot keep
-        self._taken.append((memory, layout, version_of(tensor)))
+        self._taken.append((memory, layout))
 
     def _will_change(self, tensor: Tensor, func: Any, *, is_overwritten: bool) -> None:
         """Prepare for an operator that writes to `tensor`, after what it reads was recorded."""
-        if not is_plain(tensor):
+        if not _is_plain(tensor):
             raise ReplayError(
                 f"{func} changes a {type(tensor).__name__} of layout {tensor.layout} in place in "
                 f"{self._block.name}, and would change it again. Do it outside of the block."
             )
-        memory = self._memories.of(tensor)
+        memory = self._memory_of(tensor)
         if memory.made_as is not None:
             return
-        memory.made_as = layout = Layout.whole(memory, tensor.dtype)
+        memory.made_as = layout = memory.whole(tensor.dtype)
         made = {0: RecordedTensor(memory, layout)}, frozenset((memory,))
         if is_overwritten and not memory.kept and _covers(tensor, memory.num_bytes):
             kwargs = {"dtype": tensor.dtype, "device": tensor.device}
@@ -172,8 +173,8 @@ class OpRecorder(DispatchMode):
         """Keep a tensor that an operator within the block saves, unless the block makes it."""
         memory = self._to_be_made(tensor)
         if memory is None:
-            return self._keep(self._memories.of(tensor), tensor, "saves")
-        with torch._C._DisableTorchDispatch():  # the mode need not see our own operators
+            return self._keep(self._memory_of(tensor), tensor, "saves")
+        with _unseen():
             if self._compare and tensor.is_floating_point():
                 self._last_saved = {memory: tensor.detach()}
             return self._block.source(memory, tensor).slot(tensor)
@@ -181,16 +182,10 @@ class OpRecorder(DispatchMode):
     def finish(self) -> None:
         """Keep the tensors that the block took, and mark the values that it made (See Rule 2)."""
         self._look()
-        for memory, layout, version in self._taken:
+        for memory, layout in self._taken:
             tensor = memory.kept.get(layout)
-            if not isinstance(tensor, Tensor):
-                continue  # the block has changed it, and has a copy from before
-            if version_of(tensor) != version:
-                raise ChangedError(
-                    f"A tensor of shape {tuple(tensor.shape)} that {self._block.name} takes was "
-                    "changed in place by something that is no operator of it. Change a clone."
-                )
-            memory.kept[layout] = self._keep(memory, tensor, "takes")
+            if isinstance(tensor, Tensor):  # or the block has changed it, and has a copy
+                memory.kept[layout] = self._keep(memory, tensor, "takes")
         self._block.is_whole = True
         for tensor in self._alive():
             memory = self._to_be_made(tensor)
@@ -210,14 +205,14 @@ class OpRecorder(DispatchMode):
         return [tensor for ref in self._results if (tensor := ref()) is not None]
 
     def _look(self) -> None:
-        """Take the sketches by which a replay is compared (NOTE [ A replay ], Rule 2)."""
+        """Take the sketches by which a replay is compared (NOTE [ Operators over memory ])."""
         if not self._compare:
             return
-        found = [(tensor, self._memories.find(tensor)) for tensor in self._alive()]
-        alive = self._last_saved | {m: t for t, m in found if m is not None and m.made_as}
+        alive = {m: t for t in self._alive() if (m := self._find(t)) is not None and m.made_as}
+        alive = self._last_saved | alive
         last = self._last_saved.keys() | set[Memory]().union(*self._block.last_made(alive.keys()))
         self._block.sketches = {}
-        with torch._C._DisableTorchDispatch():
+        with _unseen():
             for memory in last:
                 layout = cast("Layout", memory.made_as)
                 sketch = sketch_of(layout.view(alive[memory]))
@@ -226,7 +221,7 @@ class OpRecorder(DispatchMode):
 
     def _keep(self, memory: Memory, tensor: Tensor, how: str) -> HasTensor:
         """Keep a tensor from outside, or have its source make it again (See Rule 5)."""
-        source, hooks = self._memories.sources.get(memory, (None, None))
+        source, hooks = memory.source
         asks_others = isinstance(source, MemorySource) and source.block.asks_other_sources
         is_under_its_hooks = self._pair is None or self._pair[0] is hooks
         if source is None or asks_others or not is_under_its_hooks or not source.owns(tensor):
@@ -237,10 +232,47 @@ class OpRecorder(DispatchMode):
 
     def _to_be_made(self, tensor: Tensor) -> Memory | None:
         """Return the memory of `tensor` if it need not be kept, since the block makes it."""
-        memory = self._memories.find(tensor)
+        memory = self._find(tensor)
         if memory is None or not memory.is_own or memory.made_as is None:
             return None
         return None if tensor.is_conj() or tensor.is_neg() or tensor.is_inference() else memory
+
+    # -- the memory that was used so far ---------------------------------------------------
+
+    def _find(self, tensor: Tensor) -> Memory | None:
+        """Return the memory of `tensor`; None if the block has not used it."""
+        address, owner = _place_of(tensor)
+        ref, memory = self._used.get(address, (None, None))
+        return memory if ref is not None and ref() is owner else None
+
+    def _add(self, tensor: Tensor, made_as: Layout | None, *, is_own: bool) -> Memory:
+        address, owner = _place_of(tensor)
+        memory = Memory(owner.nbytes() if _is_plain(tensor) else 0, made_as, is_own=is_own)
+        self._used[address] = weakref.ref(owner), memory
+        return memory
+
+    def _memory_of(self, tensor: Tensor) -> Memory:
+        """Return the memory of `tensor`, which is from outside if it was not used before."""
+        memory = self._find(tensor) or self._add(tensor, None, is_own=False)
+        if isinstance(tensor, Value):
+            memory.source = tensor._recoup_source, tensor._recoup_within
+        return memory
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a storage and a layout describe all of `tensor`."""
+    if type(tensor) not in (Tensor, nn.Parameter, Value) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_quantized or tensor.is_nested)
+
+
+def _place_of(tensor: Tensor) -> tuple[int, Any]:
+    """Return the address of a tensor's storage, and the storage; or of the tensor itself."""
+    if not _is_plain(tensor):
+        return -id(tensor), tensor
+    with torch._C.DisableTorchFunctionSubclass():  # which would regard a value as exposed
+        storage = tensor.untyped_storage()
+    return storage._cdata, storage
 
 
 def _covers(tensor: Tensor, num_bytes: int) -> bool:

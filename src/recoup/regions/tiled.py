@@ -24,7 +24,7 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import break_graph, is_traced, is_watched, uncompiled
 from recoup._core.compiled_graphs import is_followed
 from recoup.regions.checkpoint import checkpoint_in_graph, name_of
-from recoup.regions.tile_check import RowCheck, check_once
+from recoup.regions.tile_check import check_all_rows, check_once
 from recoup.regions.tiles import Cut, Reduction, Tiles, joined, tile_value
 
 __all__ = ["Tiled", "tiled"]
@@ -154,7 +154,7 @@ class Tiled(Generic[P, T]):
         It compares the gradients of arguments and parameters, too. It runs the function on all rows
         at once, so it is for a small batch. `.grad` and the random state stay as they are.
         """
-        RowCheck(self._name, self._fn, Tiles(args, kwargs, self._cut)).of_all_rows()
+        check_all_rows(self._name, self._fn, Tiles(args, kwargs, self._cut))
 
     def _tile(self, index: int, tiles: Tiles, tensors: Sequence[Tensor]) -> Any:
         args, kwargs = tiles.given(tensors)
@@ -179,7 +179,7 @@ class Tiled(Generic[P, T]):
         num = len(tiles.sizes)
         if self._cut.reduction == "sum" or num == 1:
             return [1.0] * num, 1.0
-        weights = tiles.weights(tiles.pieces(tiles.tensors), tiles.sizes)
+        weights = tiles.weights()
         # Without any target it is what `fn` makes of none: nan for most.
         weights = weights if any(weights) else list(map(float, tiles.sizes))
         return weights, sum(weights)

@@ -102,7 +102,7 @@ class Tiles:
         num_tiles = max(1, min(cut.tiles, self.num_rows))  # See Rule 3
         size, more = divmod(self.num_rows, num_tiles)
         self.sizes = [size + (place < more) for place in range(num_tiles)]
-        self._target = self._place_of_targets()
+        self._targets = None if cut.reduction == "none" else self._counted()
 
     @property
     def split(self) -> list[Tensor]:
@@ -132,48 +132,48 @@ class Tiles:
         given: Any = self._tree.unflatten(tuple(tensors))
         return (given, {}) if self._tree.is_flat else given
 
-    def weights(self, pieces: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[float]:
-        """Return what each piece of the arguments counts: its targets or rows in a mean, else one.
+    def weights(self, rows: Sequence[int] | None = None) -> list[float]:
+        """Return what each tile counts: its targets or rows in a mean, else one.
 
         Args:
-            pieces: the tensors of each piece.
-            sizes: how many rows each piece has.
+            rows: those of the only tile, if it is another one.
         """
-        if self.cut.reduction != "mean":
+        sizes = self.sizes if rows is None else [len(rows)]
+        if self.cut.reduction != "mean" or self._targets is None:
             return [1.0] * len(sizes)
-        if self._target is None:
-            return list(map(float, sizes))
-        of_pieces = [(piece[self._target] != self.cut.ignore_index).sum() for piece in pieces]
-        return list(map(float, cast("list[int]", torch.stack(of_pieces).tolist())))
+        targets = self._targets if rows is None else self._targets[[*rows]]
+        parts = cast("Sequence[Tensor]", targets.split(sizes))
+        return list(map(float, cast("list[int]", torch.stack([p.sum() for p in parts]).tolist())))
 
     def counted_rows(self) -> Sequence[int]:
         """Return the rows that have targets, or all where no argument has them."""
-        if self._target is None:
+        if self._targets is None:
             return range(self.num_rows)
-        counts = self.tensors[self._target].detach() != self.cut.ignore_index
-        there = counts[..., None].transpose(0, self.dim).flatten(1).any(1)
-        return cast("list[int]", there.nonzero().flatten().tolist())
+        return cast("list[int]", self._targets.nonzero().flatten().tolist())
 
-    def _place_of_targets(self) -> int | None:
-        """Return where among the tensors the targets are, if any are."""
+    def _counted(self) -> Tensor:
+        """Return how many targets each row has; one each if no argument has them."""
         target, is_mean = self.cut.target, self.cut.reduction == "mean"
         ids = None if target is None or not is_mean else self._ids_of([target])
-        places: dict[int, int] = {}
-        for place, tensor in enumerate(self.tensors):
+        found: dict[int, Tensor] = {}
+        for tensor in self.split:
             is_whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
-            if is_whole and self.is_split[place] and (ids is None or id(tensor) in ids):
-                places[id(tensor)] = place
-        if ids is not None and len(places) != 1:
+            if is_whole and (ids is None or id(tensor) in ids):
+                found[id(tensor)] = tensor
+        if ids is not None and len(found) != 1:
             raise ValueError(
-                f"`target` is {target!r}, but that argument has {len(places)} tensors of integers "
+                f"`target` is {target!r}, but that argument has {len(found)} tensors of integers "
                 "that are split. Name the one with the targets."
             )
-        if is_mean and len(places) > 1:
+        if is_mean and len(found) > 1:
             raise ValueError(
-                f"{len(places)} arguments are tensors of integers, and `target` does not say which "
+                f"{len(found)} arguments are tensors of integers, and `target` does not say which "
                 "has the targets that a mean counts. Give its position or its name."
             )
-        return next(iter(places.values())) if len(places) == 1 else None
+        if len(found) != 1:
+            return torch.ones(self.num_rows)
+        is_target = next(iter(found.values())).detach() != self.cut.ignore_index
+        return is_target[..., None].movedim(self.dim, 0).flatten(1).sum(1)
 
     def _ids_of(self, names: Sequence[int | str]) -> set[int]:
         found: set[int] = set()

@@ -43,28 +43,23 @@ def test_nested_arguments_and_results():
         assert torch.equal(a, b)
 
 
-def test_without_gradients_nothing_is_done():
+def test_without_gradients():
     seen = []
 
     def fn(x):
         seen.append(hooks_in_force())
-        return x.sin()
+        return x.sin(), x.detach(), x.argmax(), None
 
     with torch.no_grad():
         recoup.checkpoint(fn, leaf(3))
-    recoup.checkpoint(fn, leaf(3))
+    out = recoup.checkpoint(fn, x := leaf(3))
+    out[0].sum().backward()
+    assert torch.equal(x.grad, x.cos())
+    assert out[3] is None
     assert seen[0] is None
     assert seen[1] is not None
-
-
-def test_tensors_that_nothing_differentiates():
     assert not recoup.checkpoint(torch.sin, torch.ones(3)).requires_grad
     assert recoup.checkpoint(lambda: 7) == 7
-    x = leaf(3)
-    out = recoup.checkpoint(lambda x: (x, x.detach(), x.argmax(), None), x)
-    out[0].sum().backward()
-    assert torch.equal(x.grad, torch.ones_like(x))
-    assert out[3] is None
 
 
 def test_a_list_whose_element_is_replaced_is_no_change():
@@ -188,33 +183,14 @@ def test_sparse_matrices():
         assert torch.equal(*torch.autograd.grad(y.sum(), x), want)
 
 
-def test_as_a_replacement_of_torch():
-    x = leaf(4)
-    y = recoup.checkpoint(torch.sin, x, use_reentrant=False)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
-    with pytest.raises(ValueError, match=r"`use_reentrant` is True"):
-        recoup.checkpoint(torch.sin, x, use_reentrant=True)
-
-
-def test_what_cannot_be_called_is_refused():
-    """N13"""
-    for call in (lambda: recoup.recompute(3), lambda: recoup.checkpoint(3, leaf(2))):
-        with pytest.raises(ValueError, match=r"is 3, but must be a function or module"):
-            call()
-
-
 # -- the keywords of torch (F8) --------------------------------------------------------------------
 
 ACCEPTED = [
-    {"preserve_rng_state": True},
-    {"preserve_rng_state": False},
-    {"determinism_check": "default"},
-    {"determinism_check": "none"},
-    {"context_fn": torch.utils.checkpoint.noop_context_fn},
-    {"debug": False},
-    {"early_stop": True},
-    {"early_stop": False},
-    {"use_reentrant": None},
+    *({"preserve_rng_state": each} for each in (True, False)),
+    *({"determinism_check": each} for each in ("default", "none")),
+    *({"early_stop": each} for each in (True, False)),
+    *({"use_reentrant": each} for each in (None, False)),
+    {"context_fn": torch.utils.checkpoint.noop_context_fn, "debug": False},
 ]
 
 
@@ -236,19 +212,22 @@ def test_keywords_of_torch_are_taken(given):
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"use_reentrant": True}, r"`use_reentrant` is True"),
-        ({"determinism_check": "some"}, r"`determinism_check` is 'some'"),
-        ({"debug": True}, r"`debug` is True"),
-        ({"context_fn": lambda: None}, r"`context_fn` returned None"),
-    ],
-)
-def test_keywords_of_torch_that_ask_for_what_there_is_not(given, message):
-    """F8"""
+REFUSED = [
+    (recoup.checkpoint, {"use_reentrant": True}, r"`use_reentrant` is True"),
+    (recoup.checkpoint, {"determinism_check": "some"}, r"`determinism_check` is 'some'"),
+    (recoup.checkpoint, {"debug": True}, r"`debug` is True"),
+    (recoup.checkpoint, {"preserve_rng_state": 3}, r"`preserve_rng_state` is 3"),
+    (recoup.checkpoint, {"context_fn": lambda: None}, r"`context_fn` returned None"),
+    (lambda *_: recoup.recompute(3), {}, r"is 3, but must be a function or module"),
+    (lambda *_: recoup.checkpoint(3, leaf(2)), {}, r"is 3, but must be a function or module"),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "message"), REFUSED)
+def test_what_is_refused(call, given, message):
+    """F8, N13"""
     with pytest.raises(ValueError, match=message):
-        recoup.checkpoint(torch.sin, leaf(3), **given)
+        call(torch.sin, leaf(3), **given)
 
 
 def test_contexts_around_each_run():

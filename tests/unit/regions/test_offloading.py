@@ -201,11 +201,13 @@ def test_with_what_runs_again(folder, sent, way):
 
 
 def test_forward_does_not_wait_below_the_bound(folder, monkeypatch):
-    begun, may_end, waits, write = threading.Event(), threading.Event(), [], os.pwritev
+    begun, may_end, has_waited = threading.Event(), threading.Event(), threading.Event()
+    waits, write = [], os.pwritev
 
     def write_late(*args):
         begun.set()
         waits.append(may_end.wait(9))
+        has_waited.set()
         return write(*args)
 
     monkeypatch.setattr(os, "pwritev", write_late)
@@ -215,7 +217,7 @@ def test_forward_does_not_wait_below_the_bound(folder, monkeypatch):
     assert begun.wait(9)
     may_end.set()
     y.sum().backward()
-    assert waits
+    assert has_waited.wait(9)
     assert all(waits)
 
 
