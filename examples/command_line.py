@@ -85,7 +85,8 @@ class TrainingCLI(LightningCLI):
         trainer_defaults: dict[str, Any] | None = None,
     ) -> None:
         self.monitor = monitor
-        warnings.filterwarnings("ignore", ".*does not have many workers")  # the data are in memory
+        warnings.filterwarnings("ignore", ".*does not have many workers")  # data are in memory
+        warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec")  # of lightning 2.6
         logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": name}}
         last = ModelCheckpoint(
             filename="last", save_on_train_epoch_end=True, enable_version_counter=False

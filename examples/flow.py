@@ -108,22 +108,22 @@ class Images(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Return batches of the training part, in an order set by `seed` and the epoch."""
         dataset, trainer = self._dataset("train"), self.trainer
-        num_replicas, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
+        num_replicas, rank = (
+            (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
+        )
         # Its order is a function of the seed and of the epoch, which the Trainer sets.
         order = DistributedSampler(dataset, num_replicas, rank, seed=self.seed)
-        return DataLoader(dataset, self.batch_size, sampler=order)
+        return DataLoader(dataset, batch_size=self.batch_size, sampler=order)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return batches of the validation part."""
-        return DataLoader(self._dataset("validation"), self.batch_size)
+        return DataLoader(self._dataset("validation"), batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Return batches of the test part."""
-        return DataLoader(self._dataset("test"), self.batch_size)
+        return DataLoader(self._dataset("test"), batch_size=self.batch_size)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the training part in one batch, beside which the density of points is drawn."""
-        return DataLoader(self._dataset("train"), len(self.parts["train"]))
+        return DataLoader(self._dataset("train"), batch_size=len(self.parts["train"]))
 
     def _dataset(self, part: str) -> TensorDataset:
         labels = [self.labels[part]] if self.conditional else []
@@ -216,11 +216,9 @@ class FlowTraining(LightningModule):
         return self._step("train", batch, self.current_epoch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the code length of a batch, with the same noise in each epoch."""
         self._step("val", batch, batch_idx)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the code length of a batch."""
         self._step("test", batch, batch_idx)
 
     def _step(self, stage: str, batch: Batch, *key: int) -> Tensor:
@@ -236,7 +234,6 @@ class FlowTraining(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, and the schedule that sets its learning rate for each step."""
         optimizer = self.optimizer_class(self.flow.parameters(), lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]

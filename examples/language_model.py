@@ -6,13 +6,13 @@
     python examples/language_model.py fit -c examples/configs/language_model/awd-lstm-wt2.yaml \\
         --data.path wikitext-2/
 
-A run goes to ``runs/language_model/version_0``, or the next number. Go on with it, test it with a
-cache of recent words, let it write; finetune it, averaging from the start:
+A run goes to ``runs/language_model/version_0``, or the next number. Go on with it, test it, let it
+write; finetune it, averaging from the start:
 
     run=runs/language_model/version_0
     python examples/language_model.py fit -c $run/config.yaml --ckpt_path $run/checkpoints/last.ckpt
     python examples/language_model.py test -c $run/config.yaml \\
-        --ckpt_path $run/checkpoints/best.ckpt --model.cache_window 2000
+        --ckpt_path $run/checkpoints/best.ckpt --data.eval_batch_size 1
     python examples/language_model.py predict -c $run/config.yaml \\
         --ckpt_path $run/checkpoints/best.ckpt --data.prompt "The statement"
     python examples/language_model.py fit -c $run/config.yaml \\
@@ -177,48 +177,6 @@ class LanguageModel(nn.Module):
         return self.decoder(encoded.dropped), encoded.state
 
 
-class NeuralCache:
-    """Predictions mixed with recent words that followed outputs like the present one.
-
-    The probability of a word is ``(1 - weight) p + weight p_cache``, where ``p_cache`` gives each
-    of the last `window` words a share in proportion to the exponential of `theta` times the product
-    of the output before it with the present one.
-
-    Source: Grave, Joulin and Usunier, https://arxiv.org/abs/1612.04426.
-    """
-
-    def __init__(self, window: int, theta: float, weight: float) -> None:
-        self.window, self.theta, self.weight = window, theta, weight
-        self.outputs: Tensor | None = None
-        self.words: Tensor | None = None
-
-    def nll(self, logits: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the negative log-likelihoods ``(T, N)`` of words, and remember the words.
-
-        Args:
-            logits: Logits of the network ``(T, N, V)``.
-            outputs: Outputs of its last layer ``(T, N, C)``.
-            targets: The words ``(T, N)``.
-        """
-        network = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        network = network.view_as(targets)
-        keys = outputs if self.outputs is None else torch.cat([self.outputs, outputs])
-        words = targets if self.words is None else torch.cat([self.words, targets])
-        now = torch.arange(len(keys) - len(outputs), len(keys), device=keys.device)[:, None]
-        then = torch.arange(len(keys), device=keys.device)
-        is_past = (then < now) & (then >= now - self.window)
-        likeness = self.theta * torch.einsum("tnc,snc->nts", outputs, keys)
-        shares = likeness.masked_fill(~is_past, -math.inf).softmax(dim=2)
-        is_same = words.t()[:, None, :] == targets.t()[:, :, None]
-        cached = torch.where(is_same & is_past, shares, 0.0).sum(dim=2).t().log()
-        mixed = torch.logaddexp(
-            network + math.log1p(-self.weight), cached + math.log(self.weight)
-        )
-        # Copies: a view would keep the whole storage.
-        self.outputs, self.words = keys[-self.window :].clone(), words[-self.window :].clone()
-        return -torch.where(is_past.any(dim=1, keepdim=True), mixed, network)
-
-
 # --- data ----------------------------------------------------------------------------------------
 
 # As in Merity et al.: half the length in one window of twenty, a standard deviation of five steps,
@@ -307,7 +265,7 @@ class Texts(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if bptt < 1 or jitter and bptt < 2 * _SHORTEST:
+        if bptt < 1 or (jitter and bptt < 2 * _SHORTEST):
             raise ValueError(
                 f"`bptt` is {bptt}, but windows of at least {_SHORTEST} steps vary around no less "
                 f"than {2 * _SHORTEST}. Give that, or turn `jitter` off."
@@ -340,7 +298,6 @@ class Texts(LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary."""
         return len(self.vocabulary)
 
     def encode(self, tokens: Sequence[str]) -> Tensor:
@@ -377,20 +334,19 @@ class Texts(LightningDataModule):
         return Windows(columns, window_lengths(len(columns) - 1, self.bptt, self.seed, epoch))
 
     def val_dataloader(self) -> Windows:
-        """Return windows of the validation part."""
         return self._even(self.columns("validation", self.eval_batch_size))
 
     def test_dataloader(self) -> Windows:
-        """Return windows of the test part."""
         return self._even(self.columns("test", self.eval_batch_size))
 
-    def predict_dataloader(self) -> list[Tensor]:
+    def predict_dataloader(self) -> Windows:
         """Return the prompt as a window, with the end of a line before it."""
         tokens = tokenized(self.prompt, self.kind)
         if tokens[-1:] == [END_OF_LINE] and not self.prompt.endswith("\n"):
             tokens.pop()  # the line goes on
         start = "\n" if self.kind == "characters" else END_OF_LINE
-        return [self.encode([start, *tokens])[:, None]]
+        ids = self.encode([start, *tokens])[:, None]
+        return Windows(ids, [len(ids) - 1])
 
     def _even(self, columns: Tensor) -> Windows:
         num_steps = len(columns) - 1
@@ -398,7 +354,6 @@ class Texts(LightningDataModule):
         return Windows(columns, [min(self.bptt, num_steps - start) for start in starts])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the vocabulary for a checkpoint."""
         return {"vocabulary": self.vocabulary}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -410,7 +365,7 @@ class Texts(LightningDataModule):
             )
 
 
-# --- backpropagation through time, one segment's activations at a time ------------------------------
+# --- backpropagation through time, one segment's activations at a time ---------------------------
 
 
 class Penalties(NamedTuple):
@@ -442,7 +397,7 @@ def window_backward(
     ids: Tensor,
     state: State,
     store: recoup.GradStore,
-    penalties: Penalties = Penalties(),
+    penalties: Penalties,
     segment_steps: int | None = None,
 ) -> Trained:
     """Add the gradients of the loss of a window to a store.
@@ -589,16 +544,13 @@ class Averaging(Callback):
         self._is_in_model = not self._is_in_model
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate the average, if there is one."""
         pl_module.log("averaged", float(self.num_averaged), sync_dist=True)
         self._swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the last parameters."""
         self._swap(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Restore the last parameters if validation was cut off."""
         if self._is_in_model:
             self._swap(pl_module)
 
@@ -611,7 +563,6 @@ class Averaging(Callback):
             self.is_averaging = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the model."""
         self._swap(pl_module)
 
     def on_save_checkpoint(
@@ -637,7 +588,6 @@ class Averaging(Callback):
                 parameter.copy_(last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
         names = ("losses", "is_averaging", "num_averaged")
         return {name: getattr(self, name) for name in names}
 
@@ -652,8 +602,8 @@ class LanguageModelTraining(LightningModule):
     """Train a language model on windows of text.
 
     Logged for each epoch, for training (``train_``) and validation (``val_``), and for ``test_``:
-    `perplexity`, from sums over tokens and without the penalties; with a cache also
-    `cache_perplexity`; and `averaged`, over how many steps the validated parameters are averaged.
+    `perplexity`, from sums over tokens and without the penalties; and `averaged`, over how many
+    steps the validated parameters are averaged.
 
     The draws of a step (masks, weight dropout, noise) follow from `seed`, the epoch and the number
     of the window: they are the same in every memory mode and in a resumed run.
@@ -674,9 +624,6 @@ class LanguageModelTraining(LightningModule):
             improves, "always" from the first step until it no longer improves, or "never".
         num_patient: How many of the last validations the trigger does not count.
         init_from: A checkpoint whose weights a new run begins with.
-        cache_window: Number of words that the cache remembers in a test; 0 for no cache.
-        cache_theta: How sharply the cache tells outputs apart.
-        cache_weight: Part of the cache in the probability.
         num_tokens: Number of tokens that ``predict`` writes.
         temperature: 1 for the probabilities of the model; less writes likelier tokens.
         seed: Seed of the draws of all steps.
@@ -698,9 +645,6 @@ class LanguageModelTraining(LightningModule):
         averaging: Literal["triggered", "always", "never"] = "triggered",
         num_patient: int = 5,
         init_from: str | None = None,
-        cache_window: int = 0,
-        cache_theta: float = 0.662,
-        cache_weight: float = 0.1279,
         num_tokens: int = 100,
         temperature: float = 1.0,
         seed: int = 0,
@@ -718,10 +662,9 @@ class LanguageModelTraining(LightningModule):
         self.segment_steps: int | None = None  # within the budget
         self.penalties = Penalties(activation_penalty, temporal_penalty)
         # Names end in an underscore, since modules have a method `train`.
-        stages = ("train", "val", "test", "test_cache")
+        stages = ("train", "val", "test")
         self.perplexities = nn.ModuleDict({f"{stage}_": Perplexity() for stage in stages})
         self.states: dict[str, State] = {}
-        self.cache: NeuralCache | None = None
 
     # -- training
 
@@ -744,7 +687,6 @@ class LanguageModelTraining(LightningModule):
             self.segment_steps = longest_segment(peak, data.longest, self.budget)
 
     def on_train_epoch_start(self) -> None:
-        """Begin at the start of the text."""
         self.states.pop("train", None)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -778,14 +720,12 @@ class LanguageModelTraining(LightningModule):
         return store, window_backward(self.network, ids, state, store, *options)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
         settings: Any = self.hparams
         kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[settings.optimizer]
         options = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
         return kind(self.network.parameters(), **options)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callback that averages the parameters."""
         settings: Any = self.hparams
         if settings.averaging == "never":
             return []
@@ -801,34 +741,23 @@ class LanguageModelTraining(LightningModule):
     # -- evaluation
 
     def on_validation_epoch_start(self) -> None:
-        """Begin at the start of the text."""
         self.states.pop("val", None)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Add the loss of a window ``(T + 1, N)`` of the validation part."""
         self._evaluate("val", batch)
 
     def on_test_epoch_start(self) -> None:
-        """Begin at the start of the text, with an empty cache if there is one."""
-        settings: Any = self.hparams
         self.states.pop("test", None)
-        if settings.cache_window:
-            options = (settings.cache_window, settings.cache_theta, settings.cache_weight)
-            self.cache = NeuralCache(*options)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Add the loss of a window ``(T + 1, N)`` of the test part."""
         self._evaluate("test", batch)
 
     def _evaluate(self, stage: str, batch: Tensor) -> None:
         state = self.states.get(stage) or self.network.zero_state(batch.shape[1])
         encoded = self.network.encode(batch[:-1], state, {})
         self.states[stage] = encoded.state
-        logits, targets = self.network.decoder(encoded.dropped), batch[1:]
-        self.count(stage, sum_of_nll(logits, targets), targets.numel())
-        if stage == "test" and self.cache is not None:
-            nll = self.cache.nll(logits, encoded.raw, targets).sum()
-            self.count("test_cache", nll, targets.numel())
+        nll = sum_of_nll(self.network.decoder(encoded.dropped), batch[1:])
+        self.count(stage, nll, batch[1:].numel())
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> str:
         """Print and return a text that begins with the prompt; <unk> is never written."""

@@ -68,14 +68,16 @@ def density_picture(flow: Flow, points: Tensor, shares: Tensor | None = None) ->
     margin = 0.06 * float((high - low).max())
     low, high = low - margin, high + margin
     cell = float((high - low).max()) / _NUM_CELLS
-    x, y = (torch.arange(float(a) + cell / 2, float(b), cell) for a, b in zip(low, high, strict=True))
+    x, y = (
+        torch.arange(float(a) + cell / 2, float(b), cell) for a, b in zip(low, high, strict=True)
+    )
     rows, columns = torch.meshgrid(y, x, indexing="ij")
     where = torch.stack([columns.flatten(), rows.flatten()], dim=1)
     density = torch.cat([_density(flow, each, shares) for each in where.split(10_000)])
     density = density.view(len(y), len(x)).double().cpu().numpy()
     mass = float(density.sum()) * cell**2
 
-    figure = Figure((9.75, 4.5 * len(y) / len(x) + 0.6), _DOTS, "white", layout="constrained")
+    figure = Figure((9.75, 4.5 * len(y) / len(x) + 0.6), _DOTS, facecolor="white", layout="constrained")
     left, right = figure.subplots(1, 2)
     shown = points[:: max(1, len(points) // _MOST_POINTS)].numpy()
     left.scatter(shown[:, 0], shown[:, 1], s=2.2, c="#fcb216", alpha=0.6, linewidths=0)

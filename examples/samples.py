@@ -1,4 +1,4 @@
-"""Reading what a flow is trained on: pictures, or points in the plane, into one tensor each part."""
+"""Reading what a flow is trained on: pictures, or points in the plane, as tensors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def _csv(path: Path) -> Samples:
     if table.shape[1] == 3 and not (table[:, 2] == table[:, 2].round()).all():
         raise ValueError(f"The third column of {path} must hold whole numbers, which are labels.")
     has_labels = table.shape[1] == 3
-    return _points(str(path), table[:, :2] if has_labels else table, table[:, 2] if has_labels else None)
+    return _points(
+        str(path), table[:, :2] if has_labels else table, table[:, 2] if has_labels else None
+    )
 
 
 def _archive(path: Path) -> Samples:
@@ -132,11 +134,13 @@ def _archive(path: Path) -> Samples:
             "it with numpy.savez_compressed(path, images=...)."
         ) from error
     levels = int(arrays.pop("levels", np.asarray(256)))
-    names = {part: next((key for key in keys if key in arrays), None) for part, keys in _KEYS.items()}
+    names = {
+        part: next((key for key in keys if key in arrays), None) for part, keys in _KEYS.items()
+    }
     if names["train"] is None:
         raise ValueError(
-            f"{path} holds {', '.join(arrays) or 'nothing'}, but none of {', '.join(_KEYS['train'])}."
-            " Name the array of pictures `images`, or of points `points`."
+            f"{path} holds {', '.join(arrays) or 'nothing'}. Name the array of pictures `images`, "
+            "or of points `points`."
         )
     parts = {part: arrays[key] for part, key in names.items() if key is not None}
     labels = {
@@ -146,7 +150,9 @@ def _archive(path: Path) -> Samples:
     }
     if parts["train"].ndim == 2:
         points = {
-            part: _points(f"`{names[part]}` of {path}", torch.from_numpy(array), None).parts["train"]
+            part: _points(f"`{names[part]}` of {path}", torch.from_numpy(array), None).parts[
+                "train"
+            ]
             for part, array in parts.items()
         }
         return Samples(str(path), None, points, labels)
@@ -154,9 +160,8 @@ def _archive(path: Path) -> Samples:
     for part, each in images.items():
         if each.shape[1:] != images["train"].shape[1:] or int(each.max()) >= levels:
             raise ValueError(
-                f"`{names[part]}` of {path} has pictures of shape {tuple(each.shape[1:])} and values "
-                f"up to {int(each.max())}, but must be like those of training, of shape "
-                f"{tuple(images['train'].shape[1:])} and below `levels` {levels}."
+                f"`{names[part]}` of {path} has shape {tuple(each.shape)} and values up to "
+                f"{int(each.max())}, but pictures must have one shape, and values below {levels}."
             )
     return Samples(str(path), levels, images, labels)
 
@@ -168,8 +173,8 @@ def _pictures(name: str, array: Any) -> Tensor:
         array = array.transpose(0, 3, 1, 2)
     if array.ndim != 4 or array.shape[1] not in (1, 3) or not array.size or array.dtype != np.uint8:
         raise ValueError(
-            f"{name} has shape {array.shape} and type {array.dtype}, but pictures are uint8 of shape "
-            "(N, H, W), (N, H, W, C) or (N, C, H, W) with C 1 or 3."
+            f"{name} has shape {array.shape} and type {array.dtype}, but pictures are uint8 of "
+            "shape (N, H, W), (N, H, W, C) or (N, C, H, W) with C 1 or 3."
         )
     return torch.from_numpy(np.ascontiguousarray(array))
 

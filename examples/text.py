@@ -10,7 +10,15 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Literal
 
-__all__ = ["END_OF_LINE", "UNKNOWN", "TokenKind", "joined", "read_parts", "tokenized", "vocabulary_of"]
+__all__ = [
+    "END_OF_LINE",
+    "UNKNOWN",
+    "TokenKind",
+    "joined",
+    "read_parts",
+    "tokenized",
+    "vocabulary_of",
+]
 
 TokenKind = Literal["words", "whitespace", "characters"]
 
@@ -52,8 +60,9 @@ def read_parts(path: str | None) -> dict[str, str]:
     for part, names in _NAMES.items():
         found = [file for file in files if names & set(re.split("[^a-z]+", file.name.lower()))]
         if len(found) > 1:
-            raise ValueError(f"`path` is {path}, where {found} look like its {part} text. Leave one.")
-        parts |= {part: _read(file) for file in found}
+            raise ValueError(f"`path` is {path}, with {len(found)} {part} texts. Leave one there.")
+        if found:
+            parts[part] = _read(found[0])
     if "train" not in parts:
         raise ValueError(
             f"`path` is {path}, where there is no text to train on. Give a text file, or a folder "
