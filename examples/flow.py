@@ -228,9 +228,14 @@ class FlowTraining(LightningModule):
         metrics = {**parts, "bits_per_dim": loss}
         if len(self.flow.shape) == 1:
             metrics["nats_per_point"] = loss * (self.flow.num_dims * math.log(2))
-        logged = {f"{stage}_{name}": value.detach() for name, value in metrics.items()}
-        options = {"batch_size": len(batch[0]), "sync_dist": True}
-        self.log_dict(logged, on_step=False, on_epoch=True, **options)
+        self.log_dict(
+            {f"{stage}_{name}": value.detach() for name, value in metrics.items()},
+            on_step=False,
+            on_epoch=True,
+            prog_bar=stage == "val",
+            batch_size=len(batch[0]),
+            sync_dist=True,
+        )
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -245,29 +250,31 @@ class FlowTraining(LightningModule):
             rate *= 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / self.num_decay_steps))
         return rate
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Path:
+    def predict_step(self, batch: Batch, batch_idx: int) -> None:
         """Draw pictures into ``samples.png`` of the run, or the density of points.
 
         Of a conditional flow each class has a row; a density is that of all classes together.
         """
-        folder = Path(self.trainer.log_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        path, classes = folder / "samples.png", self.flow.num_classes
-        if len(self.flow.shape) == 1:
-            shares = batch[1].bincount(minlength=classes) / len(batch[0]) if classes else None
-            density_picture(self.flow, batch[0], shares).save(path)
+        flow, num_classes = self.flow, self.flow.num_classes or 0
+        if len(flow.shape) == 1:
+            shares = (
+                batch[1].bincount(minlength=num_classes) / len(batch[0]) if num_classes else None
+            )
+            picture = density_picture(flow, batch[0], shares)
         else:
-            columns = max(1, self.num_samples // classes) if classes else None
-            labels = torch.arange(classes).repeat_interleave(columns) if classes else None
-            images = self.flow.sample(
+            columns = max(1, self.num_samples // num_classes) if num_classes else None
+            labels = torch.arange(num_classes).repeat_interleave(columns) if columns else None
+            images = flow.sample(
                 self.num_samples if labels is None else len(labels),
                 labels=labels,
                 temperature=self.temperature,
                 generator=torch.Generator().manual_seed(self.seed),
             )
-            grid(images.cpu(), self.flow.levels or 256, columns).save(path)
+            picture = grid(images.cpu(), flow.levels or 256, columns)
+        path = Path(self.trainer.log_dir or ".", "samples.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
         print(f"samples: {path}")
-        return path
 
 
 # --- command line --------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 import recoup
+from recoup.memory import parse_bytes
 
 # --- model ---------------------------------------------------------------------------------------
 
@@ -525,7 +526,9 @@ class Averaging(Callback):
         self._is_in_model = False  # the average, in place of the last parameters
 
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
         """Take the parameters into the average."""
         if not self.is_averaging:
             return
@@ -550,7 +553,9 @@ class Averaging(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._swap(pl_module)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         if self._is_in_model:
             self._swap(pl_module)
 
@@ -658,7 +663,7 @@ class LanguageModelTraining(LightningModule):
             check_checkpoint(init_from)
             contents = torch.load(init_from, map_location="cpu", weights_only=True)
             self.load_state_dict(contents["state_dict"])
-        self.budget = None if memory in ("linear", "sqrt") else recoup.memory.parse_bytes(memory)
+        self.budget = None if memory in ("linear", "sqrt") else parse_bytes(memory)
         self.segment_steps: int | None = None  # within the budget
         self.penalties = Penalties(activation_penalty, temporal_penalty)
         # Names end in an underscore, since modules have a method `train`.
@@ -670,11 +675,12 @@ class LanguageModelTraining(LightningModule):
 
     def on_fit_start(self) -> None:
         """Find segments that keep to the bytes, if there is a bound on them."""
-        if self.trainer.reload_dataloaders_every_n_epochs != 1:
+        trainer: Any = self.trainer
+        if trainer.reload_dataloaders_every_n_epochs != 1:
             raise ValueError("Each epoch has windows of its own: reload the data for each of them.")
         if self.budget is None:
             return
-        data: Texts = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data: Texts = trainer.datamodule
         shape = (data.longest + 1, data.batch_size)
         ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
 
@@ -683,7 +689,7 @@ class LanguageModelTraining(LightningModule):
             return measured.peak_bytes
 
         self.network.set_noise(True)
-        with self.trainer.precision_plugin.forward_context():
+        with trainer.precision_plugin.forward_context():
             self.segment_steps = longest_segment(peak, data.longest, self.budget)
 
     def on_train_epoch_start(self) -> None:
@@ -761,8 +767,9 @@ class LanguageModelTraining(LightningModule):
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> str:
         """Print and return a text that begins with the prompt; <unk> is never written."""
-        data: Texts = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         settings: Any = self.hparams
+        trainer: Any = self.trainer
+        data: Texts = trainer.datamodule
         draw = torch.Generator().manual_seed(settings.seed)
         ids, state, written = batch, None, batch[1:, 0].tolist()
         for _ in range(settings.num_tokens):

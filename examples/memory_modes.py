@@ -55,7 +55,9 @@ def train(memory: str, epochs: int, out: Path) -> dict[str, Any]:
         logging.getLogger(f"lightning.{part}").setLevel(logging.WARNING)
 
     class LossRecord(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, *_: Any, **__: Any
+        ) -> None:
             losses.append(float(outputs["loss"]))
 
     losses: list[float] = []
@@ -66,7 +68,7 @@ def train(memory: str, epochs: int, out: Path) -> dict[str, Any]:
         "--trainer.logger.init_args.name",
         memory,
     ]
-    run = main(args, run=False)
+    run: Any = main(args, run=False)
     run.trainer.callbacks.append(LossRecord())
     start = time.perf_counter()
     run.trainer.fit(run.model, run.datamodule)
@@ -155,7 +157,7 @@ def draw(flow: Flow, digits: Tensor, out: Path) -> None:
 
 def main() -> None:
     """Run the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train one flow in three memory modes.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     arguments = parser.parse_args()

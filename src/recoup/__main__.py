@@ -103,12 +103,13 @@ def _explain(
     logger.addHandler(handler)  # says what is being compiled
     logger.setLevel(logging.INFO)
     try:
-        plan = recoup.plan(model, *args, **options, **kwargs)
+        make: Any = recoup.plan
+        plan = make(model, *args, **options, **kwargs)
         print(plan)
         if figure is not None:
             print(f"figure: {plan.figure(figure)}")
         if html is not None:
-            applied: Any = None if budget is None else plan
+            applied = None if budget is None else plan
             timeline = recoup.timeline(model, *args, plan=applied, loss=of_loss, **kwargs)
             print(f"timeline: {timeline.page(html)}")
     except _MISTAKES:
@@ -160,7 +161,8 @@ def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any
         built: Any = builder()
     except Exception as error:
         raise _StepError(f"`build` ({build})", error) from error
-    parts = list(cast("Any", built)) if isinstance(built, (tuple, list)) else [built]
+    is_several = isinstance(built, (tuple, list))
+    parts = list(cast("Sequence[Any]", built)) if is_several else [built]
     if not parts or not isinstance(parts[0], nn.Module):
         raise ValueError(
             f"`build` ({build}) returned a {type(built).__name__}, but must return a model and its "
