@@ -1,9 +1,9 @@
 """Train a normalizing flow on pictures or points, in the memory you choose.
 
-    python examples/flow.py fit                                # a Glow on scikit-learn's digits
-    python examples/flow.py fit --model.memory constant        # the same in constant memory
-    python examples/flow.py fit -c examples/configs/flow/realnvp-moons.yaml
-    python examples/flow.py fit --data.path pictures/ --data.size 32 --model.flow.num_steps 16
+    config=examples/configs/flow/glow-digits.yaml                 # scikit-learn's digits
+    python examples/flow.py fit -c $config --model.memory constant
+    python examples/flow.py fit --model.flow RealNVP --data.path moons    # a density in the plane
+    python examples/flow.py fit -c examples/configs/flow/glow-pictures.yaml --data.path pictures/
 
 A run goes to ``runs/flow/version_0``, or the next number. Go on with it, test it, draw from it:
 
@@ -284,13 +284,11 @@ class FlowCLI(TrainingCLI):
     """The command line: a flow is built for its data."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link what the data know, and train a Glow unless told otherwise."""
+        """Link what the data know."""
         super().add_arguments_to_parser(parser)
         for name in ("shape", "levels", "num_classes"):
             target = f"model.flow.init_args.{name}"
             parser.link_arguments(f"data.{name}", target, apply_on="instantiate")
-        glow = {"class_path": "recoup.flows.Glow", "init_args": {"num_levels": 2, "num_steps": 8}}
-        parser.set_defaults({"model.flow": glow})
 
 
 def main(args: Sequence[str] | None = None, *, run: bool = True) -> FlowCLI:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.__main__ import main
 from recoup.errors import BudgetError
-from recoup.recipes.cli import main
 from tests.planned_zoo import MODELS
 
 
@@ -376,13 +376,13 @@ def test_explain(tmp_path: Path, capsys):
     assert main(["explain", built, "--figure", str(figure)]) == 0
     assert "Plans for Sequential: 4 blocks, from " in capsys.readouterr().out
     assert figure.exists()
-    for wrong, message in (
-        ([built, "--budget", "1KiB"], "the least that a step of this model was seen to take"),
-        ([built, "--budget", "much"], "`budget` is 'much'"),
-        ([f"{path}:wrong", "--budget", "1MiB"], "returned a int, but must return a model"),
-        ([f"{path}:nothing", "--budget", "1MiB"], "there is no function nothing"),
-        ([f"{path}", "--budget", "1MiB"], "names no function: give"),
-        ([":build", "--budget", "1MiB"], "names no function: give"),
+    for wrong, message, code in (
+        ([built, "--budget", "1KiB"], "the least that a step of this model was seen to take", 1),
+        ([built, "--budget", "much"], "`budget` is 'much'", 2),
+        ([f"{path}:wrong", "--budget", "1MiB"], "returned a int, but must return a model", 2),
+        ([f"{path}:nothing", "--budget", "1MiB"], "there is no function nothing", 2),
+        ([f"{path}", "--budget", "1MiB"], "names no function: give", 2),
+        ([":build", "--budget", "1MiB"], "names no function: give", 2),
     ):
-        assert main(["explain", *wrong]) == 2
+        assert main(["explain", *wrong]) == code
         assert message in capsys.readouterr().err
