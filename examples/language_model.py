@@ -678,6 +678,8 @@ class LanguageModelTraining(LightningModule):
         trainer: Any = self.trainer
         if trainer.reload_dataloaders_every_n_epochs != 1:
             raise ValueError("Each epoch has windows of its own: reload the data for each of them.")
+        if trainer.precision in ("16-mixed", "16-true"):
+            raise ValueError("Means over a window are too small for float16. Give bf16-mixed.")
         if self.budget is None:
             return
         data: Texts = trainer.datamodule

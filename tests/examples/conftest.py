@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import csv
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import flow
-import language_model
+import flow  # noqa: E402
+import language_model  # noqa: E402
 
 # Small enough for a run of a second, with everything in it: two scales, dropout, a last batch that
 # is smaller than the others.
@@ -41,10 +43,8 @@ def own_folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def quiet(recwarn):
+def quiet():
     """Warnings of Lightning about itself, such as of a folder that holds checkpoints."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
         yield
@@ -82,9 +82,7 @@ def flows():
 
 @pytest.fixture
 def texts(text):
-    return Run(
-        language_model.main, [*LANGUAGE_MODEL, f"--data.path={text}"], "language_model"
-    )
+    return Run(language_model.main, [*LANGUAGE_MODEL, f"--data.path={text}"], "language_model")
 
 
 @pytest.fixture(params=["flows", "texts"])
@@ -109,3 +107,9 @@ def weights(folder, checkpoint="last"):
 def same(one, other):
     """Whether two dicts of tensors are equal, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def logged_in(folder, name):
+    """The values of a metric in ``metrics.csv``, one for each epoch."""
+    with Path(folder, "metrics.csv").open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
