@@ -38,6 +38,7 @@ def own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
 
