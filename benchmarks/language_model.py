@@ -148,6 +148,7 @@ def curve(device, epochs=2):
     config = ROOT / "examples" / "configs" / "language_model" / f"{preset}.yaml"
     args = ["-c", str(config), "--data.path", str(WIKITEXT), "--trainer.max_epochs", str(epochs)]
     args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
+    args += ["--trainer.enable_progress_bar", "false"]
     record = CurveRecord()
     with tempfile.TemporaryDirectory() as folder:
         run = main([*args, f"--trainer.logger.init_args.save_dir={folder}"], run=False)

@@ -41,6 +41,7 @@ def one(preset, folder, precision, num_steps, num_windows, vocab_size):
     config = ROOT / "examples" / "configs" / "language_model" / f"{preset}.yaml"
     args = ["-c", str(config), "--data.path", str(folder), "--data.tokens", "whitespace"]
     args += ["--trainer.precision", precision, "--trainer.max_epochs", "1"]
+    args += ["--trainer.enable_progress_bar", "false"]
     args += ["--trainer.limit_train_batches", str(num_steps)]
     if vocab_size:
         args += ["--data.max_vocab_size", str(vocab_size)]
