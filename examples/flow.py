@@ -228,14 +228,11 @@ class FlowTraining(LightningModule):
         metrics = {**parts, "bits_per_dim": loss}
         if len(self.flow.shape) == 1:
             metrics["nats_per_point"] = loss * (self.flow.num_dims * math.log(2))
-        self.log_dict(
-            {f"{stage}_{name}": value.detach() for name, value in metrics.items()},
-            on_step=False,
-            on_epoch=True,
-            prog_bar=stage == "val",
-            batch_size=len(batch[0]),
-            sync_dist=True,
-        )
+        options: Any = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        options["batch_size"] = len(batch[0])
+        for name, value in metrics.items():
+            shown = (stage, name) == ("val", "bits_per_dim")
+            self.log(f"{stage}_{name}", value.detach(), prog_bar=shown, **options)
         return loss
 
     def configure_optimizers(self) -> Any:

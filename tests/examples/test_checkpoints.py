@@ -106,7 +106,7 @@ def test_a_checkpoint_replaces_the_one_before_when_it_is_whole(flows, monkeypatc
     save = torch.save
 
     def cut_short(contents, path, *args, **kwargs):
-        if contents.get("epoch"):
+        if contents.get("epoch") and "last" in str(path):
             Path(path).write_bytes(b"half of it")
             raise OSError("No space left on device")
         save(contents, path, *args, **kwargs)
