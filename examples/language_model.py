@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -687,8 +688,8 @@ class LanguageModelTraining(LightningModule):
         ids = torch.zeros(shape, dtype=torch.int64, device=self.device)
 
         def peak(steps: int) -> int:
-            measured = recoup.measure(lambda: self.gradients(ids, steps), repeats=0)
-            return measured.peak_bytes
+            step = partial(self.gradients, ids, steps)
+            return recoup.measure(step, device=self.device, repeats=0).peak_bytes
 
         self.network.set_noise(True)
         with trainer.precision_plugin.forward_context():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +131,26 @@ def test_presets_build_what_their_names_say(flows, path):
     batch = next(iter(run.datamodule.train_dataloader()))
     assert run.model.flow.bits_per_dim(*batch).isfinite().all()
     assert run.trainer.max_epochs >= 30
+
+
+@pytest.mark.slow
+def test_the_demo_compares_the_memory_modes():
+    command = [sys.executable, str(EXAMPLES / "memory_modes.py"), "--epochs", "1", "--out", "demo"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    linear, sqrt, constant = (
+        next(row for row in rows if len(row) == 7 and row[0] == mode)
+        for mode in ("linear", "sqrt", "constant")
+    )
+    peaks = [float(row[1]) for row in (linear, sqrt, constant)]
+    assert peaks[0] > 2 * peaks[1] > 3 * peaks[2]
+    assert linear[4] == sqrt[4]  # bits per dimension
+    assert sqrt[5:] == ["0.0e+00", "0.0e+00"]
+    assert 0 < float(constant[5]) < 1e-3
+    assert 0 < float(constant[6]) < 1e-3
+    assert "peak grows as depth^" in done.stdout
+    assert {path.name for path in Path("demo").glob("*.png")} == {"samples.png", "curve.png"}
 
 
 # -- data ------------------------------------------------------------------------------------------
