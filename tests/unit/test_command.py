@@ -75,6 +75,7 @@ MISTAKES = {
     "explain models:nothing": "returned a int, but must return a model",
     "explain models:nobody": "there is no function nobody",
     "explain models": "names no function: give",
+    "explain :build": "names no function: give",
     "explain elsewhere:build": "No module named 'elsewhere'",
     "explain elsewhere.py:build": "there is no file",
     "curve": "the following arguments are required: BUILD",
@@ -123,8 +124,9 @@ def test_explain(capsys):
     page = Path("new/step.html").read_text(encoding="utf-8")
     assert "Plan for Sequential: 4 blocks" in page
     assert Path("new/plan.svg").stat().st_size > 5000
-    assert main(["explain", "models.py:keywords"]) == 0
+    assert main(["explain", "models.py:keywords", "--figure", "new/plans.svg"]) == 0
     assert "Plans for Scaled: 3 blocks, from " in capsys.readouterr().out
+    assert Path("new/plans.svg").stat().st_size > 5000
 
 
 def test_curve(capsys):
