@@ -681,6 +681,8 @@ class LanguageModelTraining(LightningModule):
             raise ValueError("Each epoch has windows of its own: reload the data for each of them.")
         if trainer.precision in ("16-mixed", "16-true"):
             raise ValueError("Means over a window are too small for float16. Give bf16-mixed.")
+        if trainer.ckpt_path is not None and self.hparams["init_from"] is not None:
+            raise ValueError("`init_from` begins a run, and `--ckpt_path` goes on. Leave one out.")
         if self.budget is None:
             return
         data: Texts = trainer.datamodule

@@ -77,9 +77,8 @@ def density_picture(flow: Flow, points: Tensor, shares: Tensor | None = None) ->
     density = density.view(len(y), len(x)).double().cpu().numpy()
     mass = float(density.sum()) * cell**2
 
-    figure = Figure(
-        (9.75, 4.5 * len(y) / len(x) + 0.6), _DOTS, facecolor="white", layout="constrained"
-    )
+    figure = Figure((9.75, 4.5 * len(y) / len(x) + 0.6), _DOTS, facecolor="white")
+    figure.set_layout_engine("constrained", h_pad=0.12, w_pad=0.12)
     left, right = figure.subplots(1, 2)
     shown = points[:: max(1, len(points) // _MOST_POINTS)].numpy()
     left.scatter(shown[:, 0], shown[:, 1], s=2.2, c="#fcb216", alpha=0.6, linewidths=0)

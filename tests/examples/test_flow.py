@@ -14,6 +14,7 @@ import pytest
 import torch
 from command_line import seed_at
 from flow import Images
+from pictures import density_picture
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -105,6 +106,29 @@ def test_points_and_their_classes(flows, capsys):
     assert metrics["test_nats_per_point"] == pytest.approx(nats, rel=1e-5)
     flows.use("predict", folder)
     assert len(np.unique(drawn(capsys).reshape(-1, 3), axis=0)) > 100
+
+
+class Bump(torch.nn.Module):
+    """A density with its top at (3, 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def log_prob(self, points):
+        return -(points - points.new_tensor([3.0, 1.0])).square().sum(1) * 5
+
+
+def test_a_density_lies_where_its_points_are():
+    points = torch.tensor([[-4.0, -2.0], [4.0, 2.0]])
+    pixels = np.asarray(density_picture(Bump(), points)).astype(int)
+    right = pixels[:, pixels.shape[1] // 2 :]
+    dark = right.sum(2) < 30  # the panel but for the bump, which is bright
+    rows, columns = (np.nonzero(dark.any(axis))[0] for axis in (1, 0))
+    panel = right[rows[0] : rows[-1], columns[0] : columns[-1]].sum(2)
+    row, column = np.unravel_index(panel.argmax(), panel.shape)
+    assert column / panel.shape[1] == pytest.approx(0.87, abs=0.06)
+    assert row / panel.shape[0] == pytest.approx(0.28, abs=0.08)  # from above
 
 
 def test_classes_of_pictures_have_a_row_each(flows, capsys):

@@ -171,6 +171,8 @@ def test_finetuning_begins_with_the_weights_of_a_checkpoint(texts):
     options = [f"--model.init_from={folder}/checkpoints/best.ckpt", "--model.averaging=always"]
     texts.fit(*options, "--model.learning_rate=0", epochs=1, out="tuned")
     assert same(texts.cli.model.state_dict(), weights(folder, "best"))
+    with pytest.raises(ValueError, match="`init_from` begins a run, and `--ckpt_path` goes on"):
+        texts.go_on(folder, *options, epochs=3)
 
 
 @pytest.mark.slow
