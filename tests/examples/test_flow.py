@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import math
 import os
 import re
@@ -175,6 +177,17 @@ def test_the_demo_compares_the_memory_modes():
     assert 0 < float(constant[6]) < 1e-3
     assert "peak grows as depth^" in done.stdout
     assert {path.name for path in Path("demo").glob("*.png")} == {"samples.png", "curve.png"}
+
+
+def test_examples_use_public_names_only():
+    for path in EXAMPLES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("recoup"):
+                public = importlib.import_module(node.module).__all__
+                assert {each.name for each in node.names} <= set(public), path
+            if isinstance(node, ast.Import):
+                names = [each.name for each in node.names if each.name.startswith("recoup")]
+                assert names in ([], ["recoup"]), path
 
 
 # -- data ------------------------------------------------------------------------------------------
