@@ -51,7 +51,7 @@ setup: .venv/.ready
 	@echo "Setting up .venv (a few minutes the first time) ..."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	@$(INSTALL) hatchling editables
-	@$(INSTALL) --no-build-isolation --editable '.[dev,recipes]'
+	@$(INSTALL) --no-build-isolation --editable '.[dev,examples]'
 	@touch $@
 
 # Without what they ask for: pyproject.toml says why.
@@ -60,7 +60,7 @@ setup: .venv/.ready
 	@touch $@
 
 demo: setup
-	@$(BIN)/recoup flow demo
+	@$(BIN)/python examples/memory_modes.py
 
 test: setup
 	@$(BIN)/python -m pytest -n 2 -m $(QUICK) $(ARGS)
@@ -80,7 +80,7 @@ test-all: .venv/.foreign
 	@echo "Setting up .venv-oldest (several gigabytes) ..."
 	@$(OLDEST)/python -m pip --version >/dev/null 2>&1 || $(OLDEST_PYTHON) -m venv .venv-oldest
 	@$(OLDEST_INSTALL) hatchling editables
-	@$(OLDEST_INSTALL) --no-build-isolation --editable '.[test,recipes]' torchvision
+	@$(OLDEST_INSTALL) --no-build-isolation --editable '.[test,examples]' torchvision
 	@$(OLDEST_INSTALL) --no-deps diffusers timm requests charset-normalizer urllib3 certifi
 	@touch $@
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Public names, documentation and examples; a room without torch; the command line.
-TESTS = ["tests/api", "tests/unit/schedules", "tests/unit/recoup_cli"]
+TESTS = ["tests/api", "tests/unit/schedules", "tests/unit/test_command.py"]
 QUICK = "not slow and not foreign and not exhaustive"
 # Of what git tracks, the sdist leaves out what serves the repository alone.
 LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml")
@@ -28,10 +28,9 @@ LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 ALONE = """
 import sys
-import recoup, recoup_cli
+import recoup
 from recoup.schedules import simulate, sqrt
-for module in (recoup, recoup_cli):
-    assert module.__file__.startswith(sys.prefix), module.__file__
+assert recoup.__file__.startswith(sys.prefix), recoup.__file__
 print(f"installed: recoup {recoup.__version__}, sqrt(100) runs {simulate(sqrt(100)).num_forwards}")
 """
 
@@ -90,7 +89,7 @@ def check_wheel(wheel: Path) -> None:
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     wanted = {path.removeprefix("src/") for path in tracked() if path.startswith("src/")}
     compare("wheel", {name for name in names if not name.startswith(info)}, wanted)
-    if f"{info}/licenses/LICENSE" not in names or "recoup = recoup_cli:main" not in scripts:
+    if f"{info}/licenses/LICENSE" not in names or "recoup = recoup.__main__:main" not in scripts:
         raise SystemExit("The wheel lacks its license or its command.")
     for field in ("Name", "Version", "License-Expression", "Requires-Python", "Summary"):
         print(f"{field}: {metadata[field]}")
@@ -116,7 +115,7 @@ def test(wheel: Path, unpacked: Path, venv: Path) -> None:
     run(*pip, wheel)
     run(python, "-c", ALONE, cwd=venv)
     run(python.with_name("recoup"), "--version", cwd=venv)
-    run(*pip, f"{wheel}[test,recipes]")
+    run(*pip, f"{wheel}[test,examples]")
     # As a module, so that `tests` is found; `recoup` is not, since `src` is not on the path.
     run(python, "-m", "pytest", "-q", "-n", "2", "-m", QUICK, *TESTS, cwd=unpacked)
 

@@ -24,7 +24,7 @@ def training_table(found: dict) -> str:
     lines = [
         "![The loss of each step, and how far two programs are apart](images/exact.png)",
         "",
-        "| preset | in | steps | recipe and by hand | rounding alone | perplexity |",
+        "| preset | in | steps | example and by hand | rounding alone | perplexity |",
         "|---|---|---|---|---|---|",
     ]
     for row in found["runs"]:
@@ -41,8 +41,8 @@ def training_table(found: dict) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     last = found["runs"][-1]
     sentence = (
-        "The recipe beside the same training written out by hand (`tests/awd_lstm_by_hand.py`: the "
-        "cell by its gates, one step of time after the other), with the same first weights, "
+        "The example beside the same training written out by hand (`tests/awd_lstm_by_hand.py`: "
+        "the cell by its gates, one step of time after the other), with the same first weights, "
         "lengths of windows and masks. Given are the largest relative differences of a loss in "
         "the first steps and in all. Steps of a rate of 20 magnify rounding tenfold in ten to "
         "twenty steps, in float32 and in float64: a third training by hand, from weights that are "

@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,12 +16,18 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import recoup
-from recoup.recipes.language_model.data import Texts
-from recoup.recipes.language_model.model import LanguageModelTraining
-from recoup.recipes.language_model.network import LanguageModel
-from recoup.recipes.language_model.plan import TimePlan
-from recoup.recipes.language_model.segments import Penalties, Window, window_backward
-from recoup.recipes.language_model.train import prepare
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "examples")]
+
+from examples.language_model import (  # noqa: E402
+    LanguageModel,
+    Penalties,
+    Texts,
+    longest_segment,
+    main,
+    window_backward,
+)
 
 WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
 
@@ -62,16 +69,16 @@ class RowsDropped(nn.Module):
         return weight * mask
 
 
-def by_hand(network, window, masks):
+def by_hand(network, ids, state):
     """An ordinary loop: forward, loss with its penalties, `.backward()`."""
-    _loss(network, window, masks).backward()
+    _loss(network, ids, state).backward()
     network.zero_grad()
 
 
-def _loss(network, window, masks):
-    encoded = network.encode(window.ids[:-1], window.state, masks)
+def _loss(network, ids, state):
+    encoded = network.encode(ids[:-1], state, network.new_masks(*ids[1:].shape))
     logits = network.decoder(encoded.dropped).flatten(0, 1)
-    loss = F.cross_entropy(logits, window.ids[1:].flatten())
+    loss = F.cross_entropy(logits, ids[1:].flatten())
     loss = loss + PENALTIES.activation * encoded.dropped.square().mean()
     return loss + PENALTIES.temporal * encoded.raw.diff(dim=0).square().mean()
 
@@ -79,7 +86,7 @@ def _loss(network, window, masks):
 def plain(vocab_size, window):
     """`nn.LSTM` of the same size, without any dropout."""
     network = LanguageModel(vocab_size, **SIZES, **NO_DROPOUT)
-    return lambda: by_hand(network, window, None)
+    return lambda: by_hand(network, *window)
 
 
 def parametrized(vocab_size, window):
@@ -95,26 +102,16 @@ def parametrized(vocab_size, window):
         recurrent = Dropped(DROPOUT["weight_dropout"])
         parametrize.register_parametrization(layer, "weight_hh_l0", recurrent)
 
-    def step():
-        by_hand(network, window, network.new_masks(*window.ids[1:].shape))
-
-    return step
+    return lambda: by_hand(network, *window)
 
 
 def ours(vocab_size, window, segment_steps=None):
-    """The recipe."""
+    """The example."""
     network = LanguageModel(vocab_size, **SIZES, **DROPOUT)
 
     def step():
         store = recoup.GradStore(network.parameters())
-        window_backward(
-            network,
-            window,
-            store,
-            penalties=PENALTIES,
-            segment_steps=segment_steps,
-            masks=network.new_masks(*window.ids[1:].shape),
-        )
+        window_backward(network, *window, store, PENALTIES, segment_steps)
 
     return step
 
@@ -128,7 +125,10 @@ CONTESTANTS = {
 
 
 def window_of(num_steps, batch_size, device):
-    """Return a window and the size of its vocabulary; the tokens are random without the text."""
+    """Return a window, with the state before it, and the size of its vocabulary.
+
+    The tokens are random without the text.
+    """
     if WIKITEXT.exists():
         texts = Texts(
             str(WIKITEXT), min_count=1, batch_size=batch_size, bptt=num_steps, jitter=False
@@ -139,17 +139,21 @@ def window_of(num_steps, batch_size, device):
         ids = torch.randint(vocab_size, (num_steps + 1, batch_size))
     state = LanguageModel(2, **SIZES, **NO_DROPOUT).zero_state(batch_size)
     moved = tuple((hidden.to(device), cell.to(device)) for hidden, cell in state)
-    return vocab_size, Window(ids.to(device), moved)
+    return vocab_size, (ids.to(device), moved)
 
 
 def curve(device, epochs=2):
     """Train on a prefix of WikiText-2 and return the learning curve; a larger preset on a GPU."""
     preset = "awd-lstm-wt2" if device == "cuda" else "awd-lstm-600"
-    args = ["--config", preset, "--data", str(WIKITEXT), "--epochs", str(epochs)]
+    config = ROOT / "examples" / "configs" / "language_model" / f"{preset}.yaml"
+    args = ["-c", str(config), "--data.path", str(WIKITEXT), "--trainer.max_epochs", str(epochs)]
     args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
+    args += ["--trainer.enable_progress_bar", "false"]
     record = CurveRecord()
     with tempfile.TemporaryDirectory() as folder:
-        prepare([*args, "--out", folder]).fit(record)
+        run = main([*args, f"--trainer.logger.init_args.save_dir={folder}"], run=False)
+        run.trainer.callbacks.append(record)
+        run.trainer.fit(run.model, run.datamodule)
     return record.rows
 
 
@@ -220,40 +224,39 @@ def long_windows(device, batch_size=10, long=2000):
     vocab_size, short_window = window_of(BPTT, batch_size, device)
     _, long_window = window_of(long, batch_size, device)
     with torch.device(device):
-        training = LanguageModelTraining(vocab_size, **SIZES, **DROPOUT)
+        network = LanguageModel(vocab_size, **SIZES, **DROPOUT)
     rows = []
 
-    def add(memory, window, segment_steps):
+    def step_of(window, segment_steps):
         def step():
-            store = recoup.GradStore(training.network.parameters())
-            window_backward(
-                training.network,
-                window,
-                store,
-                penalties=PENALTIES,
-                segment_steps=segment_steps,
-                masks=training.network.new_masks(window.num_steps, batch_size),
-            )
+            store = recoup.GradStore(network.parameters())
+            window_backward(network, *window, store, PENALTIES, segment_steps)
 
+        return step
+
+    def add(memory, window, segment_steps):
+        step, num_steps = step_of(window, segment_steps), len(window[0]) - 1
         peak_bytes = peak_and_held(step, device)[0]
-        num_tokens = window.num_steps * batch_size
+        seconds = min(_seconds(step, device) for _ in range(2))
         rows.append(
             {
                 "memory": memory,
-                "bptt": window.num_steps,
+                "bptt": num_steps,
                 "segment_steps": segment_steps,
                 "peak_bytes": peak_bytes,
-                "tokens_per_second": num_tokens / min(_seconds(step, device) for _ in range(2)),
+                "tokens_per_second": num_steps * batch_size / seconds,
             }
         )
         return peak_bytes
 
+    def peak(segment_steps):
+        step = step_of(long_window, segment_steps)
+        return recoup.measure(step, device=device, repeats=0).peak_bytes
+
     bound = add("linear", short_window, None)
     add("linear", long_window, None)
-    add("sqrt", long_window, TimePlan("sqrt").segment_steps(long))
-    training.plan = TimePlan(str(bound))
-    training.prepare_memory(batch_size, long, torch.device(device))
-    add(f"{bound} bytes", long_window, training.plan.segment_steps(long))
+    add("sqrt", long_window, math.ceil(math.sqrt(long)))
+    add(f"{bound} bytes", long_window, longest_segment(peak, long, bound))
     return rows
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # the training by hand is that of the tests
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # the training by hand is that of the tests
 
 from run import conditions  # noqa: E402
 
+from examples.language_model import main as example  # noqa: E402
 from recoup.memory.figures import COLORS, QUIET, finish, rendered  # noqa: E402
-from recoup.recipes.language_model.train import prepare  # noqa: E402
 from tests.awd_lstm_beside import Beside  # noqa: E402
 from tests.awd_lstm_by_hand import numbers_of  # noqa: E402
 
@@ -38,16 +38,18 @@ NAMES = {"32-true": "float32", "64-true": "float64"}
 
 def one(preset, folder, precision, num_steps, num_windows, vocab_size):
     """Train for some steps of the first epoch, validate, and return what differs."""
-    args = ["--config", preset, "--data", str(folder), "--data.tokens", "whitespace"]
-    args += ["--trainer.precision", precision, "--epochs", "1"]
+    config = ROOT / "examples" / "configs" / "language_model" / f"{preset}.yaml"
+    args = ["-c", str(config), "--data.path", str(folder), "--data.tokens", "whitespace"]
+    args += ["--trainer.precision", precision, "--trainer.max_epochs", "1"]
+    args += ["--trainer.enable_progress_bar", "false"]
     args += ["--trainer.limit_train_batches", str(num_steps)]
     if vocab_size:
         args += ["--data.max_vocab_size", str(vocab_size)]
     args += ["--trainer.limit_val_batches", str(num_windows)]
     with tempfile.TemporaryDirectory() as out:
-        run = prepare([*args, "--out", out])
+        run = example([*args, f"--trainer.logger.init_args.save_dir={out}"], run=False)
         data = run.datamodule
-        number = {token: n for n, token in enumerate(data.vocabulary.tokens)}
+        number = {token: n for n, token in enumerate(data.vocabulary)}
         train, validation = (_text(folder, part, number) for part in ("train", "valid"))
         num_columns = data.eval_batch_size
         num_rows = len(validation) // num_columns
@@ -57,7 +59,8 @@ def one(preset, folder, precision, num_steps, num_windows, vocab_size):
         by_hand = Beside(train, validation, columns)
         nudged = Beside(train, validation, columns, nudge=ROUNDINGS[precision])
         start = time.perf_counter()
-        run.fit(by_hand, nudged)
+        run.trainer.callbacks += [by_hand, nudged]
+        run.trainer.fit(run.model, data)
     return {
         "preset": preset,
         "precision": precision,
@@ -99,9 +102,9 @@ def draw(rows):
                 if precision == "64-true":
                     label = f"{row['preset']}, by hand"
                     axes[0].plot(steps, theirs, color, alpha=0.35, linewidth=4.5, label=label)
-                    label = f"{row['preset']}, recipe"
+                    label = f"{row['preset']}, example"
                     axes[0].plot(steps, ours, color, linewidth=0.9, label=label)
-                label = f"{row['preset']}: recipe and by hand"
+                label = f"{row['preset']}: example and by hand"
                 panel.plot(steps, _apart(ours, theirs, least), color, linewidth=1.2, label=label)
                 apart = _apart(row["nudged_losses"], theirs, least)
                 label = f"{row['preset']}: by hand, and a rounding error off"

@@ -19,8 +19,11 @@ from couplings import peak_and_held
 from lightning.pytorch.callbacks import Callback
 
 from recoup.flows import Glow, RealNVP
-from recoup.recipes.flow.train import prepare
-from recoup.recipes.quiet import evaluated_metrics, quiet_trainer
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "examples")]
+
+from examples.flow import main  # noqa: E402
 
 MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist.npz"
 BATCH_SIZE = 128
@@ -79,32 +82,39 @@ class CurveRecord(Callback):
         print(self.rows[-1], file=sys.stderr, flush=True)
 
 
+def trained(config, data, epochs, settings, init_args, record, device="cpu"):
+    """Train a flow by the example; return its run, and the metrics of the test part.
+
+    The metrics are those of the weights after the last epoch.
+    """
+    path = ROOT / "examples" / "configs" / "flow" / f"{config}.yaml"
+    args = ["-c", str(path), f"--data.path={data}", f"--trainer.max_epochs={epochs}"]
+    args += [f"--model.{key}={value}" for key, value in settings.items()]
+    args += [f"--model.flow.init_args.{key}={value}" for key, value in init_args.items()]
+    args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
+    args += ["--trainer.enable_progress_bar", "false"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = main([*args, f"--trainer.logger.init_args.save_dir={folder}"], run=False)
+        run.trainer.callbacks.append(record)
+        run.trainer.fit(run.model, run.datamodule)
+        metrics = run.trainer.test(run.model, run.datamodule, verbose=False)[0]
+    return run, metrics
+
+
 def one(name, memory, device="cpu"):
     """Train a flow, test it, and measure the peak of a step."""
     epochs = EPOCHS[device]
-    args = [
-        "--config",
-        f"{name.removesuffix('-exact')}-mnist",
-        "--data",
-        str(MNIST),
-        "--memory",
-        memory,
-    ]
-    args += ["--epochs", str(epochs), "--model.num_decay_steps", str(epochs * 422)]
-    args += ["--model.num_warmup_steps", "100"]
+    settings = {"memory": memory, "num_decay_steps": epochs * 422, "num_warmup_steps": 100}
+    init_args = {}
     if name in ("realnvp", "glow"):
-        args += ["--model.learning_rate", "4e-3", "--model.alpha", "0.05"]
+        settings["learning_rate"], init_args["alpha"] = 4e-3, 0.05
     if name == "nice-exact":
-        args += ["--model.exact", "true"]
-    args += ["--trainer.accelerator", "gpu" if device == "cuda" else device]
+        init_args["exact"] = "true"
     if device == "cpu":
-        args += [f"--model.{key}={value}" for key, value in SMALL[name].items()]
+        init_args |= SMALL[name]
     record = CurveRecord()
-    with tempfile.TemporaryDirectory() as folder:
-        run = prepare([*args, "--out", folder])
-        run.fit(record)
-    trainer = quiet_trainer("gpu" if device == "cuda" else device)
-    metrics = evaluated_metrics(trainer, run.model, run.datamodule)
+    config = f"{name.removesuffix('-exact')}-mnist"
+    run, metrics = trained(config, MNIST, epochs, settings, init_args, record, device)
     flow = run.model.flow.train().to(device)
     batch = run.datamodule.parts["train"][:BATCH_SIZE].to(device)
 

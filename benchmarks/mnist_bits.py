@@ -13,16 +13,13 @@ its row to the results; a second run of a row replaces it.
 import argparse
 import json
 import math
-import tempfile
 from pathlib import Path
 
 import torch
-from mnist import MNIST, CurveRecord
+from mnist import MNIST, CurveRecord, trained
 from run import conditions
 
 from recoup.memory.figures import QUIET, finish, rendered
-from recoup.recipes.flow.train import prepare
-from recoup.recipes.quiet import evaluated_metrics, quiet_trainer
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "mnist_bits_cpu.json"
@@ -43,16 +40,11 @@ NUM_DRAWS, NUM_PICTURES = 8, 1000
 
 def one(name, data, num_epochs, alpha, memory):
     """Train a flow, test it, and return what was found."""
-    args = ["--config", f"{name}-mnist", "--data", str(data), "--epochs", str(num_epochs)]
-    settings = {**SIZES[name], "alpha": alpha, "memory": memory, "learning_rate": 4e-3}
-    settings |= {"num_warmup_steps": 100, "num_decay_steps": num_epochs * NUM_STEPS}
-    args += [f"--model.{key}={value}" for key, value in settings.items()]
-    args += ["--trainer.accelerator", "cpu"]
+    settings = {"memory": memory, "learning_rate": 4e-3, "num_warmup_steps": 100}
+    settings["num_decay_steps"] = num_epochs * NUM_STEPS
+    init_args = {**SIZES[name], "alpha": alpha}
     record = CurveRecord()
-    with tempfile.TemporaryDirectory() as folder:
-        run = prepare([*args, "--out", folder])
-        run.fit(record)
-    metrics = evaluated_metrics(quiet_trainer("cpu"), run.model, run.datamodule)
+    run, metrics = trained(f"{name}-mnist", data, num_epochs, settings, init_args, record)
     return {
         "name": name,
         "alpha": alpha,

@@ -1,4 +1,4 @@
-"""A run of the language model's recipe, and the same training by hand beside it, step by step."""
+"""A run of the example of a language model, and the same training by hand beside it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from dataclasses import fields
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 import recoup
-from recoup.recipes.draws import seed_at
-from recoup.recipes.language_model.network import LanguageModel
+from examples.command_line import seed_at
 from tests.awd_lstm_by_hand import Draws, PlainTraining, Settings, side_by_side
 
 
 class Beside(Callback):
-    """The training by hand, which takes each step after the recipe has taken it.
+    """The training by hand, which takes each step after the example has taken it.
 
-    Given by the recipe: the first weights, the lengths of windows, and the masks of each step, read
-    from outside under the seed of the step. Windows, losses, gradients, steps, averages and
+    Given by the example: the first weights, the lengths of windows, and the masks of each step,
+    read from outside under the seed of the step. Windows, losses, gradients, steps, averages and
     perplexities are computed anew.
 
     Args:
@@ -26,10 +25,10 @@ class Beside(Callback):
         validation: the validation text.
         columns: number of columns of each.
         nudge: what the first weights by hand are multiplied by, to see what rounding grows to.
-        changed: settings of the training by hand that are not the recipe's, to see that it matters.
+        changed: settings by hand that are not the example's, to see that they count.
 
     Attributes:
-        losses: of each step, the recipe's and that by hand.
+        losses: of each step, the example's and that by hand.
         perplexities: of each validation, likewise.
         gradient_error: the largest difference of a gradient as the optimizer sees it, over its
             largest entry.
@@ -79,7 +78,7 @@ class Beside(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         window = self._train[self._start : self._start + len(batch)]
-        assert torch.equal(window, batch), "The recipe has another window."
+        assert torch.equal(window, batch), "The example has another window."
         self._start += len(batch) - 1
         loss = self.by_hand.step(window, self._draws)
         self.losses.append((float(outputs["loss"]), loss))
@@ -103,14 +102,14 @@ class Beside(Callback):
         return _largest(self.perplexities)
 
 
-def draws_of(network: LanguageModel, seed: int, num_steps: int, num_columns: int) -> Draws:
+def draws_of(network: nn.Module, seed: int, num_steps: int, num_columns: int) -> Draws:
     """Return what a step with this seed keeps.
 
     An entry of a weight is kept if it is not zero in the weight that the step is given.
     """
     torch.manual_seed(seed)
     masks = network.new_masks(num_steps, num_columns)
-    kept = {name: mask.clone() for name, mask in masks._masks.items()}
+    kept = {name: mask.clone() for name, mask in masks.items()}
     places = ["input", *(f"output {n}" for n in range(1, len(network.layers) + 1))]
     used: dict[str, Tensor] = {}
     with recoup.weights.same_draw(), recoup.weights.step(network):

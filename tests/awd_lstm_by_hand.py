@@ -1,4 +1,4 @@
-"""AWD-LSTM written out by hand, in plain torch: what the recipe's training is compared with.
+"""AWD-LSTM written out by hand, in plain torch: what the example's training is compared with.
 
 Nothing of recoup is used. What is random (lengths of windows, masks) is given, so that two programs
 can be compared step by step; everything else is here: reading, columns, the LSTM cell by its gates,

@@ -1,10 +1,274 @@
-"""``python -m recoup``: the command ``recoup``, for the Python that runs it."""
+"""The command ``recoup``, also as ``python -m recoup``.
+
+::
+
+    recoup explain models.py:build                    # all plans for a model, from fast to small
+    recoup explain models.py:build --budget 8GiB      # one; exits with 1 if no step fits, for CI
+    recoup explain models:build --html step.html      # the memory of a step, event by event
+    recoup curve chain.py:build --depths 4 8 16       # memory and time against depth
+"""
 
 from __future__ import annotations
 
+import argparse
+import logging
+import os
+import platform
 import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
-from recoup_cli import main
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+import recoup
+from recoup.errors import BudgetError, RecoupError
+from recoup.memory import Point, curve, format_bytes, load_builder
+from recoup.memory.figures import check_format, require_matplotlib
+from recoup.memory.timeline_page import check_page
+
+__all__ = ["main"]
+
+# What the user can correct.
+_MISTAKES = (ValueError, OSError, ImportError, RecoupError)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: The arguments; those of the process if None.
+
+    Returns:
+        The exit code: 0; 2 if an argument is wrong; 1 if no step fits in the budget, or the
+        builder, the model or the loss raised; 130 if it was stopped. For all but 0, one line on
+        stderr gives the reason.
+    """
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)  # a script has its own folder there, which is not the user's
+    try:
+        given = vars(_parser().parse_args(args))
+        command: Callable[..., None] = given.pop("command")
+        command(**given)
+    except SystemExit as ending:  # help, the version, or a mistake that the parser found
+        return int(ending.code or 0)
+    except BudgetError as error:
+        return _failed(_one_line(error), 1)
+    except _StepError as error:
+        return _failed(str(error), 1)
+    except _MISTAKES as error:
+        return _failed(_one_line(error), 2)
+    except KeyboardInterrupt:
+        print("recoup: stopped", file=sys.stderr)
+        return 130
+    finally:
+        sys.path.remove(folder)
+    return 0
+
+
+class _StepError(Exception):
+    """The builder, the model or the loss raised an error."""
+
+    def __init__(self, what: str, error: Exception) -> None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{last.filename}, line {last.lineno}"
+        super().__init__(f"{what} raised {type(error).__name__}: {_one_line(error)} ({place})")
+
+
+def _explain(
+    build: str,
+    budget: str | None,
+    blocks: str | None,
+    loss: str | None,
+    device: str,
+    figure: Path | None,
+    html: Path | None,
+    compile: bool,  # noqa: A002
+    tiles: bool,
+) -> None:
+    """Print what each block of a model does with its residuals to keep to a number of bytes."""
+    if html is not None:
+        check_page(html.suffix)
+    _check_files(html, figure=figure)  # before minutes of planning
+    model, args, kwargs = _built(build, device)
+    of_loss: Any = None if loss is None else load_builder(loss)
+    options: Any = {"blocks": blocks, "loss": of_loss, "compile": compile, "tiles": tiles}
+    if budget is not None:
+        options["budget"] = budget
+    logger, handler = logging.getLogger("recoup.planning"), logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)  # says what is being compiled
+    logger.setLevel(logging.INFO)
+    try:
+        make: Any = recoup.plan
+        plan = make(model, *args, **options, **kwargs)
+        print(plan)
+        if figure is not None:
+            print(f"figure: {plan.figure(figure)}")
+        if html is not None:
+            applied = None if budget is None else plan
+            timeline = recoup.timeline(model, *args, plan=applied, loss=of_loss, **kwargs)
+            print(f"timeline: {timeline.page(html)}")
+    except _MISTAKES:
+        raise
+    except Exception as error:
+        raise _StepError("the step", error) from error
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _curve(
+    build: str,
+    depths: list[int],
+    memories: list[str],
+    device: str,
+    repeats: int,
+    csv: Path | None,
+    figure: Path | None,
+) -> None:
+    """Print a table of memory and time against depth, each point measured in its own process."""
+    num_points, num_measured = len(set(depths)) * len(set(memories)), 0
+
+    def report(point: Point) -> None:
+        nonlocal num_measured
+        num_measured += 1
+        seconds = "" if point.seconds is None else f", {1e3 * point.seconds:.4g} ms"
+        print(
+            f"[{num_measured}/{num_points}] depth {point.depth}, {point.memory}: "
+            f"{format_bytes(point.peak_bytes)}{seconds}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    _check_files(csv, figure=figure)
+    modes = [int(memory) if memory.isdecimal() else memory for memory in memories]
+    measured = curve(build, depths, modes, device=device, repeats=repeats, progress=report)
+    print(measured)
+    if csv is not None:
+        print(f"points: {measured.to_csv(csv)}")
+    if figure is not None:
+        print(f"figure: {measured.figure(figure)}")
+
+
+def _built(build: str, device: str) -> tuple[nn.Module, list[Any], dict[str, Any]]:
+    """Return the model and its arguments, on the device."""
+    builder = load_builder(build)
+    try:
+        built: Any = builder()
+    except Exception as error:
+        raise _StepError(f"`build` ({build})", error) from error
+    is_several = isinstance(built, (tuple, list))
+    parts = list(cast("Sequence[Any]", built)) if is_several else [built]
+    if not parts or not isinstance(parts[0], nn.Module):
+        raise ValueError(
+            f"`build` ({build}) returned a {type(built).__name__}, but must return a model and its "
+            "arguments: (model, argument, ...)."
+        )
+    model, *args = parts
+    kwargs: dict[str, Any] = args.pop() if args and isinstance(args[-1], dict) else {}
+    try:
+        model.to(device)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        raise ValueError(f"`--device` is {device}, which torch cannot use here.") from error
+    return model, args, kwargs
+
+
+def _check_files(*paths: Path | None, figure: Path | None) -> None:
+    """Raise before the measurements if a file cannot be written; make its folder."""
+    if figure is not None:
+        check_format(figure.suffix)
+        require_matplotlib()
+    for path in (*paths, figure):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder, but must be a file.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{path} may not be written here. Give another file.")
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}."
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _failed(text: str, code: int) -> int:
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    print(f"recoup: error: {printable}", file=sys.stderr)
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def __init__(self, *, prog: str, about: str, usage: str = "[options]") -> None:
+        usage, about = f"{prog} {usage}", f"{about[0].upper()}{about[1:]}."
+        super().__init__(prog=prog, usage=usage, description=about, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(_failed(f"{message.rstrip('.')}. See `{self.prog} --help`.", 2))
+
+
+def _parser() -> _Parser:
+    about = "training that remembers less"
+    parser = _Parser(prog="recoup", about=about, usage="COMMAND [options]")
+    version = (
+        f"recoup {recoup.__version__} (Python {platform.python_version()}, "
+        f"torch {torch.__version__})"
+    )
+    parser.add_argument("--version", action="version", version=version, help="say the versions")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[..., None], about: str, build: str) -> Callable[..., Any]:
+        usage = "BUILD [options]"
+        sub = commands.add_parser(name, prog=f"recoup {name}", about=about, usage=usage, help=about)
+        sub.set_defaults(command=run)
+        where = "a function, as module:function or path/to/file.py:function, that is called "
+        sub.add_argument("build", metavar="BUILD", help=where + build)
+        sub.add_argument("--device", default="cpu", help="cpu or a CUDA device (cpu)")
+        return sub.add_argument
+
+    file: Any = {"type": Path, "metavar": "FILE"}
+    add = command(
+        "explain",
+        _explain,
+        "say what a plan does with a model, for a number of bytes",
+        "without arguments and returns (model, argument, ...), where a last dict stands for "
+        "keyword arguments",
+    )
+    add("--budget", metavar="BYTES", help="of a step, such as 2GiB; all plans if left out")
+    add("--blocks", metavar="REGEX", help="names of the blocks; found if left out")
+    add("--loss", help="a function from what the model returns to a scalar, given as BUILD is")
+    add("--figure", help="draw the plan, or all: .png, .svg or .pdf", **file)
+    add("--html", help="a page of the memory of a step, event by event: .html", **file)
+    add("--compile", action="store_true", help="let blocks run compiled where that pays")
+    add("--tiles", action="store_true", help="let the output layer and MLPs run in tiles")
+
+    add = command(
+        "curve",
+        _curve,
+        "measure memory and time of a training step against depth",
+        "as build(depth=..., memory=...) and returns (module, inputs), or a function that runs a "
+        "training step",
+    )
+    number: Any = {"type": int, "metavar": "N"}
+    depths, modes = [4, 8, 16, 32], ["linear", "sqrt"]
+    add("--depths", nargs="+", default=depths, help="numbers of blocks (4 8 16 32)", **number)
+    modes_help = "memory modes, or numbers of slots (linear sqrt); constant needs invertible blocks"
+    add("--memories", nargs="+", metavar="MODE", default=modes, help=modes_help)
+    repeats = "timed steps, of which the best counts; 0 for no times (3)"
+    add("--repeats", default=3, help=repeats, **number)
+    add("--csv", help="write the points to this file", **file)
+    add("--figure", help="draw the curve: .png, .svg or .pdf", **file)
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ def modules_with_examples():
     names = []
     for path in sorted(ROOT.rglob("*.py")):
         place = path.relative_to(ROOT.parent).with_suffix("")
-        if "recipes" not in place.parts and ">>>" in path.read_text(encoding="utf-8"):
+        if ">>>" in path.read_text(encoding="utf-8"):
             names.append(".".join(part for part in place.parts if part != "__init__"))
     return names
 

@@ -1,8 +1,10 @@
-"""The language model recipe on a CUDA device: cuDNN's kernels, and bounds on its memory."""
+"""The example of a language model on a CUDA device: cuDNN's kernels, and bounds on its memory."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import recoup
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 
-from recoup.recipes.language_model.model import LanguageModelTraining
-from recoup.recipes.language_model.segments import Window, window_backward
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from language_model import LanguageModelTraining, longest_segment
 
 pytestmark = [
     pytest.mark.cuda,
@@ -32,18 +35,10 @@ def trained(training, num_steps, segment_steps=None):
     network = training.network
     torch.manual_seed(1)
     ids = torch.randint(VOCAB, (num_steps + 1, BATCH), device="cuda")
-    store = recoup.GradStore(network.parameters())
     with warnings.catch_warnings():
         # cuDNN says at each call that dropped weights are not one chunk of memory.
         warnings.filterwarnings("ignore", message="RNN module weights are not part")
-        found = window_backward(
-            network,
-            Window(ids, network.zero_state(BATCH)),
-            store,
-            penalties=training.penalties,
-            segment_steps=segment_steps,
-            masks=network.new_masks(num_steps, BATCH),
-        )
+        store, found = training.gradients(ids, segment_steps)
     return found, {name: store[each] for name, each in network.named_parameters()}
 
 
@@ -68,9 +63,10 @@ def test_the_parameters_stay_where_they_are():
 def test_a_bound_on_bytes_holds(part):
     whole = recoup.measure(lambda: trained(built(), 256), device="cuda", repeats=0).peak_bytes
     budget = int(part * whole)
-    training = built(str(budget))
-    training.prepare_memory(BATCH, 256, torch.device("cuda"))
-    steps = training.plan.segment_steps(256)
-    trained(training, 256, steps)
-    peak = recoup.measure(lambda: trained(training, 256, steps), device="cuda", repeats=0)
-    assert peak.peak_bytes <= budget
+    training = built()
+
+    def peak(steps):
+        step = recoup.measure(lambda: trained(training, 256, steps), device="cuda", repeats=0)
+        return step.peak_bytes
+
+    assert peak(longest_segment(peak, 256, budget)) <= budget

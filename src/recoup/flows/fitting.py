@@ -1,28 +1,27 @@
-"""Training a flow from Python.
-
-NOTE [ The recipe trains ]
-
-Rule 1. The recipe of flows has the only training code, and it stands on this room, which needs
-        torch alone. So it is looked up by name when `fit` is called, and never imported before.
-"""
+"""Training a flow from Python: a plain loop, in the memory that is asked for."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
+import math
+import sys
+import time
 from dataclasses import dataclass
-from os import PathLike
-from typing import Any
+from numbers import Integral, Real
+from typing import cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from recoup.flows.flow import Flow
-from recoup.memory import format_bytes
+from recoup.memory import format_bytes, measure
 from recoup.schedules.memory import Memory
 
 __all__ = ["Fitted", "fit"]
 
 Data = Tensor | tuple[Tensor, Tensor]
+
+_MOST_GRADIENT = 10.0  # the norm to which gradients are clipped
+_NUM_WARMUP_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +35,18 @@ class Fitted:
         epochs: Number of epochs that were trained.
         seconds: Seconds of training and validation.
         peak_bytes: Peak of a training step, beyond what was allocated before it.
-        results: Everything that ``run.json`` of a run by the command has, by name.
 
     Example:
         >>> from recoup.flows import Fitted
-        >>> print(Fitted(2.51, 2.5, 5, 12.3, 3 << 20, {}))
+        >>> print(Fitted(2.51, 2.5, 5, 12.3, 3 << 20))
         2.510 bits/dim in test, after 5 epochs in 12.3 s, a step in 3 MiB
     """
 
     bits_per_dim: float | None
-    validation_bits_per_dim: float | None
+    validation_bits_per_dim: float
     epochs: int
     seconds: float
     peak_bytes: int
-    results: Mapping[str, Any]
 
     def __str__(self) -> str:
         bits = self.bits_per_dim
@@ -72,49 +69,36 @@ def fit(
     test: float | Data = 0.1,
     patience: int = 20,
     seed: int = 0,
-    out: str | PathLike[str] | None = None,
     progress: bool = True,
-    trainer: Mapping[str, Any] | None = None,
-    **settings: Any,
 ) -> Fitted:
-    """Train a flow on samples, as ``recoup flow fit`` does.
+    """Train a flow on samples, by Adam on `Flow.bits_per_dim`.
 
-    It is the same code: the loss is `Flow.bits_per_dim`, Lightning's Trainer runs the loop, and all
-    draws follow from `seed`. The flow is trained in place. It is left in evaluation mode with the
-    weights that were best in validation. What a step keeps, and what backward pays, is as
-    `memory` says; a copy of the weights is on disk during the call. The random stream of the
-    caller goes on as if there had been no call.
+    The flow is trained in place, on the device where it is, and left in evaluation mode with the
+    weights that were best in validation, which are held in CPU memory meanwhile. What a step keeps,
+    and what backward pays, is as `memory` says. All draws follow from `seed`, the same in every
+    memory mode; the random stream of the caller goes on as if there had been no call.
 
     Args:
         flow: The flow.
         images: Samples ``(N, *shape)``, whole grey levels if the flow has `levels`; a pair of
-            samples and labels ``(N,)`` for a conditional flow. All are held in CPU memory.
+            samples and labels ``(N,)`` for a conditional flow.
         memory: Memory mode to set, as for `Chain`: ``"constant"``, ``"1 GiB"``; as it is if None.
         epochs: The most epochs.
         batch_size: Number of samples in a batch.
-        learning_rate: The learning rate after the warm-up.
+        learning_rate: The learning rate after 50 steps, in which it rises.
         validation: Part of the samples that validates each epoch, above 0 and below 1; or samples
             of their own, in the form of `images`.
-        test: Part of the samples kept for the end; or samples of their own.
+        test: Part of the samples kept for the end, 0 for none; or samples of their own.
         patience: Number of epochs without a better validation after which training ends.
-        seed: Seed of the order of samples and of the draws of all steps.
-        out: A new folder for checkpoints, ``metrics.csv`` and ``run.json``; nothing is left on disk
-            if None.
-        progress: Whether to show a bar and a line for each epoch on stderr.
-        trainer: Further arguments of Lightning's Trainer, such as ``{"accelerator": "cpu"}``.
-        settings: ``optimizer`` ("adam", "adamax"), ``num_warmup_steps`` (50) and
-            ``num_decay_steps``, as for the command.
+        seed: Seed of the split, of the order of samples, and of all draws.
+        progress: Whether to write a line for each epoch to stderr.
 
     Returns:
         Bits per dimension, epochs, seconds and peak bytes, printable.
 
     Raises:
-        ImportError: When the packages of recipes are not installed.
-        TypeError: When there is no argument of a name.
-        ValueError: When an argument does not fit.
+        ValueError: When an argument does not fit; it is named.
         BudgetError: When no plan keeps to the bytes given as `memory`.
-        KeyboardInterrupt: When it is interrupted, after the current step. The weights are then
-            those of that step.
 
     Example:
         >>> import torch
@@ -125,40 +109,152 @@ def fit(
         >>> fitted.epochs, flow.memory, flow.sample(3).shape
         (2, 'constant', torch.Size([3, 2]))
     """
-    results = _recipe().train_given(
-        flow,
-        images,
-        memory=memory,
-        validation=validation,
-        test=test,
-        epochs=epochs,
-        patience=patience,
-        batch_size=batch_size,
-        seed=seed,
-        out=out,
-        progress=progress,
-        trainer=trainer,
-        learning_rate=learning_rate,
-        **settings,
-    )
-    return Fitted(
-        bits_per_dim=results.get("test_bits_per_dim"),
-        validation_bits_per_dim=results["best_validation_bits_per_dim"],
-        epochs=results["num_epochs"],
-        seconds=results["seconds"],
-        peak_bytes=results["step"]["peak_bytes"],
-        results=results,
+    if not isinstance(flow, Flow):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`flow` is of type {type(flow).__name__}, but must be a Flow.")
+    for name, count in {"epochs": epochs, "batch_size": batch_size, "patience": patience}.items():
+        if not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"`{name}` is {count!r}, but must be a whole number of at least 1.")
+    if not isinstance(seed, Integral):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"`seed` is {seed!r}, but must be a whole number.")
+    if not isinstance(learning_rate, Real) or not 0 <= learning_rate < math.inf:
+        raise ValueError(
+            f"`learning_rate` is {learning_rate!r}, but must be finite and at least 0."
+        )
+    parameters = [parameter for parameter in flow.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(
+            "No parameter of `flow` requires a gradient, so there is nothing to train: call "
+            "`requires_grad_(True)` on what is to be trained."
+        )
+    parts = _split(flow, images, validation, test, seed)
+    if memory is not None:
+        flow.memory = memory
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    warmup = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
     )
 
+    def backward(batch: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        flow.bits_per_dim(*_moved(flow, batch)).mean().backward()
 
-def _recipe() -> Any:
-    """Import the recipe (See Rule 1), which takes seconds."""
-    try:
-        return importlib.import_module("recoup.recipes.flow.given")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "recoup":
-            raise
-        raise ImportError(
-            f"`recoup.flows.fit` needs {error.name.partition('.')[0]}, which is not installed. "
-            'Install what training needs: pip install "recoup[recipes]"'
-        ) from error
+    best, best_weights, num_worse, epoch = math.inf, _weights(flow), 0, 0
+    start = time.perf_counter()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        try:
+            while epoch < epochs and num_worse < patience:
+                epoch += 1
+                flow.train()
+                order = torch.randperm(len(parts["train"][0]))
+                for at in range(0, len(order), batch_size):
+                    rows = order[at : at + batch_size]
+                    backward([each[rows] for each in parts["train"]])
+                    nn.utils.clip_grad_norm_(parameters, _MOST_GRADIENT)
+                    optimizer.step()
+                    warmup.step()
+                bits = _bits(flow, parts["validation"], batch_size, seed)
+                num_worse += 1
+                if bits < best:
+                    best, best_weights, num_worse = bits, _weights(flow), 0
+                if progress:
+                    print(f"epoch {epoch:>3}: {bits:.3f} bits/dim", file=sys.stderr)  # noqa: T201
+            seconds = time.perf_counter() - start
+            flow.load_state_dict(best_weights)
+            tested = _bits(flow, parts["test"], batch_size, seed) if len(parts["test"][0]) else None
+            flow.train()
+            first = [each[:batch_size] for each in parts["train"]]
+            device = parameters[0].device
+            peak_bytes = measure(lambda: backward(first), device=device, repeats=0).peak_bytes
+            flow.load_state_dict(best_weights)  # buffers that the step changed
+        finally:
+            optimizer.zero_grad()
+            flow.eval()
+    return Fitted(tested, best, epoch, seconds, peak_bytes)
+
+
+def _weights(flow: Flow) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in flow.state_dict().items()}
+
+
+def _moved(flow: Flow, batch: list[Tensor]) -> list[Tensor]:
+    like = flow.base.like
+    x, *labels = batch
+    x = x.to(like) if flow.levels is None else x.to(like.device)
+    return [x, *(each.to(like.device) for each in labels)]
+
+
+@torch.no_grad()
+def _bits(flow: Flow, part: list[Tensor], batch_size: int, seed: int) -> float:
+    """Return the mean bits per dimension of a part, with the same noise each time."""
+    flow.eval()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        starts = range(0, len(part[0]), batch_size)
+        batches = ([each[at : at + batch_size] for each in part] for at in starts)
+        bits = torch.cat([flow.bits_per_dim(*_moved(flow, batch)) for batch in batches])
+    return float(bits.double().mean())
+
+
+def _split(
+    flow: Flow, images: Data, validation: float | Data, test: float | Data, seed: int
+) -> dict[str, list[Tensor]]:
+    """Return the samples of each part, and their labels; parts that are fractions are drawn."""
+    train = _checked(flow, "images", images)
+    num_samples = len(train[0])
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    parts: dict[str, list[Tensor]] = {}
+    for name, part in {"test": test, "validation": validation}.items():
+        if not isinstance(part, Real):
+            parts[name] = _checked(flow, name, cast("Data", part))
+            continue
+        fraction = float(cast("float", part))
+        if not 0 <= fraction < 1 or (name == "validation" and not fraction):
+            raise ValueError(
+                f"`{name}` is {part}, but as a fraction of the samples must lie between 0 and 1. "
+                "Try 0.1, or give the samples themselves."
+            )
+        count = round(fraction * num_samples)
+        count = max(1, count) if name == "validation" else count
+        parts[name] = [each[order[:count]] for each in train]
+        order = order[count:]
+    if not len(order):
+        raise ValueError(
+            f"`images` has {num_samples} samples, and none are left to train on. Give more, or "
+            "smaller fractions as `validation` and `test`."
+        )
+    return {**parts, "train": [each[order] for each in train]}
+
+
+def _checked(flow: Flow, name: str, data: object) -> list[Tensor]:
+    """Return samples, and labels if there are classes, or raise if they do not fit the flow."""
+    pair = list(cast("tuple[object, ...]", data)) if isinstance(data, tuple) else [data]
+    tensors = [each for each in pair if isinstance(each, Tensor)]
+    if len(tensors) != len(pair) or len(pair) != (1 if flow.num_classes is None else 2):
+        needed = "a tensor" if flow.num_classes is None else "a pair of samples and labels"
+        kinds = ", ".join(type(each).__name__ for each in pair)
+        raise ValueError(
+            f"`{name}` is {kinds}, but must be {needed}, since the flow has `num_classes` "
+            f"{flow.num_classes}. torch.from_numpy makes a tensor of an array."
+        )
+    x, *labels = (each.detach() for each in tensors)
+    if x.shape[1:] != flow.shape or not len(x):
+        raise ValueError(
+            f"`{name}` has shape {tuple(x.shape)}, but the flow is for (N, "
+            f"{', '.join(map(str, flow.shape))}). Resize it, or build the flow with that `shape`."
+        )
+    if flow.levels is None and not x.isfinite().all():
+        raise ValueError(f"`{name}` has values that are not finite. Remove these samples.")
+    if flow.levels is not None and not ((x >= 0) & (x < flow.levels) & (x == x.round())).all():
+        raise ValueError(
+            f"`{name}` has values from {x.min():g} to {x.max():g}, but must have whole grey levels "
+            f"from 0 to {flow.levels - 1}, since the flow has `levels` {flow.levels}."
+        )
+    for each in labels:
+        is_whole = not (each.is_floating_point() or each.is_complex())
+        if each.shape != x.shape[:1] or not is_whole or int(each.min()) < 0:
+            raise ValueError(
+                f"`{name}` has labels of shape {tuple(each.shape)} and type {each.dtype}, but each "
+                f"of {len(x)} samples needs one, a whole number below {flow.num_classes}."
+            )
+    return [x, *labels]

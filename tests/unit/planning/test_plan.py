@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from pathlib import Path
 from xml.etree.ElementTree import fromstring
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError
-from recoup.recipes.cli import main
 from tests.planned_zoo import MODELS
 
 
@@ -345,44 +343,3 @@ def test_the_figure(tmp_path, suffix):
     assert path.stat().st_size > 5000
     with pytest.raises(ValueError, match="must end in one of"):
         plan(model, x, "1 GiB").figure(tmp_path / "plan.txt")
-
-
-BUILDER = """
-import torch
-from torch import nn
-
-def build():
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
-    return nn.Sequential(*blocks), torch.ones(64, 8)
-
-def loss(y):
-    return y.square().mean()
-
-def wrong():
-    return 3
-"""
-
-
-def test_explain(tmp_path: Path, capsys):
-    path = tmp_path / "models.py"
-    path.write_text(BUILDER)
-    figure = tmp_path / "figures" / "plan.svg"
-    built = f"{path}:build"
-    args = ["explain", built, "--budget", "1MiB", "--loss", f"{path}:loss", "--figure", str(figure)]
-    assert main(args) == 0
-    assert "Plan for Sequential: 4 blocks in 1 MiB" in capsys.readouterr().out
-    assert figure.exists()
-    figure = figure.with_stem("frontier")
-    assert main(["explain", built, "--figure", str(figure)]) == 0
-    assert "Plans for Sequential: 4 blocks, from " in capsys.readouterr().out
-    assert figure.exists()
-    for wrong, message in (
-        ([built, "--budget", "1KiB"], "the least that a step of this model was seen to take"),
-        ([built, "--budget", "much"], "`budget` is 'much'"),
-        ([f"{path}:wrong", "--budget", "1MiB"], "returned a int, but must return a model"),
-        ([f"{path}:nothing", "--budget", "1MiB"], "there is no function nothing"),
-        ([f"{path}", "--budget", "1MiB"], "names no function: give"),
-        ([":build", "--budget", "1MiB"], "names no function: give"),
-    ):
-        assert main(["explain", *wrong]) == 2
-        assert message in capsys.readouterr().err

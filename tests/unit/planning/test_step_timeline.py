@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import recoup
+from recoup.__main__ import main
 from recoup.flows import NICE
-from recoup_cli import main
 from tests.neighbours.planned import Net, give_steady_times, loss_of
 from tests.planned_zoo import transformers_or_skip
 from tests.unit.planning.test_plan_tiles import batch, gpt2

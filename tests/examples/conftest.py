@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import csv
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import flow  # noqa: E402
+import language_model  # noqa: E402
+
+# Small enough for a run of a second, with everything in it: two scales, dropout, a last batch that
+# is smaller than the others.
+FLOW = [
+    *("--model.flow=Glow", "--model.flow.num_levels=2", "--model.flow.num_steps=1"),
+    *("--model.flow.width=8", "--model.flow.dropout=0.2", "--model.num_warmup_steps=5"),
+    *("--model.learning_rate=0.01", "--data.batch_size=300"),
+]
+# Some dropout of each kind, windows of several lengths.
+LANGUAGE_MODEL = [
+    *("--model.embed_size=8", "--model.hidden_size=16", "--model.num_layers=2"),
+    *("--model.input_dropout=0.1", "--model.output_dropout=0.1", "--model.weight_dropout=0.3"),
+    *("--model.activation_penalty=0.1", "--model.learning_rate=5", "--data.bptt=12"),
+    *("--data.batch_size=3", "--data.eval_batch_size=2", "--data.tokens=words"),
+]
+QUIET = ["--num_threads=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    """Each test runs in a folder of its own, and forgets the seed that Lightning notes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Warnings of Lightning about itself, such as of a folder that holds checkpoints."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+        yield
+
+
+class Run:
+    """Commands of an example, and what a run of it left on the disk."""
+
+    def __init__(self, main, tiny, name):
+        self.main, self.tiny, self.name = main, tiny, name
+
+    def fit(self, *options, epochs=2, out="run"):
+        """Train; return the folder of the run."""
+        place = [f"--trainer.logger.save_dir={out}", f"--trainer.max_epochs={epochs}"]
+        self.cli = self.main(["fit", *self.tiny, *QUIET, *place, *options])
+        return Path(self.cli.trainer.log_dir)
+
+    def go_on(self, folder, *options, checkpoint="last", epochs=2):
+        """Resume the run of a folder; return the folder of the new one."""
+        path = f"--ckpt_path={folder}/checkpoints/{checkpoint}.ckpt"
+        length = f"--trainer.max_epochs={epochs}"
+        self.cli = self.main(["fit", "-c", f"{folder}/config.yaml", path, length, *options])
+        return Path(self.cli.trainer.log_dir)
+
+    def use(self, command, folder, *options, checkpoint=None):
+        """Test, or predict; return the command line."""
+        path = checkpoint or f"{folder}/checkpoints/best.ckpt"
+        return self.main([command, "-c", f"{folder}/config.yaml", f"--ckpt_path={path}", *options])
+
+
+@pytest.fixture
+def flows():
+    return Run(flow.main, FLOW, "flow")
+
+
+@pytest.fixture
+def texts(text):
+    return Run(language_model.main, [*LANGUAGE_MODEL, f"--data.path={text}"], "language_model")
+
+
+@pytest.fixture(params=["flows", "texts"])
+def example(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text of 900 words that a small model can learn something of."""
+    lines = [f"the {a} is {b} than the {c} ." for a in "abc" for b in "xyz" for c in "abcd"]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(lines * 3) + "\n")
+    return str(path)
+
+
+def weights(folder, checkpoint="last"):
+    path = Path(folder, "checkpoints", f"{checkpoint}.ckpt")
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def same(one, other):
+    """Whether two dicts of tensors are equal, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def logged_in(folder, name):
+    """The values of a metric in ``metrics.csv``, one for each epoch."""
+    with Path(folder, "metrics.csv").open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]

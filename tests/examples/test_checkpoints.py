@@ -1,0 +1,236 @@
+"""Checkpoints: runs resume to the bit, also after kill -9; hostile files are refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.conftest import EXAMPLES, QUIET, same, weights
+
+
+def without_times(folder, checkpoint="last"):
+    """What a checkpoint holds of a run but for its paths."""
+    path = Path(folder, "checkpoints", f"{checkpoint}.ckpt")
+    contents = torch.load(path, weights_only=True)
+    return {
+        "weights": contents["state_dict"],
+        "optimizers": contents["optimizer_states"],
+        "schedules": contents["lr_schedulers"],
+        "step": contents["global_step"],
+        "last": contents.get("last_parameters"),
+    }
+
+
+def equal(one, other):
+    """Whether nested values are equal, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+OPTIONS = {
+    "flows": ["--model.memory=constant", "--model.num_decay_steps=25"],
+    "texts": ["--model.averaging=always", "--model.weight_noise=0.01", "--model.memory=sqrt"],
+}
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(example, request):
+    options = OPTIONS[request.node.callspec.params["example"]]
+    whole = example.fit(*options, epochs=4, out="whole")
+    first = example.fit(*options, epochs=2, out="first")
+    resumed = example.go_on(first, epochs=4)
+    assert resumed != first
+    assert example.cli.trainer.current_epoch == 4
+    assert equal(without_times(resumed), without_times(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("averaging", ["triggered", "never"])
+def test_a_run_resumes_before_and_after_its_trigger(texts, averaging):
+    options = [f"--model.averaging={averaging}", "--model.num_patient=0"]
+    options.append("--model.learning_rate=15")  # so large that validation gets worse
+    whole = texts.fit(*options, epochs=6, out="whole")
+    state = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
+    if averaging == "triggered":
+        assert 0 < state["Averaging"]["num_averaged"] < texts.cli.trainer.global_step
+    for stop in (1, 3, 5):
+        first = texts.fit(*options, epochs=stop, out=f"first{stop}")
+        assert equal(without_times(texts.go_on(first, epochs=6)), without_times(whole))
+
+
+@pytest.mark.slow
+def test_a_run_resumes_after_kill_9(example, request):
+    name = request.node.callspec.params["example"]
+    options = [*example.tiny, *QUIET, *OPTIONS[name]]
+    program = {"flows": "flow.py", "texts": "language_model.py"}[name]
+    command = [sys.executable, str(EXAMPLES / program), "fit", *options]
+    process = subprocess.Popen(
+        [*command, "--trainer.max_epochs=10000", "--trainer.logger.save_dir=killed"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    folder = Path("killed", example.name, "version_0")
+    last = folder / "checkpoints" / "last.ckpt"
+    try:
+        for _ in range(600):
+            time.sleep(0.1)
+            if last.exists() and torch.load(last, weights_only=True)["epoch"] >= 2:
+                break
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    epochs = torch.load(last, weights_only=True)["epoch"] + 3
+    resumed = example.go_on(folder, epochs=epochs)
+    whole = example.fit(*OPTIONS[name], epochs=epochs, out="whole")
+    assert equal(without_times(resumed), without_times(whole))
+
+
+def test_a_checkpoint_replaces_the_one_before_when_it_is_whole(flows, monkeypatch):
+    folder = flows.fit(epochs=1)
+    before = weights(folder)
+    save = torch.save
+
+    def cut_short(contents, path, *args, **kwargs):
+        if contents.get("epoch") and "last" in str(path):
+            Path(path).write_bytes(b"half of it")
+            raise OSError("No space left on device")
+        save(contents, path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", cut_short)
+    with pytest.raises(OSError, match="No space left"):
+        flows.fit(epochs=2, out="cut")
+    assert same(weights("cut/flow/version_0"), before)
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def changed(contents, **changes):
+    torch.save(contents | changes, "some.ckpt")
+
+
+def flipped(contents):
+    data = bytearray(Path("good.ckpt").read_bytes())
+    with zipfile.ZipFile("good.ckpt") as archive:
+        largest = max(archive.infolist(), key=lambda each: each.file_size)
+    data[largest.header_offset + 200 + largest.file_size // 2] ^= 1
+    Path("some.ckpt").write_bytes(data)
+
+
+def mid_epoch(contents):
+    contents["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+    torch.save(contents, "some.ckpt")
+
+
+CANNOT = "`--ckpt_path` is some.ckpt, which cannot be read as a checkpoint of tensors and numbers"
+BROKEN = {
+    "code in the weights": (lambda contents: changed(contents, state_dict=Evil()), CANNOT),
+    "code beside": (lambda contents: changed(contents, more=Evil()), CANNOT),
+    "a module": (lambda contents: changed(contents, more=torch.nn.Linear(2, 2)), CANNOT),
+    "a pickle": (lambda contents: Path("some.ckpt").write_bytes(pickle.dumps(Evil())), CANNOT),
+    "half of it": (
+        lambda contents: Path("some.ckpt").write_bytes(Path("good.ckpt").read_bytes()[:5000]),
+        CANNOT,
+    ),
+    "a flipped bit": (flipped, "is damaged"),
+    "a text": (lambda contents: Path("some.ckpt").write_text("text"), CANNOT),
+    "nothing": (lambda contents: None, "No such file"),
+    "a tensor": (lambda contents: torch.save(torch.ones(2), "some.ckpt"), CANNOT),
+    "weights alone": (lambda contents: torch.save(contents["state_dict"], "some.ckpt"), CANNOT),
+    "within an epoch": (mid_epoch, "written within an epoch"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_hostile_or_damaged_file_is_refused(flows, name):
+    folder = flows.fit(epochs=1)
+    Path("good.ckpt").write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
+    make, message = BROKEN[name]
+    make(torch.load("good.ckpt", weights_only=True))
+    before = sorted(Path("run").rglob("*"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flows.main(["fit", "-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt"])
+    assert not Path("executed").exists()
+    assert sorted(Path("run").rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "predict"])
+def test_the_user_cannot_be_made_to_run_code(example, command):
+    folder = example.fit(epochs=1)
+    contents = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    changed(contents, more=Evil())
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
+        example.main([command, "-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt",
+                      "--weights_only=false"])  # fmt: skip
+    assert not Path("executed").exists()
+
+
+def test_a_checkpoint_chooses_no_settings(example):
+    """Lightning would take the settings, and the classes, of the model from it."""
+    folder = example.fit(epochs=1)
+    contents = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    evil = {"_class_path": "pathlib.Path", "_instantiator": "pathlib.Path.touch", "seed": 5}
+    evil |= {"flow": {"class_path": "recoup.flows.NICE"}, "hidden_size": 10**9}
+    changed(contents, hyper_parameters=evil, datamodule_hyper_parameters=evil)
+    run = example.use("test", folder, checkpoint="some.ckpt")
+    assert same(run.model.state_dict(), weights(folder))
+    assert run.model.hparams.get("seed", 0) == 0
+    example.main(["fit", "-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt",
+                  "--trainer.max_epochs=2"])  # fmt: skip
+
+
+def test_a_checkpoint_names_no_files_to_remove(flows):
+    folder = flows.fit(epochs=1)
+    contents = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    Path("precious").write_text("mine")
+    new = (folder.parent / "version_1" / "checkpoints").resolve()  # as an attacker may guess
+    victim = str(new / "../../../../precious")
+    for key, state in contents["callbacks"].items():
+        if key.startswith("ModelCheckpoint"):
+            state |= {"dirpath": str(new), "kth_best_model_path": victim}
+            state |= {"best_model_path": victim, "last_model_path": victim}
+            state |= {"best_k_models": {victim: torch.tensor(1e9)}, "kth_value": torch.tensor(1e9)}
+    changed(contents)
+    flows.main(["fit", "-c", f"{folder}/config.yaml", "--ckpt_path=some.ckpt",
+                "--trainer.max_epochs=3"])  # fmt: skip
+    assert Path("precious").read_text() == "mine"
+    assert (new / "best.ckpt").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(flows, texts):
+    folder = flows.fit(epochs=1)
+    for option in ("--model.flow.num_steps=2", "--model.flow=NICE"):
+        with pytest.raises(RuntimeError, match="state_dict"):
+            flows.use("test", folder, option)
+    folder = texts.fit(epochs=1)
+    others = "the z is y than the x .\n" * 30 + "a b c\n" * 30
+    Path("other.txt").write_text(others.replace("z", "q"))
+    with pytest.raises((RuntimeError, ValueError), match=r"state_dict|other tokens"):
+        texts.use("test", folder, "--data.path=other.txt")
+
+
+def test_a_text_with_other_tokens_of_the_same_number_is_refused(texts):
+    folder = texts.fit(epochs=1)
+    words = Path(texts.tiny[-1].partition("=")[2]).read_text().replace("than", "then")
+    Path("other.txt").write_text(words)
+    with pytest.raises(ValueError, match=r"trained on other tokens than those of other\.txt"):
+        texts.use("predict", folder, "--data.path=other.txt")

@@ -1,0 +1,309 @@
+"""Flows from the command line: the training is that by hand, and the same in every memory mode."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import seed_at
+from flow import Images
+from pictures import density_picture
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from recoup.flows import Glow
+from tests.examples.conftest import EXAMPLES, QUIET, logged_in, same, weights
+
+CONFIGS = sorted((EXAMPLES / "configs" / "flow").glob("*.yaml"))
+
+
+def test_a_training_is_that_by_hand(flows):
+    folder = flows.fit("--model.num_decay_steps=12", epochs=2)
+    data = Images(batch_size=300)
+    torch.manual_seed(0)
+    glow = Glow((1, 8, 8), levels=17, num_levels=2, num_steps=1, width=8, dropout=0.2)
+    optimizer = torch.optim.Adam(glow.parameters(), lr=0.01)
+    step = 0
+    for epoch in range(2):
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(len(data.parts["train"]), generator=generator)
+        for number, rows in enumerate(order.split(300)):
+            torch.manual_seed(seed_at(0, 0, "train", epoch, number))
+            rate = 0.01 * min(1, (step + 1) / 5) * (0.5 + 0.5 * math.cos(math.pi * step / 12))
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            glow.bits_per_dim(data.parts["train"][rows]).mean().backward()
+            torch.nn.utils.clip_grad_norm_(glow.parameters(), 10.0)
+            optimizer.step()
+            step += 1
+    found = {name.removeprefix("flow."): value for name, value in weights(folder).items()}
+    assert found.keys() == glow.state_dict().keys()
+    for name, value in glow.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    glow.eval()
+    total = torch.tensor(0.0)
+    for number, rows in enumerate(data.parts["validation"].split(300)):
+        torch.manual_seed(seed_at(0, 0, "val", number))
+        with torch.no_grad():
+            total += glow.bits_per_dim(rows).sum()
+    logged = logged_in(folder, "val_bits_per_dim")
+    assert logged[-1] == pytest.approx(float(total) / len(data.parts["validation"]), rel=1e-4)
+    assert logged[-1] < logged[0]
+
+
+def test_memory_modes_have_the_same_figures(flows):
+    modes = ("linear", "sqrt", "2", "constant")
+    found, bits = {}, {}
+    for mode in modes:
+        found[mode] = weights(flows.fit(f"--model.memory={mode}", out=mode))
+        bits[mode] = float(flows.cli.trainer.callback_metrics["val_bits_per_dim"])
+        assert str(flows.cli.model.flow.memory) == mode
+    assert same(found["sqrt"], found["linear"])
+    assert same(found["2"], found["linear"])
+    assert bits["constant"] == pytest.approx(bits["linear"], rel=1e-4)
+
+
+def test_bytes_bound_a_step(flows):
+    kept = weights(flows.fit(out="kept"))
+    assert same(weights(flows.fit("--model.memory=100 MiB", out="bounded")), kept)
+    with pytest.raises(Exception, match="`memory` is 1 KiB"):
+        flows.fit("--model.memory=1 KiB", out="small")
+
+
+def drawn(capsys):
+    """The pixels of the picture that was said to be drawn."""
+    path = capsys.readouterr().out.splitlines()[-1].removeprefix("samples: ")
+    with Image.open(path) as picture:
+        return np.asarray(picture)
+
+
+def test_a_trained_flow_is_tested_and_draws(flows, capsys):
+    folder = flows.fit()
+    run = flows.use("test", folder)
+    assert same(run.model.state_dict(), weights(folder, "best"))
+    tested = run.trainer.callback_metrics
+    assert tested["test_bits_per_dim"] == pytest.approx(
+        float(tested["test_latent"] + tested["test_log_det"]), abs=1e-5
+    )
+    flows.use("predict", folder, "--model.num_samples=9")
+    assert drawn(capsys).shape == (3 * (64 + 6) + 6,) * 2
+
+
+def test_points_and_their_classes(flows, capsys):
+    flows.tiny = ["--model.flow=RealNVP", "--model.flow.num_steps=2", "--model.flow.width=8"]
+    points = ["--data.path=rings", "--data.batch_size=2000"]
+    folder = flows.fit(*points, "--data.conditional=true", epochs=1)
+    assert flows.cli.model.flow.num_classes == 3
+    metrics = flows.use("test", folder).trainer.callback_metrics
+    nats = float(metrics["test_bits_per_dim"]) * 2 * math.log(2)
+    assert metrics["test_nats_per_point"] == pytest.approx(nats, rel=1e-5)
+    flows.use("predict", folder)
+    assert len(np.unique(drawn(capsys).reshape(-1, 3), axis=0)) > 100
+
+
+class Bump(torch.nn.Module):
+    """A density with its top at (3, 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def log_prob(self, points):
+        return -(points - points.new_tensor([3.0, 1.0])).square().sum(1) * 5
+
+
+def test_a_density_lies_where_its_points_are():
+    points = torch.tensor([[-4.0, -2.0], [4.0, 2.0]])
+    pixels = np.asarray(density_picture(Bump(), points)).astype(int)
+    right = pixels[:, pixels.shape[1] // 2 :]
+    dark = right.sum(2) < 30  # the panel but for the bump, which is bright
+    rows, columns = (np.nonzero(dark.any(axis))[0] for axis in (1, 0))
+    panel = right[rows[0] : rows[-1], columns[0] : columns[-1]].sum(2)
+    row, column = np.unravel_index(panel.argmax(), panel.shape)
+    assert column / panel.shape[1] == pytest.approx(0.87, abs=0.06)
+    assert row / panel.shape[0] == pytest.approx(0.28, abs=0.08)  # from above
+
+
+def test_classes_of_pictures_have_a_row_each(flows, capsys):
+    folder = flows.fit("--data.conditional=true", epochs=1)
+    flows.use("predict", folder, "--model.num_samples=20")
+    assert drawn(capsys).shape == (10 * 70 + 6, 2 * 70 + 6)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_presets_build_what_their_names_say(flows, path):
+    names = {"glow": "Glow", "nice": "NICE", "realnvp": "RealNVP"}
+    names |= {"flowpp": "FlowPlusPlus", "iresnet": "IResNet"}
+    args = ["-c", str(path), *QUIET, "--model.flow.init_args.width=4"]
+    args += [
+        "--data.batch_size=10",
+        f"--model.flow.init_args.num_{'couplings' if 'nice' in path.stem else 'steps'}=2",
+    ]
+    if path.stem.endswith(("mnist", "paper", "pictures")):
+        shape = (20, 28, 28) if path.stem.endswith("mnist") else (20, 32, 32, 3)
+        np.savez("some.npz", images=np.arange(np.prod(shape)).reshape(shape).astype(np.uint8))
+        args.append("--data.path=some.npz")
+    run = flows.main(args, run=False)
+    assert type(run.model.flow).__name__ == names[path.stem.partition("-")[0]]
+    batch = next(iter(run.datamodule.train_dataloader()))
+    assert run.model.flow.bits_per_dim(*batch).isfinite().all()
+    assert run.trainer.max_epochs >= 30
+
+
+@pytest.mark.slow
+def test_the_demo_compares_the_memory_modes():
+    command = [sys.executable, str(EXAMPLES / "memory_modes.py"), "--epochs", "1", "--out", "demo"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    linear, sqrt, constant = (
+        next(row for row in rows if len(row) == 7 and row[0] == mode)
+        for mode in ("linear", "sqrt", "constant")
+    )
+    peaks = [float(row[1]) for row in (linear, sqrt, constant)]
+    assert peaks[0] > 2 * peaks[1] > 3 * peaks[2]
+    assert linear[4] == sqrt[4]  # bits per dimension
+    assert sqrt[5:] == ["0.0e+00", "0.0e+00"]
+    assert 0 < float(constant[5]) < 1e-3
+    assert 0 < float(constant[6]) < 1e-3
+    assert "peak grows as depth^" in done.stdout
+    assert {path.name for path in Path("demo").glob("*.png")} == {"samples.png", "curve.png"}
+
+
+def test_examples_use_public_names_only():
+    for path in EXAMPLES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("recoup"):
+                public = importlib.import_module(node.module).__all__
+                assert {each.name for each in node.names} <= set(public), path
+            if isinstance(node, ast.Import):
+                names = [each.name for each in node.names if each.name.startswith("recoup")]
+                assert names in ([], ["recoup"]), path
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+def test_parts_share_no_picture_and_do_not_follow_the_seed():
+    images = torch.from_numpy(load_digits().images).to(torch.uint8)[:, None]
+    data, other = Images(seed=1), Images(seed=2)
+    assert {part: len(each) for part, each in data.parts.items()} == {
+        "train": 1437,
+        "test": 180,
+        "validation": 180,
+    }
+    assert same(data.parts, other.parts)
+    everything = torch.cat(list(data.parts.values())).flatten(1)
+    assert torch.equal(everything.sum(1).sort().values, images.flatten(1).sum(1).sort().values)
+    firsts = [next(iter(each.train_dataloader()))[0] for each in (data, other, Images(seed=1))]
+    assert not torch.equal(firsts[0], firsts[1])
+    assert torch.equal(firsts[0], firsts[2])
+
+
+def test_an_archive_names_its_parts_and_labels(tmp_path):
+    pictures = np.arange(4 * 10 * 9, dtype=np.uint8).reshape(10, 4, 9)
+    path = tmp_path / "some.npz"
+    labels = np.arange(10) % 3
+    np.savez(path, x_train=pictures, x_test=pictures[:3], y_train=labels, y_test=labels[:3])
+    data = Images(str(path), conditional=True, validation_fraction=0.2, batch_size=4)
+    assert data.shape == (1, 4, 9)
+    assert (data.levels, data.num_classes) == (256, 3)
+    assert torch.equal(data.parts["test"][:, 0], torch.from_numpy(pictures[:3]))
+    assert len(data.parts["train"]) == 8
+    for x, label in data.train_dataloader():
+        rows = [int((torch.from_numpy(pictures) == each).flatten(1).all(1).nonzero()) for each in x]
+        assert label.tolist() == [row % 3 for row in rows]
+    few = Images(str(path), levels=4).parts["test"]
+    assert torch.equal(few[:, 0], torch.from_numpy(pictures[:3].astype(int) * 4 // 256).byte())
+
+
+def test_a_folder_of_pictures(tmp_path):
+    (tmp_path / "some" / "deep").mkdir(parents=True)
+    for number in range(9):
+        Image.new("L", (12, 8), 10 * number).save(tmp_path / "some" / f"{number}.png")
+    Image.new("RGB", (8, 8), (1, 2, 3)).save(tmp_path / "some" / "deep" / "colour.png")
+    with pytest.raises(ValueError, match=r"another size .* `--data\.size`"):
+        Images(str(tmp_path / "some"))
+    data = Images(str(tmp_path / "some"), size=8)
+    assert data.shape == (3, 8, 8)
+    assert sum(map(len, data.parts.values())) == 10
+
+
+def test_points_of_a_file(tmp_path):
+    rows = [(0.5 * n, -n, n % 2) for n in range(20)]
+    (tmp_path / "some.csv").write_text("\n".join(",".join(map(str, row)) for row in rows))
+    data = Images(str(tmp_path / "some.csv"), conditional=True)
+    assert (data.shape, data.levels, data.num_classes) == ((2,), None, 2)
+    points, labels = data.parts["train"], data.labels["train"]
+    assert torch.equal(labels, (-points[:, 1] % 2).long())
+
+
+def write(name, content):
+    if isinstance(content, dict):
+        np.savez(name, **content)
+    else:
+        Path(name).write_text(content)
+    return {"path": name}
+
+
+REFUSALS = {
+    "nowhere": (lambda: {"path": "nowhere"}, "`path` is nowhere, which is no folder"),
+    "an empty folder": (lambda: {"path": "."}, "a folder without pictures"),
+    "no archive": (lambda: write("a.npz", "text"), "cannot be read as an .npz"),
+    "no known array": (lambda: write("a.npz", {"a": np.ones(2), "b": np.ones(2)}), "holds a, b"),
+    "objects": (lambda: write("a.npz", {"images": np.array([{}])}), "cannot be read as an .npz"),
+    "floats": (lambda: write("a.npz", {"images": np.ones((3, 4, 4))}), "pictures are uint8"),
+    "no picture": (lambda: write("a.png", "text") and {"path": "."}, "a.png cannot be read"),
+    "too many levels": (lambda: {"levels": 18}, "`levels` is 18, but the data have 17"),
+    "levels of points": (lambda: {"path": "moons", "levels": 8}, "being points"),
+    "a fraction": (lambda: {"test_fraction": 1.0}, "`test_fraction` is 1.0"),
+    "nothing left": (
+        lambda: {"test_fraction": 0.6, "validation_fraction": 0.5}, "none are left to train on"
+    ),
+    "no labels": (lambda: {"path": "checkerboard", "conditional": True}, "has no label"),
+    "a text": (lambda: write("a.csv", "x,y\n1,2\n"), "without a header"),
+    "three columns": (lambda: write("a.csv", "1,2,0.5\n"), "must hold whole numbers"),
+    "four columns": (lambda: write("a.csv", "1,2,3,4\n"), "of shape (N, 2)"),
+    "an infinity": (lambda: write("a.csv", "1,inf\n"), "finite numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_data_that_do_not_fit_are_named(name):
+    make, message = REFUSALS[name]
+    settings = make()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Images(**settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.flow.num_stepz=3"], "num_stepz"),
+        (["--model.flow=Glou"], "Glou"),
+        (["--model.optimizer=sgd"], "model.optimizer"),
+        (["--trainer.max_epoch_=3"], "trainer.max_epoch_"),
+        (["--data.batch_size=many"], "data.batch_size"),
+        (["-c", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_a_wrong_option_is_named(flows, capsys, options, message):
+    with pytest.raises(SystemExit) as ending:
+        flows.fit(*options)
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_a_flow_for_pictures_refuses_points(flows):
+    with pytest.raises(ValueError, match="shape"):
+        flows.fit("--data.path=moons")

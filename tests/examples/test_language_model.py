@@ -1,0 +1,333 @@
+"""The language model from the command line: windows, segments, averages and what it writes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from language_model import (
+    Averaging,
+    LanguageModel,
+    LanguageModelTraining,
+    Penalties,
+    Texts,
+    Windows,
+    longest_segment,
+    window_backward,
+    window_lengths,
+)
+from text import UNKNOWN, joined, read_parts, tokenized, vocabulary_of
+from torch.nn import functional as F
+
+import recoup
+from tests.examples.conftest import EXAMPLES, QUIET, logged_in, same, weights
+
+CONFIGS = sorted((EXAMPLES / "configs" / "language_model").glob("*.yaml"))
+
+
+def test_a_trained_model_is_tested_and_writes(texts, capsys):
+    folder = texts.fit(epochs=3)
+    logged = logged_in(folder, "val_perplexity")
+    assert logged[-1] < logged[0]
+    run = texts.use("test", folder, "--data.eval_batch_size=1")
+    network, ids = run.model.network.eval(), run.datamodule.parts["test"]
+    logits, _ = network(ids[:-1, None])
+    by_hand = F.cross_entropy(logits[:, 0], ids[1:]).exp().item()
+    found = run.trainer.callback_metrics["test_perplexity"].item()
+    assert found == pytest.approx(by_hand, rel=1e-5)
+    options = ["--data.prompt=the a", "--model.num_tokens=12"]
+    written = []
+    capsys.readouterr()
+    for seed in (1, 1, 2):
+        texts.use("predict", folder, *options, f"--seed_everything={seed}")
+        written.append(capsys.readouterr().out)
+    assert written[0].splitlines()[-1] != ""
+    assert "the a" in written[0]
+    assert UNKNOWN not in written[0]
+    assert written[0] == written[1] != written[2]
+    # The likeliest tokens are those of the network.
+    texts.use("predict", folder, *options, "--model.temperature=0")
+    found = tokenized(capsys.readouterr().out.partition("the a")[2], "words")[:12]
+    ids = run.datamodule.encode(["<eos>", "the", "a"])[:, None]
+    for token in found:
+        logits, _ = network(ids)
+        logits[-1, 0, run.datamodule.vocabulary.index(UNKNOWN)] = -math.inf
+        assert token == run.datamodule.vocabulary[int(logits[-1, 0].argmax())]
+        ids = torch.cat([ids, run.datamodule.encode([token])[:, None]])
+
+
+def test_memory_modes_have_the_same_figures(texts):
+    found = {}
+    for mode in ("linear", "sqrt", "200 KiB"):
+        folder = texts.fit(f"--model.memory={mode}", "--model.weight_noise=0.01", out=mode)
+        found[mode] = weights(folder)
+        noted = texts.cli.model.segment_steps
+        assert (noted is None) == (mode != "200 KiB")
+    for mode in ("sqrt", "200 KiB"):
+        for name, value in found["linear"].items():
+            torch.testing.assert_close(found[mode][name], value, rtol=1e-3, atol=1e-5, msg=name)
+    with pytest.raises(ValueError, match="`memory` is 1024 bytes, too few for a window of"):
+        texts.fit("--model.memory=1 KiB", out="small")
+
+
+@pytest.mark.parametrize("kind", ["locked", "independent"])
+def test_segments_have_the_gradients_of_the_whole(kind):
+    torch.manual_seed(0)
+    network = LanguageModel(
+        11, embed_size=6, hidden_size=8, dropout_kind=kind, weight_noise=0.01
+    ).double()
+    network.set_noise(True)
+    ids = torch.randint(11, (14, 3))
+    found = {}
+    for steps in (None, 1, 4, 13):
+        torch.manual_seed(1)
+        store = recoup.GradStore(network.parameters())
+        options = (ids, network.zero_state(3), store, Penalties(2.0, 1.0), steps)
+        trained = window_backward(network, *options)
+        found[steps] = (trained, [store[parameter] for parameter in network.parameters()])
+    whole, gradients = found.pop(None)
+    for trained, others in found.values():
+        torch.testing.assert_close(trained.loss, whole.loss)
+        torch.testing.assert_close(trained.state, whole.state)
+        torch.testing.assert_close(others, gradients)
+
+
+def test_the_longest_segment_that_fits():
+    def peak(steps):
+        asked.append(steps)
+        return 100 * steps + 10 * math.ceil(200 / steps)
+
+    for budget in (1_000, 3_000, 10_000, 50_000):
+        asked = []
+        steps = longest_segment(peak, 200, budget)
+        assert peak(steps) <= budget
+        assert max(map(peak, asked[:-1])) <= max(1.3 * budget, peak(14))
+        assert steps == 200 or peak(min(200, math.ceil(1.25 * steps))) > budget
+    with pytest.raises(ValueError, match="`memory` is 99 bytes"):
+        longest_segment(peak, 200, 99)
+
+
+# -- averages --------------------------------------------------------------------------------------
+
+
+def test_the_trigger_does_not_count_the_latest_losses():
+    class Trainer:
+        should_stop = False
+        callback_metrics: dict[str, float]
+
+    for losses, num_patient, expected in (
+        ([4.0, 3.0, 2.9, 2.8, 3.1], 3, False),
+        ([3.0, 4.0, 2.9, 2.8, 3.1], 3, True),
+        ([3.0, 2.0, 2.5], 0, True),
+        ([3.0, 2.0, 1.0], 0, False),
+        ([3.0], 0, False),
+    ):
+        averaging, trainer = Averaging("loss", num_patient), Trainer()
+        for loss in losses:
+            trainer.callback_metrics = {"loss": loss}
+            averaging.on_validation_end(trainer, None)
+        assert averaging.is_averaging == expected
+        assert not trainer.should_stop
+
+
+def test_the_weights_of_a_checkpoint_are_the_average(texts):
+    seen = []
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            seen.append([p.detach().clone() for p in self.param_groups[0]["params"]])
+
+    original, torch.optim.SGD = torch.optim.SGD, Seen
+    try:
+        folder = texts.fit("--model.averaging=always", epochs=2)
+    finally:
+        torch.optim.SGD = original
+    averages = [torch.stack(each).mean(0) for each in zip(*seen, strict=True)]
+    names = [name for name, _ in texts.cli.model.named_parameters()]
+    found = weights(folder)
+    for name, average in zip(names, averages, strict=True):
+        torch.testing.assert_close(found[name], average, rtol=1e-4, atol=1e-6)
+    assert torch.equal(found["network.decoder.weight"], found["network.embedding.weight"])
+    assert same(texts.cli.model.state_dict(), found)  # left in the model
+    contents = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    for last, parameter in zip(contents["last_parameters"], seen[-1], strict=True):
+        assert torch.equal(last, parameter)
+    # A test is of the average.
+    run = texts.use("test", folder, checkpoint=folder / "checkpoints" / "last.ckpt")
+    assert same(run.model.state_dict(), found)
+
+
+def test_finetuning_begins_with_the_weights_of_a_checkpoint(texts):
+    folder = texts.fit()
+    options = [f"--model.init_from={folder}/checkpoints/best.ckpt", "--model.averaging=always"]
+    texts.fit(*options, "--model.learning_rate=0", epochs=1, out="tuned")
+    assert same(texts.cli.model.state_dict(), weights(folder, "best"))
+    with pytest.raises(ValueError, match="`init_from` begins a run, and `--ckpt_path` goes on"):
+        texts.go_on(folder, *options, epochs=3)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(texts):
+    plain = [f"--model.{each}_dropout=0" for each in ("input", "hidden", "output", "embedding")]
+    plain += ["--model.weight_dropout=0", "--model.learning_rate=1"]
+    one = weights(texts.fit(*plain, "--data.batch_size=6", out="one"))
+    command = [sys.executable, str(EXAMPLES / "language_model.py"), "fit", *texts.tiny, *QUIET]
+    command += [*plain, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_epochs=2"]
+    subprocess.run(
+        [*command, "--trainer.logger.save_dir=two"],
+        check=True,
+        capture_output=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    two = weights("two/language_model/version_0")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_presets_build_what_they_say(texts, path):
+    sizes = ["--model.embed_size=4", "--model.hidden_size=5", "--data.batch_size=2"]
+    options = [*sizes, "--data.eval_batch_size=2", "--data.bptt=12"]
+    run = texts.main(["-c", str(path), *QUIET, *options, *texts.tiny[-1:]], run=False)
+    network = run.model.network
+    assert network.dropout_kind == ("independent" if "standard" in path.stem else "locked")
+    assert network.decoder.weight is network.embedding.weight
+    applied = {each.name for each in recoup.weights.applied(network)}
+    assert ("layers.0.weight_hh_l0" in applied) == ("standard" not in path.stem)
+    assert len(network.layers) == (2 if path.stem == "tiny" or "standard" in path.stem else 3)
+
+
+def test_windows_cover_the_text_anew_in_each_epoch(text):
+    data = Texts(text, tokens="words", batch_size=3, bptt=12)
+    columns = data.columns("train", 3)
+    windows = list(data.train_dataloader())
+    assert torch.equal(torch.cat([window[:-1] for window in windows]), columns[:-1])
+    for before, after in pairwise(windows):
+        assert torch.equal(before[-1], after[0])
+    assert len(data.train_dataloader()) == len(windows)
+    lengths = [window_lengths(10_000, 70, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert lengths[0] == window_lengths(10_000, 70, 0, 0)
+    assert lengths[0] != lengths[1] != lengths[2] != lengths[0]
+    assert {sum(each) for each in lengths} == {10_000}
+    assert all(5 <= length <= 95 for each in lengths for length in each[:-1])
+    even = Texts(text, tokens="words", batch_size=3, bptt=12, jitter=False).train_dataloader()
+    assert set(even.lengths[:-1]) == {12}
+    assert isinstance(even, Windows)
+
+
+def test_parts_are_those_of_files_or_cut_from_the_end(tmp_path):
+    words = [f"w{n}" for n in range(100)]
+    (tmp_path / "whole.txt").write_text(" ".join(words))
+    data = Texts(str(tmp_path / "whole.txt"), min_count=1, batch_size=2, eval_batch_size=2)
+    assert [len(data.parts[part]) for part in ("train", "validation", "test")] == [81, 10, 10]
+    assert data.vocabulary[int(data.parts["train"][0])] == "w0"
+    assert int(data.parts["test"][0]) == data.vocabulary.index(UNKNOWN)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name, part in (("train", "a b a b"), ("valid", "b a"), ("test", "a c")):
+        (folder / f"wiki.{name}.tokens").write_text(f"{part}\n")
+    data = Texts(str(folder), batch_size=1, eval_batch_size=1)
+    tokens = {part: [data.vocabulary[n] for n in ids] for part, ids in data.parts.items()}
+    assert tokens["validation"] == ["b", "a", UNKNOWN]  # the end of a line occurs once in training
+    assert tokens["test"] == ["a", UNKNOWN, UNKNOWN]
+    other = Texts(
+        str(folder), batch_size=1, eval_batch_size=1, test_path=str(tmp_path / "whole.txt")
+    )
+    assert len(other.parts["test"]) == 101
+    assert other.vocabulary == data.vocabulary
+
+
+def test_tokens_and_text():
+    text = "It isn't (so), yet...\n\nÉtude's end\n"
+    tokens = tokenized(text, "words")
+    assert tokens == [
+        *("It", "isn't", "(", "so", ")", ",", "yet", "...", "<eos>", "<eos>"),
+        *("Étude's", "end", "<eos>"),
+    ]
+    assert joined(tokens, "words") == text
+    assert tokenized(text, "whitespace")[:3] == ["It", "isn't", "(so),"]
+    assert joined(tokenized(text, "characters"), "characters") == text
+    for min_count, max_size in ((2, None), (1, 3)):
+        found = vocabulary_of(["a", "rose", "is", "a", "rose"], min_count, max_size)
+        assert found == ["a", "rose", UNKNOWN]
+    assert len(read_parts(None)["train"]) > 100_000
+
+
+REFUSALS = {
+    "nowhere": ({"path": "nowhere"}, "no text to train on"),
+    "a folder without texts": ({"path": "."}, "no text to train on"),
+    "an empty file": ({"path": "empty.txt"}, "is empty"),
+    "bytes": ({"path": "bytes.txt"}, "is not UTF-8"),
+    "two of a kind": ({"path": "two"}, "with 2 train texts"),
+    "too short": ({"path": "short.txt", "min_count": 1}, "too few for 20 columns"),
+    "too rare": ({"path": "short.txt", "min_count": 9}, "`min_count` is 9"),
+    "short windows": ({"bptt": 9}, "`bptt` is 9"),
+    "a fraction": ({"test_fraction": 1.5}, "`test_fraction` is 1.5"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_text_that_does_not_fit_is_named(name):
+    Path("empty.txt").write_text(" \n")
+    Path("bytes.txt").write_bytes(b"\xff\xfe")
+    Path("short.txt").write_text("a b c a b c d\n")
+    Path("two").mkdir()
+    for file in ("train.txt", "my-train.txt"):
+        Path("two", file).write_text("a b\n")
+    settings, message = REFUSALS[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Texts(**settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.num_layerz=3"], "num_layerz"),
+        (["--model.averaging=sometimes"], "model.averaging"),
+        (["--data.tokens=letters"], "data.tokens"),
+    ],
+)
+def test_a_wrong_option_is_named(texts, capsys, options, message):
+    with pytest.raises(SystemExit) as ending:
+        texts.fit(*options)
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--trainer.gradient_clip_val=1", "gradient"),
+        ("--trainer.reload_dataloaders_every_n_epochs=0", "windows of its own"),
+        ("--model.memory=much", "much"),
+        ("--model.input_dropout=1", "less than 1"),
+    ],
+)
+def test_what_was_not_tried_is_refused(texts, option, message):
+    with pytest.raises(Exception, match=message):
+        texts.fit(option)
+
+
+def test_precision_of_16_bits(texts):
+    training = LanguageModelTraining(5, embed_size=2, hidden_size=2)
+    training._trainer = SimpleNamespace(precision="16-mixed", reload_dataloaders_every_n_epochs=1)
+    with pytest.raises(ValueError, match="Give bf16-mixed"):
+        training.on_fit_start()
+    metrics = {}
+    for precision in ("32-true", "bf16-mixed"):
+        texts.fit(f"--trainer.precision={precision}", epochs=1, out=precision)
+        metrics[precision] = float(texts.cli.trainer.callback_metrics["val_perplexity"])
+    assert metrics["bf16-mixed"] == pytest.approx(metrics["32-true"], rel=0.05)

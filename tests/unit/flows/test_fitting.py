@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recoup.errors import BudgetError
+from recoup.flows import Glow, RealNVP, fit, fitting
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are too small for a second thread to pay off."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def points(num=400):
+    drawn = torch.randn(num, 2, generator=torch.Generator().manual_seed(0))
+    return drawn @ torch.tensor([[1.0, 0.9], [0.0, 0.3]])
+
+
+def small_flow(**options):
+    torch.manual_seed(0)
+    return RealNVP((2,), levels=None, **{"num_steps": 2, "width": 8} | options)
+
+
+def fitted(flow, data=None, **options):
+    data = points() if data is None else data
+    return fit(flow, data, **{"epochs": 1, "progress": False} | options)
+
+
+def same(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_memory_modes_have_the_same_figures():
+    images = torch.randint(17, (300, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    found, flows = {}, {}
+    for memory in ("linear", "sqrt", "constant"):
+        torch.manual_seed(0)
+        flow = Glow((1, 8, 8), levels=17, num_steps=3, width=8, dropout=0.2)
+        found[memory] = fit(flow, images.byte(), memory=memory, epochs=2, progress=False)
+        flows[memory] = flow
+        assert flow.memory == memory
+    assert same(flows["sqrt"], flows["linear"])
+    linear, constant = found["linear"], found["constant"]
+    assert found["sqrt"].bits_per_dim == linear.bits_per_dim
+    assert constant.bits_per_dim == pytest.approx(linear.bits_per_dim, rel=1e-4)
+    assert constant.peak_bytes < found["sqrt"].peak_bytes < linear.peak_bytes
+
+
+def test_it_is_adam_on_bits_per_dim(monkeypatch):
+    monkeypatch.setattr(fitting, "_MOST_GRADIENT", 0.05)  # so small that it counts
+    flow, by_hand, x = small_flow(), small_flow(), points()
+    result = fitted(flow, x, validation=x, test=0.0, batch_size=100)
+    optimizer = torch.optim.Adam(by_hand.parameters())
+    split = x[torch.randperm(400, generator=torch.Generator().manual_seed(0))]
+    torch.manual_seed(0)
+    for step, rows in enumerate(torch.randperm(400).split(100)):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1) / 50
+        optimizer.zero_grad()
+        by_hand.bits_per_dim(split[rows]).mean().backward()
+        nn.utils.clip_grad_norm_(by_hand.parameters(), 0.05)
+        optimizer.step()
+    for ours, theirs in zip(flow.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    bits = by_hand.eval().bits_per_dim(x).mean().item()
+    assert result.validation_bits_per_dim == pytest.approx(bits, rel=1e-5)
+    assert result.bits_per_dim is None
+    assert "not tested" in str(result)
+
+
+def test_the_best_weights_are_left_and_patience_ends_it():
+    flow, x = small_flow(), points()
+    result = fitted(flow, x, epochs=20, learning_rate=3.0, patience=2, validation=x, test=x)
+    assert 3 <= result.epochs < 20
+    assert result.bits_per_dim == pytest.approx(result.validation_bits_per_dim)
+    assert flow.bits_per_dim(x).mean().item() == pytest.approx(result.bits_per_dim, rel=1e-5)
+    longer = fitted(small_flow(), x, epochs=20, learning_rate=3.0, patience=20, validation=x)
+    assert longer.epochs == 20
+
+
+def test_the_caller_is_left_as_it_was():
+    flow = small_flow()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    fitted(flow)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(module.training for module in flow.modules())
+    assert all(parameter.grad is None for parameter in flow.parameters())
+    again, other = small_flow(), small_flow()
+    fitted(again)
+    assert same(again, flow)
+    fitted(other, seed=1)
+    assert not same(other, flow)
+
+
+def test_an_error_in_a_step_leaves_evaluation_mode_and_no_gradients():
+    flow = small_flow()
+    flow.chain[0].register_forward_hook(interrupted())
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt):
+        fitted(flow, batch_size=10)
+    assert not flow.training
+    assert all(parameter.grad is None for parameter in flow.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def interrupted():
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    return hook
+
+
+def test_bytes_bound_a_step():
+    # Adam makes whole steps of gradients that are little more than the rounding of inverses.
+    linear, flow = (small_flow(num_steps=6, width=16).double() for _ in range(2))
+    most = fitted(linear, points().double(), batch_size=200).peak_bytes
+    result = fitted(flow, points().double(), batch_size=200, memory=f"{0.7 * most:.0f} B")
+    assert result.peak_bytes < 0.8 * most
+    for ours, theirs in zip(flow.parameters(), linear.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+    with pytest.raises(BudgetError):
+        fitted(small_flow(), memory="1 KiB")
+
+
+def test_labels_and_parts_of_their_own():
+    flow, labels = small_flow(num_classes=3), torch.arange(90) % 3
+    data = (points(90), labels)
+    result = fitted(flow, data, validation=data, test=data)
+    assert result.bits_per_dim == pytest.approx(result.validation_bits_per_dim)
+    assert flow.sample(3, labels=labels[:3]).shape == (3, 2)
+    fitted(small_flow(num_classes=3), data)
+
+
+def test_parts_share_no_sample():
+    seen = []
+
+    class Seen(RealNVP):
+        def bits_per_dim(self, x, labels=None):
+            seen.append((self.training, x[:, 0].detach()))
+            return super().bits_per_dim(x, labels)
+
+    x = torch.stack([torch.arange(100.0), torch.randn(100)], dim=1)
+    fitted(Seen((2,), levels=None, num_steps=2, width=8), x, validation=0.2, test=0.3)
+    trained = torch.cat([each for training, each in seen if training]).unique()
+    others = torch.cat([each for training, each in seen if not training]).unique()
+    assert (len(trained), len(others)) == (50, 50)
+    assert torch.equal(torch.cat([trained, others]).sort().values, x[:, 0])
+
+
+def test_types_of_points_and_numbers_of_numpy():
+    fitted(small_flow(), points().double(), validation=np.float32(0.1), epochs=np.int64(1))
+
+
+def test_progress_is_a_line_for_each_epoch(capsys):
+    fitted(small_flow(), epochs=2, progress=True)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [line.split()[:2] for line in printed.err.splitlines()] == [["epoch", "1:"],
+                                                                       ["epoch", "2:"]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": torch.zeros(9, 3)}, r"`images` has shape \(9, 3\), but the flow is for \(N, 2\)"),
+        ({"data": torch.zeros(0, 2)}, r"`images` has shape \(0, 2\)"),
+        ({"data": (torch.zeros(9, 2), torch.zeros(9))}, "`images` is Tensor, Tensor, but must be"),
+        ({"data": points().index_fill(0, torch.tensor([7]), torch.nan)}, "`images` has values tha"),
+        ({"data": points().numpy()}, "`images` is ndarray.* torch.from_numpy"),
+        ({"data": 0.5}, "`images` is float, but must be a tensor"),
+        ({"data": torch.zeros(1, 2)}, "`images` has 1 samples, and none are left"),
+        ({"validation": torch.zeros(9, 3)}, "`validation` has shape"),
+        ({"validation": 0.0}, "`validation` is 0.0"),
+        ({"validation": "0.1"}, "`validation` is str, but must be a tensor"),
+        ({"test": 1.0}, "`test` is 1.0"),
+        ({"epochs": 0}, "`epochs` is 0, but must be a whole number of at least 1"),
+        ({"epochs": None}, "`epochs` is None"),
+        ({"patience": 2.5}, "`patience` is 2.5"),
+        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"learning_rate": -1.0}, "`learning_rate` is -1.0"),
+        ({"learning_rate": "0.1"}, "`learning_rate` is '0.1'"),
+        ({"learning_rate": float("nan")}, "`learning_rate` is nan"),
+        ({"seed": 1.5}, "`seed` is 1.5"),
+        ({"memory": "cubic"}, "`memory` is 'cubic'"),
+    ],
+)
+def test_a_mistake_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(small_flow(), **options)
+
+
+@pytest.mark.parametrize("value", [17, -3, 3.5])
+def test_each_value_must_be_a_grey_level(value):
+    flow = RealNVP((1, 4, 4), levels=17, num_steps=1, width=8)
+    pictures = torch.zeros(400, 1, 4, 4)
+    pictures[300, 0, 1, 1] = value
+    with pytest.raises(ValueError, match="whole grey levels from 0 to 16"):
+        fitted(flow, pictures, memory="sqrt")
+    assert flow.memory != "sqrt"
+
+
+def test_a_model_that_is_none_or_frozen_and_labels_are_named():
+    with pytest.raises(ValueError, match="requires a gradient, so there is nothing to train"):
+        fitted(small_flow().requires_grad_(False))
+    with pytest.raises(ValueError, match="`flow` is of type Linear, but must be a Flow"):
+        fitted(nn.Linear(2, 2))
+    for labels in (torch.rand(9), torch.arange(8), torch.arange(9) - 1):
+        with pytest.raises(ValueError, match="samples needs one, a whole number below 3"):
+            fitted(small_flow(num_classes=3), (torch.zeros(9, 2), labels))

@@ -1,0 +1,231 @@
+"""The command: what it prints, its exit codes, and where it finds a module."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import recoup
+from recoup.__main__ import main
+
+MODELS = """
+import torch
+import recoup
+
+def blocks(n, width=8):
+    return [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(n)]
+
+def build():
+    return torch.nn.Sequential(*blocks(4)), torch.ones(64, 8)
+
+def chain(depth, memory):
+    return recoup.Sequential(*blocks(depth), memory=memory), torch.ones(64, 8)
+
+def keywords():
+    class Scaled(torch.nn.Sequential):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+    return Scaled(*blocks(3)), torch.ones(64, 8), {"scale": torch.tensor(2.0)}
+
+def raises():
+    raise KeyError("two\\nlines")
+
+def misfit():
+    return torch.nn.Sequential(*blocks(4)), torch.ones(2, 3)
+
+def nothing():
+    return 3
+
+def loss(y):
+    return y.square().mean()
+
+def wrong_loss(y):
+    return 1 / 0
+"""
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("models.py").write_text(MODELS)
+    yield
+    sys.modules.pop("models", None)
+
+
+MISTAKES = {
+    "": "arguments are required: COMMAND. See `recoup --help`.",
+    "explian": "invalid choice: 'explian'",
+    "explain": "the following arguments are required: BUILD. See `recoup explain --help`.",
+    "explain models:build --budgt 3": "unrecognized arguments: --budgt 3",
+    "explain models:build --budg 3": "unrecognized arguments: --budg 3",
+    "explain models:build --budget much": "`budget` is 'much'",
+    "explain models:build --device abacus": "`--device` is abacus, which torch cannot use here",
+    "explain models:build --device cuda:99": "`--device` is cuda:99, which torch cannot use here",
+    "explain models:build --html step.png": "must end in .html",
+    "explain models:build --html .": "must end in .html",
+    "explain models:build --figure plan.gif": "must end in one of .png",
+    "explain models:build --figure folder.png": "folder.png is a folder",
+    "explain models:build --blocks nowhere": "`blocks`",
+    "explain models:nothing": "returned a int, but must return a model",
+    "explain models:nobody": "there is no function nobody",
+    "explain models": "names no function: give",
+    "explain :build": "names no function: give",
+    "explain elsewhere:build": "No module named 'elsewhere'",
+    "explain elsewhere.py:build": "there is no file",
+    "curve": "the following arguments are required: BUILD",
+    "curve models:chain --depths 4 x": "argument --depths: invalid int value: 'x'",
+    "curve models:chain --depths 0": "`depths` holds 0",
+    "curve models:chain --device abacus": '`device` is "abacus"',
+    "curve models:chain --figure a.gif": 'ends in ".gif"',
+    "curve models:nobody --depths 4": "there is no function nobody",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_line(line, capsys):
+    Path("folder.png").mkdir()
+    assert main(line.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("recoup: error: ")
+    assert printed.err.count("\n") == 1
+    assert MISTAKES[line] in printed.err
+
+
+FAILURES = {
+    "models:build --budget 1KiB": "the least that a step of this model was seen to take",
+    "models:raises": "`build` (models:raises) raised KeyError: 'two",
+    "models:misfit": "raised RuntimeError",
+    "models:build --loss models:wrong_loss --budget 1MiB": "raised ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize("line", FAILURES)
+def test_exit_code_1_if_no_step_fits_or_the_users_code_raises(line, capsys):
+    assert main(["explain", *line.split()]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith("recoup: error: ")
+    assert FAILURES[line] in printed.err
+
+
+def test_explain(capsys):
+    args = ["explain", "models:build", "--budget", "8GiB", "--loss", "models:loss"]
+    assert main([*args, "--figure", "new/plan.svg", "--html", "new/step.html"]) == 0
+    printed = capsys.readouterr().out
+    assert "Plan for Sequential: 4 blocks in 8 GiB" in printed
+    assert f"figure: {Path('new/plan.svg')}\ntimeline: {Path('new/step.html')}\n" in printed
+    page = Path("new/step.html").read_text(encoding="utf-8")
+    assert "Plan for Sequential: 4 blocks" in page
+    assert Path("new/plan.svg").stat().st_size > 5000
+    assert main(["explain", "models.py:keywords", "--figure", "new/plans.svg"]) == 0
+    assert "Plans for Scaled: 3 blocks, from " in capsys.readouterr().out
+    assert Path("new/plans.svg").stat().st_size > 5000
+
+
+def test_curve(capsys):
+    options = ["--depths", "4", "8", "--memories", "linear", "2", "--repeats", "0"]
+    assert main(["curve", "models:chain", *options, "--csv", "a.csv", "--figure", "a.png"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("models:chain on cpu\ndepth  memory  peak MiB")
+    assert printed.err.splitlines()[0].startswith("[1/4] depth 4, linear: ")
+    assert printed.out.endswith("points: a.csv\nfigure: a.png\n")
+    assert len(Path("a.csv").read_text().splitlines()) == 5
+
+
+def test_a_mode_that_the_blocks_do_not_have_is_one_line(capsys):
+    options = ["--depths", "4", "--memories", "constant", "--repeats", "0"]
+    assert main(["curve", "models:chain", *options]) == 2
+    assert "constant" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["", "explain", "curve"])
+def test_help_begins_with_how_to_call_it(command, capsys):
+    assert main([*command.split(), "--help"]) == 0
+    usage, blank, what, *_ = capsys.readouterr().out.splitlines()
+    follows = " BUILD" if command else " COMMAND"
+    assert usage == f"usage: {f'recoup {command}'.strip()}{follows} [options]"
+    assert (blank, what[-1]) == ("", ".")
+
+
+def test_the_search_path_is_as_before(capsys):
+    before = list(sys.path)
+    for line in ("explain models:build", "explain models:raises", "--help"):
+        main(line.split())
+        assert sys.path == before
+
+
+SCRIPT = "import sys; sys.path.pop(0); from recoup.__main__ import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("command", [["-m", "recoup"], ["-c", SCRIPT]])
+def test_a_module_in_the_working_directory_is_found(command):
+    """A script has its own folder on the path, where `python -m` has the working directory."""
+
+    def run(*args):
+        return subprocess.run(
+            [sys.executable, *command, *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(recoup.__file__).parents[1])},
+        )
+
+    version = run("--version").stdout
+    assert version.startswith(f"recoup {recoup.__version__} (Python ")
+    assert torch.__version__ in version
+    assert run("explain", "models:build", "--budget", "8GiB").returncode == 0
+    assert run("explain", "models:build", "--budget", "1KiB").returncode == 1
+    curve = ["curve", "models:chain", "--depths", "2", "--memories", "linear", "--repeats", "0"]
+    assert run(*curve).returncode == 0
+
+
+def test_the_script_of_the_project_is_this_command():
+    project = Path(recoup.__file__).parents[2] / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("recoup is installed without its repository")
+    assert 'recoup = "recoup.__main__:main"' in project.read_text()
+
+
+BLOCKER = """
+import json, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+BLOCKED = {"lightning", "jsonargparse", "matplotlib", "PIL", "rich", "sklearn", "yaml"}
+sys.meta_path.insert(0, Blocker())
+from recoup.__main__ import main
+print(json.dumps([main(line.split()) for line in json.loads(sys.argv[1])]))
+"""
+
+
+def test_all_but_figures_needs_torch_alone():
+    lines = ["explain models:build --budget 1MiB", "explain models:build --figure plan.png"]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKER, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 2]
+    assert "pip install 'recoup[plots]'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_explain_says_what_it_compiles(capsys):
+    assert main(["explain", "models:build", "--budget", "1MiB", "--compile"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Plan for Sequential")
+    assert ": compiled " in printed.err
