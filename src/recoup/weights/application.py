@@ -7,14 +7,21 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import nn
 
 from recoup._core.stand_ins import check_can_be_derived_from
-from recoup.weights.checking import check, check_types, has_forward
+from recoup.weights.choosing import (
+    Named,
+    Where,
+    check,
+    check_is_module,
+    matching,
+    named,
+    suited,
+)
 from recoup.weights.clock import Clock, Counter
-from recoup.weights.graph_operators import register_operators
-from recoup.weights.matching import Named, Where, check_is_module, matching, named, suited
-from recoup.weights.parametrized_module import attach, attached_to, restore_class, swap_class
-from recoup.weights.parametrized_weight import ParametrizedWeight
+from recoup.weights.compiled import register_operators
+from recoup.weights.module import attach, attached_to, restore_class, swap_class
 from recoup.weights.reparametrization import Magnitude, Reparametrization
 from recoup.weights.ties import check_tied, other_use, remember, share_parameters
+from recoup.weights.weight import ParametrizedWeight
 
 __all__ = [
     "Applied",
@@ -39,68 +46,49 @@ def apply_to(
     """
     is_shared = check_tied(tied)
     found, left_out = suited(module, where)
+    for part in _covering(module, {id(each.owner) for each in found}):
+        check_can_be_derived_from(type(part))
     register_operators()
     steps: list[Reparametrization] = []
-    others: set[Reparametrization] = set()  # that uses have which are not of this call
+    begun: set[Reparametrization] = set()  # that another call has applied already
     by_parameter: dict[int, Reparametrization] = {}
     for each in found:
         step = make()
-        if not steps:
-            check_types(step.kind, found)
-            step.application.left_out = left_out
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
         if is_shared:
-            of_this_call = by_parameter.setdefault(id(each.parameter), step)
             other = other_use(step, each)
-            others.update(() if other is None else (other,))
-            step = other or of_this_call
+            begun.update(() if other is None else (other,))
+            step = other or by_parameter.setdefault(id(each.parameter), step)
+        step.application.left_out.update(left_out)
         steps.append(step)
-    covering = _covering(module, {id(each.owner) for each in found})
-    begun = set(others)
     for step, each in zip(steps, found, strict=True):
-        name, owner, key, _ = each
-        weights = attach(owner).weights
-        if key not in weights:
-            name_in_errors = f"`{name}` of {type(module).__name__}"
-            weights[key] = ParametrizedWeight(key, name, name_in_errors)
-        weights[key].add(step)
+        weights = attach(each.owner).weights
+        if each.key not in weights:
+            name = f"`{each.name}` of {type(module).__name__}"
+            weights[each.key] = ParametrizedWeight(each.key, each.name, name)
+        weights[each.key].add(step)
         if step in begun:
             share_parameters(step, each)
         else:
             begun.add(step)
-            step.applied_to(owner, key)
+            step.applied_to(each.owner, each.key)
             if is_shared:
                 remember(step, each)
-        swap_class(owner)
-    for application in dict.fromkeys(step.application for step in steps):
-        is_of_this_call = any(step.application is application for step in begun - others)
-        for part in covering:
-            attached = attach(part)
-            if application not in attached.covered:
-                attached.covered.append(application)
-            if part is module and is_of_this_call:
-                attached.roots.append(application)
-    for part in covering:
+    roots = attach(module).roots
+    roots += [each for each in dict.fromkeys(s.application for s in steps) if each not in roots]
+    for part in _covering(module, {id(each.owner) for each in found}):
         swap_class(part)
     return module
 
 
 def _covering(module: nn.Module, owners: set[int]) -> list[nn.Module]:
-    """Return the modules of the tree that have a forward and contain a module of `owners` (ids)."""
-    found = [
+    """Return the modules of the tree that are, or contain, one of `owners` (ids)."""
+    return [
         part
         for part in module.modules()
-        if has_forward(part) and any(id(inner) in owners for inner in part.modules())
+        if not owners.isdisjoint(map(id, part.modules()))
     ]
-    for part in found:
-        check_can_be_derived_from(type(part))
-    if found:
-        return found
-    raise ValueError(
-        f"`module` is a {type(module).__name__}, which has no forward in which its parameters "
-        "would be read. Apply to the module that reads them, with a pattern for the qualified name."
-    )
 
 
 class Applied:
@@ -117,7 +105,7 @@ class Applied:
 
     @property
     def step(self) -> int:
-        """The step of a clock, or the number of forwards in training: what a schedule is given.
+        """The step of a clock, or the number of steps in training: what a schedule is given.
 
         It can be set where there is no clock.
         """
@@ -248,7 +236,7 @@ def update(
     if clock is not None:
         counter = Counter(clock)
         for _, step in uses:
-            step.application.follow(counter)
+            step.application.counter = counter
     for (_, owner, key, _), step in uses:
         if step.argument in changes:
             step.set_magnitude(owner, key, changes[step.argument])
@@ -294,27 +282,20 @@ def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
         >>> recoup.weights.applied(recoup.weights.remove(layer))
         []
     """
-    found = [(each.owner, each.key) for each, _ in reparametrized(module, pattern, "pattern")]
-    _check_untied(module, found)
-    for owner, key in found:
-        weight = attach(owner).weights.pop(key)
-        for step in weight.steps:
-            step.removed_from(owner, key)
-    for owner in module.modules():
-        _tidy(owner)
-    return module
-
-
-def _check_untied(module: nn.Module, found: list[tuple[nn.Module, str]]) -> None:
-    for owner, key in found:
-        parameter = owner._parameters[key]
-        uses = [each.name for each in named(module) if each.parameter is parameter]
-        steps = attach(owner).weights[key].steps
-        if len(uses) > 1 and any(step.changes_weight for step in steps):
+    found = reparametrized(module, pattern, "pattern")
+    for each, weight in found:
+        uses = [other.name for other in named(module) if other.parameter is each.parameter]
+        if len(uses) > 1 and any(not step.is_random for step in weight.steps):
             raise ValueError(
                 f"`{uses[0]}` and `{uses[1]}` are one parameter, so the normalized weight cannot "
                 "be written into it: that would change the other use. Untie them first."
             )
+    for (_, owner, key, _), weight in found:
+        del attach(owner).weights[key]
+        for step in weight.steps:
+            step.removed_from(owner, key)
+    _tidy(module)
+    return module
 
 
 def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -> None:
@@ -323,21 +304,21 @@ def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -
         attached = attached_to(owner)
         weights = {} if attached is None else attached.weights
         for key, weight in [*weights.items()]:
-            weight.steps = [step for step in weight.steps if is_kept(step)]
+            weight.keep_only(is_kept)
             if not weight.steps:
                 del weights[key]
-    for owner in module.modules():
-        _tidy(owner)
+    _tidy(module)
 
 
 def _tidy(module: nn.Module) -> None:
-    attached = attached_to(module)
-    if attached is None:
-        return
-    alive = {step.application for _, weight in _named_weights(module) for step in weight.steps}
-    attached.covered = [application for application in attached.covered if application in alive]
-    attached.roots = [application for application in attached.roots if application in alive]
-    if not attached.weights and not attached.covered:
-        restore_class(module)
-    else:
-        swap_class(module)
+    """Give back the classes of the modules of a tree in which nothing is applied any more."""
+    for part in module.modules():
+        attached = attached_to(part)
+        if attached is None:
+            continue
+        alive = {a for weight in parametrized_weights(part) for a in weight.applications}
+        attached.roots = [application for application in attached.roots if application in alive]
+        if alive:
+            swap_class(part)
+        else:
+            restore_class(part)

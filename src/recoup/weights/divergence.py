@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
 from recoup.weights.application import reparametrized
-from recoup.weights.matching import Where
+from recoup.weights.choosing import Where
 from recoup.weights.noise import WeightNoise
 
 __all__ = ["kl_divergence"]

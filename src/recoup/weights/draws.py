@@ -41,12 +41,10 @@ from recoup._core.rng import hash_seed
 __all__ = [
     "check",
     "dropped",
-    "dropped_",
     "empty_like",
     "lanes_for",
     "noise_beside",
     "noised",
-    "noised_",
     "num_dropped_of",
     "scale_for",
     "scales",
@@ -60,8 +58,10 @@ _GPU_PIECE = 2**22
 _Chunks = Iterator[tuple[torch.Generator, int, int]]  # its generator, where it starts and ends
 
 
-def dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Tensor:
-    """Return `weight` with entries dropped and the others scaled, in a new contiguous tensor.
+def dropped(
+    weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = (), *, out: Tensor | None = None
+) -> Tensor:
+    """Return `weight` with entries dropped and the others scaled, in a contiguous tensor.
 
     Equal to `weight * scales(shape, seed, p)`, where `shape` is that of `weight` with 1 at `axes`.
 
@@ -71,6 +71,7 @@ def dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> 
         p: share of entries that is dropped; counts as the nearest multiple of 1/65536. In float16
             and bfloat16, the scale 1/(1 - p) is rounded too.
         axes: along which entries are dropped together, from 0 to `weight.dim() - 1`.
+        out: where to write, contiguous; may be `weight`. A new tensor if None.
 
     Returns:
         A tensor of the shape, dtype and device of `weight`; all zeros if p is 1.
@@ -79,27 +80,20 @@ def dropped(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> 
         ValueError: if `seed` or `p` is out of range, or `weight` has no floating-point numbers.
     """
     check(weight.dtype, seed)
-    return _drop(weight, empty_like(weight), seed, p, axes)
+    return _drop(weight, empty_like(weight) if out is None else out, seed, p, axes)
 
 
-def dropped_(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Tensor:
-    """Apply `dropped` in place; a weight that is not contiguous is copied on the way."""
-    check(weight.dtype, seed)
-    if weight.is_contiguous():
-        return _drop(weight, weight, seed, p, axes)
-    return weight.copy_(_drop(weight, empty_like(weight), seed, p, axes))
+def noised(weight: Tensor, seed: int, std: float, *, out: Tensor | None = None) -> Tensor:
+    """Return `weight` with Gaussian noise added, in a contiguous tensor.
 
-
-def noised(weight: Tensor, seed: int, std: float) -> Tensor:
-    """Return `weight` with Gaussian noise added, in a new contiguous tensor.
-
-    Equal to `weight + noised_(torch.zeros_like(weight), seed, std)`: noise is rounded to the dtype
+    Equal to `weight + noised(torch.zeros_like(weight), seed, std)`: noise is rounded to the dtype
     of `weight` before it is added.
 
     Args:
         weight: any floating-point tensor.
         seed: from 0 to 2**63 - 1.
         std: standard deviation of the noise, in the unit of `weight`.
+        out: where to write, contiguous; may be `weight`. A new tensor if None.
 
     Returns:
         A tensor of the shape, dtype and device of `weight`.
@@ -108,15 +102,7 @@ def noised(weight: Tensor, seed: int, std: float) -> Tensor:
         ValueError: if `seed` is out of range, or `weight` has no floating-point numbers.
     """
     check(weight.dtype, seed)
-    return _add_noise(weight, empty_like(weight), seed, std)
-
-
-def noised_(weight: Tensor, seed: int, std: float) -> Tensor:
-    """Apply `noised` in place; a weight that is not contiguous is copied on the way."""
-    check(weight.dtype, seed)
-    if weight.is_contiguous():
-        return _add_noise(weight, weight, seed, std)
-    return weight.copy_(_add_noise(weight, empty_like(weight), seed, std))
+    return _add_noise(weight, empty_like(weight) if out is None else out, seed, std)
 
 
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
@@ -233,7 +219,7 @@ def _drop(weight: Tensor, out: Tensor, seed: int, p: float, axes: tuple[int, ...
         return out.zero_()
     if num_dropped == 0:
         return out if out is weight else out.copy_(weight)
-    if any(weight.shape[axis] != 1 for axis in axes):
+    if axes and any(weight.shape[axis] != 1 for axis in axes):
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
         mask = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
         return torch.mul(weight, mask, out=out)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recoup.weights import draws, row_draws
 from recoup.weights.application import apply_to
 from recoup.weights.clock import Clock
-from recoup.weights.matching import Where
+from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import (
     Application,
     Drawn,
@@ -25,7 +25,7 @@ __all__ = ["WeightDropout", "weight_dropout"]
 
 def weight_dropout(
     module: nn.Module,
-    pattern: Where = "weight",
+    pattern: Where = ANY_WEIGHT,
     p: Magnitude = 0.5,
     *,
     axes: tuple[int, ...] = (),
@@ -40,11 +40,12 @@ def weight_dropout(
     parameters remain the same objects under the same names; evaluation uses the raw weight.
 
     Args:
-        module: the module, or a tree of modules. One forward of it has one draw.
+        module: the module, or a tree of modules. A forward of it is a step, which has one draw.
         pattern: chooses parameters: a regular expression for the whole of their qualified names, a
             type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
             list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only; `applied` names what is left out.
+            by a function or by their name in full only; `applied` names what is left out. By
+            default, all weights: names in which "weight" is a word.
         p: the probability that an entry is dropped, rounded to a multiple of 2^-16; the others are
             scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the step to a
             number.
@@ -53,7 +54,7 @@ def weight_dropout(
         mode: "training", or "always" to draw in evaluation too.
         clock: what tells the step of a function `p`: an optimizer, whose steps are counted and
             saved with its state, a learning-rate scheduler, or a function without arguments. By
-            default it is the number of forwards in training so far.
+            default it is the number of steps in training so far.
         tied: "own" gives each name of a tied parameter a draw of its own; with "same" they share
             one, also with names to which another call with "same" applies.
 
@@ -98,8 +99,8 @@ class WeightDropout(Reparametrization):
         self.axes = tuple(axes)
         self.magnitude(application.step)
 
-    def extra_repr(self) -> str:
-        return f", axes={self.axes}" if self.axes else ""
+    def shown(self) -> str:
+        return super().shown() + (f", axes={self.axes}" if self.axes else "")
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
         """Normalize `axes` for `draws`, or raise if the weight does not have them."""
@@ -112,9 +113,7 @@ class WeightDropout(Reparametrization):
                 )
         self.axes = tuple(sorted({axis % weight.dim() for axis in self.axes}))
         self.draws_by_row = is_table(module, key)
-
-    def num_drawn_by_row(self, num_columns: int) -> int:
-        return 1 if 1 in self.axes else num_columns
+        self.draws_rows_whole = 1 in self.axes
 
     def compute(
         self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
@@ -123,8 +122,8 @@ class WeightDropout(Reparametrization):
             return self._compute_sparse(weight, drawn)
         if self.draws_by_row:
             return self.compute_rows(weight, None, drawn, in_place=in_place)
-        drop = draws.dropped_ if in_place and weight.is_contiguous() else draws.dropped
-        return drop(weight, drawn.seed, drawn.magnitude, self.axes)
+        out = weight if in_place and weight.is_contiguous() else None
+        return draws.dropped(weight, drawn.seed, drawn.magnitude, self.axes, out=out)
 
     def compute_rows(
         self, weight: Tensor, ids: Tensor | None, drawn: Drawn, *, in_place: bool = False
@@ -136,23 +135,12 @@ class WeightDropout(Reparametrization):
     def _compute_sparse(self, gradient: Tensor, drawn: Drawn) -> Tensor:
         """Scale the entries of a sparse gradient, which an embedding may have."""
         gradient = gradient.coalesce()
+        values, indices = gradient.values(), gradient.indices()
         if self.draws_by_row and gradient.sparse_dim() == 1:
-            scaled = self.compute_rows(gradient.values(), gradient.indices()[0], drawn)
+            values = self.compute_rows(values, indices[0], drawn)
         else:
-            scales = self._scales(gradient, drawn).expand(gradient.shape)
-            scaled = gradient.values() * scales[tuple(gradient.indices())]
+            ones = torch.ones(gradient.shape, dtype=values.dtype, device=values.device)
+            values = values * self.compute(ones, (), drawn, in_place=True)[tuple(indices)]
         return torch.sparse_coo_tensor(
-            gradient.indices(),
-            scaled,
-            gradient.shape,
-            is_coalesced=True,
-            check_invariants=False,
+            indices, values, gradient.shape, is_coalesced=True, check_invariants=False
         )
-
-    def _scales(self, like: Tensor, drawn: Drawn) -> Tensor:
-        """Return the mask, with a length of 1 along the axes where it is shared."""
-        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        if self.draws_by_row:
-            return self.compute_rows(torch.ones(like.shape, **kind), None, drawn, in_place=True)
-        shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(like.shape))
-        return draws.scales(shape, drawn.seed, drawn.magnitude, **kind)

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recoup.weights.choosing import Named, check_is_module, named
 from recoup.weights.dropout import WeightDropout
-from recoup.weights.matching import Named, check_is_module, named
+from recoup.weights.module import attached_to
 from recoup.weights.norm import WeightNorm
-from recoup.weights.parametrized_module import attached_to
-from recoup.weights.reparametrization import Drawn, Record
+from recoup.weights.reparametrization import Drawn
 
 __all__ = ["FrozenDropped", "freeze_dropped"]
 

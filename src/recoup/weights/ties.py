@@ -2,10 +2,10 @@
 
 NOTE [ One object, one draw ]
 
-Rule 1. A forward has one draw for each reparametrization. So the uses of a parameter have one draw
+Rule 1. A step has one draw for each reparametrization. So the uses of a parameter have one draw
         if they have one reparametrization: the same object, under each of the names.
 Rule 2. A later call finds the object of the first call by the parameter. Its uses then belong to
-        the application of the first call, and share draws as parts of one model do (see `waiting`).
+        the application of the first call, and share the draws of the steps around them.
 Rule 3. The first use says whether draws are made by row (see `row_draws`); any use can do both.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from recoup.weights.matching import Named
+from recoup.weights.choosing import Named
 from recoup.weights.reparametrization import Reparametrization
 
 __all__ = ["check_tied", "other_use", "remember", "share_parameters"]
@@ -77,9 +77,8 @@ def remember(step: Reparametrization, each: Named) -> None:
 
 
 def share_parameters(step: Reparametrization, each: Named) -> None:
-    """Give another use of a parameter the parameters that were added beside the first one."""
+    """Give another use of a parameter the parameter that was added beside the first one."""
     use = _uses[step.kind, id(each.parameter)]
-    owner = use.owner()
-    for name, of_first in zip(step.added(each.key), step.added(use.key), strict=True):
-        if owner is not None and each.owner is not owner:
-            each.owner.register_parameter(name, owner._parameters[of_first])
+    owner, name = use.owner(), step.added(each.key)
+    if name and owner is not None and each.owner is not owner:
+        each.owner.register_parameter(name, owner._parameters[step.added(use.key)])

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recoup.weights.application import keep_only
-from recoup.weights.checking import note_sharing
-from recoup.weights.matching import check_is_module
-from recoup.weights.parametrized_module import attached_to
+from recoup.weights.choosing import check_is_module, note_sharing
+from recoup.weights.module import weights_of
 
 __all__ = ["twin"]
 
@@ -122,8 +121,6 @@ def _shared_by(found: Iterable[object]) -> Iterator[Any]:
             yield from (*own, each._non_persistent_buffers_set)
             values = [*vars(each).values(), *(value for every in own for value in every.values())]
             yield from (value for value in values if isinstance(value, Tensor))
-            attached = attached_to(each)
-            if attached is not None:
-                steps = [step for weight in attached.weights.values() for step in weight.steps]
-                yield from attached.applications
-                yield from (step for step in steps if step.function is None)
+            for weight in weights_of(each):
+                yield from weight.applications
+                yield from (step for step in weight.steps if step.function is None)

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Ddp
+from torch.nn.parameter import is_lazy
 
-from recoup.weights.parametrized_module import attached_to
+from recoup._core.stand_ins import check_has_own_forward
+from recoup.weights.module import attached_to, check_is_plain, weights_of
+from recoup.weights.reparametrization import Reparametrization
 
-__all__ = ["DTYPES", "Named", "Where", "check_is_module", "matching", "named", "suited"]
+__all__ = [
+    "ANY_WEIGHT",
+    "Named",
+    "Where",
+    "check",
+    "check_is_module",
+    "matching",
+    "named",
+    "note_sharing",
+    "suited",
+]
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ANY_WEIGHT = r"(.*[._])?weight(_.*)?"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Where = str | type[nn.Module] | Callable[[str, nn.Parameter, nn.Module], bool] | Sequence[Any]
 
 
@@ -51,7 +67,7 @@ def suited(module: nn.Module, where: Where) -> tuple[list[Named], dict[str, str]
     found: list[Named] = []
     left_out: dict[str, str] = {}
     for each, is_meant in _chosen(module, where, "pattern"):
-        if not is_meant and each.parameter.dtype not in DTYPES:
+        if not is_meant and each.parameter.dtype not in _DTYPES:
             left_out[each.name] = f"is {each.parameter.dtype}"
         elif not is_meant and not each.parameter.requires_grad:
             left_out[each.name] = "requires no gradient"
@@ -93,8 +109,10 @@ def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named,
 
 def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
     """Return, as a function, whether an entry of `where` chooses a parameter."""
-    if _is_type(entry):
-        return lambda each: isinstance(each.owner, entry) and _is_weight(each)
+    if isinstance(entry, type) and issubclass(entry, nn.Module):
+        return lambda each: (
+            isinstance(each.owner, entry) and "weight" in each.key and not _is_added(each)
+        )
     if _is_function(entry):
         return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:
@@ -108,19 +126,10 @@ def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
     return lambda each: pattern.fullmatch(each.name) is not None
 
 
-def _is_weight(each: Named) -> bool:
-    return "weight" in each.key and not _is_added(each)
-
-
 def _is_added(each: Named) -> bool:
     """Whether it is the magnitude of a weight norm, or the deviation of a weight's noise."""
-    attached = attached_to(each.owner)
-    weights = {} if attached is None else attached.weights
-    return any(each.key in step.added(key) for key, w in weights.items() for step in w.steps)
-
-
-def _is_type(entry: object) -> bool:
-    return isinstance(entry, type) and issubclass(entry, nn.Module)
+    weights = weights_of(each.owner)
+    return any(each.key == step.added(weight.key) for weight in weights for step in weight.steps)
 
 
 def _is_function(entry: object) -> bool:
@@ -149,8 +158,64 @@ def named(module: nn.Module) -> Iterator[Named]:
                 yield Named(f"{prefix}.{key}" if prefix else key, owner, key, parameter)
 
 
+# -- checks ------------------------------------------------------------------------------------
+
+
 def check_is_module(module: object) -> None:
     """Raise if `module` is not a module."""
     if not isinstance(module, nn.Module):
         got = module.__name__ if isinstance(module, type) else type(module).__name__
         raise ValueError(f"`module` is {got}, but must be an nn.Module (an instance, not a class).")
+
+
+_sharing: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]
+_sharing = weakref.WeakKeyDictionary()  # the modules that have the same parameters, by each of them
+
+
+def note_sharing(module: nn.Module, other: nn.Module) -> None:
+    """Note that two modules have their dictionaries of parameters in common."""
+    _sharing.setdefault(module, weakref.WeakSet()).add(other)
+    _sharing.setdefault(other, weakref.WeakSet()).add(module)
+
+
+def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
+    """Raise if `step` cannot be applied to a parameter of the tree `module`."""
+    name, owner, key, parameter = each
+    if is_lazy(parameter):
+        raise ValueError(
+            f"`{name}` is an uninitialized parameter without a shape. Run a batch through its "
+            f"{type(owner).__name__} first."
+        )
+    if parameter.dtype not in _DTYPES:
+        raise ValueError(
+            f"`{name}` is {parameter.dtype}, and {step.kind} needs a floating-point type of 16 "
+            "bits or more. Leave it out, or choose by a pattern, which leaves out other types."
+        )
+    if step.adds_parameters or not any(hasattr(part, "unshard") for part in module.modules()):
+        check_is_plain(parameter, name)
+    for part in (module, owner):
+        check_has_own_forward(part)
+    if step.adds_parameters and any(isinstance(part, Ddp) for part in module.modules()):
+        raise ValueError(
+            f"{step.kind} adds a parameter to `{name}`, which DistributedDataParallel would not "
+            "reduce. Apply it before you wrap the model."
+        )
+    if step.adds_parameters and _sharing.get(owner):
+        raise ValueError(
+            f"{step.kind} adds a parameter to `{name}`, which a twin of the model "
+            "(recoup.weights.twin) would not use. Apply it before you make the twin."
+        )
+    if step.added(key) and hasattr(owner, step.added(key)):
+        raise ValueError(
+            f"`{step.added(name)}` exists already, which is what {step.kind} would call the "
+            f"parameter that it adds beside `{name}`. Rename it, or let `pattern` leave this "
+            "weight out."
+        )
+    attached = attached_to(owner)
+    weight = None if attached is None else attached.weights.get(key)
+    for other in () if weight is None else weight.steps:
+        if step.is_same_as(other):
+            raise ValueError(
+                f"`{name}` has {other!r} already. Change what that was given (a 0-dim tensor, or a "
+                "function of the step), or call recoup.weights.remove first."
+            )
