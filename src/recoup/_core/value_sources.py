@@ -47,7 +47,7 @@ class Source:
 
     Attributes:
         dtype: the dtype of the value.
-        stands_for: what code may want that changes the value without a graph, which is an error.
+        stands_for: the name of a parameter that code may want, to change it; "" if there is none.
     """
 
     way: ClassVar[Way] = "recompute"

@@ -49,7 +49,7 @@ from recoup._core.saved_tensors import (
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.weights.compiled import new_handle
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
-from recoup.weights.step import Draws, SameDraw, Step, local, overriding
+from recoup.weights.step import Draws, Override, SameDraw, Step, local, overriding
 
 __all__ = ["ParametrizedWeight"]
 
@@ -266,7 +266,8 @@ class ParametrizedWeight:
                 raw = each.step.apply_by_operators(raw, given, each)
             return raw
         if not torch.is_grad_enabled():
-            return marked(_without_graph(raw, operands, drawn), _Copy(self.name, self.key))
+            weight = _without_graph(raw, operands, drawn)
+            return marked(weight, _Copy(self.name, self.key, weight))
         if stub is not None:
             with grad_mode(False):
                 weight = _without_graph(raw, operands, drawn)
@@ -289,7 +290,7 @@ class ParametrizedWeight:
         call = Call(f"the reparametrization of {self.name}", run, (raw, operands), {})
         weight = cast("Tensor", run_to_value(call))
         if isinstance(weight, Value):
-            weight._recoup_source.stands_for = self.key
+            weight._recoup_source.name, weight._recoup_source.stands_for = self.name, self.key
         reverse_at_once(weight)
         return weight
 
@@ -376,9 +377,9 @@ class _Recomputed(Source):
 class _Copy(Source):
     """A reparametrized weight without a graph, which is as any other tensor, but for writes."""
 
-    def __init__(self, name: str, key: str) -> None:
+    def __init__(self, name: str, key: str, weight: Tensor) -> None:
         super().__init__(name)
-        self.stands_for = key
+        self.stands_for, self._version = key, version_of(weight)
 
     def owns(self, tensor: Tensor) -> bool:
         return False
