@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parameter import is_lazy
 
 from recoup._core.stand_ins import check_has_own_forward
-from recoup.weights.module import attached_to, check_is_plain, weights_of
+from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Reparametrization
 
 __all__ = [
@@ -58,30 +58,29 @@ def matching(module: nn.Module, where: Where, argument: str = "pattern") -> list
     return [each for each, _ in _chosen(module, where, argument)]
 
 
-def suited(module: nn.Module, where: Where) -> tuple[list[Named], dict[str, str]]:
-    """Return the parameters to reparametrize, and why others are left out, by name.
+def suited(module: nn.Module, where: Where) -> list[Named]:
+    """Return the parameters to reparametrize.
 
     A pattern or a type leaves out what has no floating-point type, is frozen, or was added by a
     reparametrization. A parameter that a name in full or a function chooses is meant.
     """
-    found: list[Named] = []
-    left_out: dict[str, str] = {}
-    for each, is_meant in _chosen(module, where, "pattern"):
-        if not is_meant and each.parameter.dtype not in _DTYPES:
-            left_out[each.name] = f"is {each.parameter.dtype}"
-        elif not is_meant and not each.parameter.requires_grad:
-            left_out[each.name] = "requires no gradient"
-        elif not is_meant and _is_added(each):
-            left_out[each.name] = "belongs to a reparametrization"
-        else:
-            found.append(each)
+    chosen = _chosen(module, where, "pattern")
+    found = [each for each, is_meant in chosen if is_meant or _unsuited(each) is None]
     if not found:
-        name, reason = next(iter(left_out.items()))
+        each = chosen[0][0]
         raise ValueError(
-            f"`{name}` {reason}, and `pattern` matches nothing else. Choose floating-point "
-            "parameters that require a gradient; for another one give its name in full."
+            f"`{each.name}` {_unsuited(each)}, and `pattern` matches nothing else. Choose "
+            "floating-point parameters that require a gradient, or give the name in full."
         )
-    return found, left_out
+    return found
+
+
+def _unsuited(each: Named) -> str | None:
+    if each.parameter.dtype not in _DTYPES:
+        return f"is {each.parameter.dtype}"
+    if not each.parameter.requires_grad:
+        return "requires no gradient"
+    return "belongs to a reparametrization" if _is_added(each) else None
 
 
 def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
@@ -89,17 +88,23 @@ def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named,
     check_is_module(module)
     candidates = list(named(module))
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
-    if not entries:
-        raise ValueError(f"`{argument}` is {where!r}, which chooses nothing. Give one pattern.")
     found: dict[int, bool] = {}  # by the place among the candidates
     for entry in entries:
+        is_function = callable(entry) and not isinstance(entry, type)
         chooses = _choice(entry, argument)
         places = [place for place, each in enumerate(candidates) if chooses(each)]
         if not places:
-            raise _chooses_nothing(module, entry, argument, candidates)
+            names = ", ".join(each.name for each in candidates[:8]) or "none"
+            raise ValueError(
+                f"`{argument}` {getattr(entry, '__name__', repr(entry))} matches no parameter of "
+                f"{type(module).__name__}. It must match the whole of a qualified name; there are: "
+                f"{names}{', ...' if len(candidates) > 8 else ''}"
+            )
         for place in places:
-            is_meant = _is_function(entry) or entry == candidates[place].name
+            is_meant = is_function or entry == candidates[place].name
             found[place] = found.get(place, False) or is_meant
+    if not found:
+        raise ValueError(f"`{argument}` is {where!r}, which chooses nothing. Give one pattern.")
     uses: dict[tuple[int, str], tuple[Named, bool]] = {}
     for place in sorted(found):
         each = candidates[place]
@@ -110,10 +115,11 @@ def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named,
 def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
     """Return, as a function, whether an entry of `where` chooses a parameter."""
     if isinstance(entry, type) and issubclass(entry, nn.Module):
+        is_weight = re.compile(ANY_WEIGHT).fullmatch
         return lambda each: (
-            isinstance(each.owner, entry) and "weight" in each.key and not _is_added(each)
+            isinstance(each.owner, entry) and bool(is_weight(each.key)) and not _is_added(each)
         )
-    if _is_function(entry):
+    if callable(entry) and not isinstance(entry, type):
         return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:
         pattern: re.Pattern[str] = re.compile(entry)
@@ -130,22 +136,6 @@ def _is_added(each: Named) -> bool:
     """Whether it is the magnitude of a weight norm, or the deviation of a weight's noise."""
     weights = weights_of(each.owner)
     return any(each.key == step.added(weight.key) for weight in weights for step in weight.steps)
-
-
-def _is_function(entry: object) -> bool:
-    return callable(entry) and not isinstance(entry, type)
-
-
-def _chooses_nothing(
-    module: nn.Module, entry: Any, argument: str, candidates: list[Named]
-) -> ValueError:
-    names = ", ".join(each.name for each in candidates[:8]) or "none"
-    more = ", ..." if len(candidates) > 8 else ""
-    how = "It must match the whole of a qualified name; there" if type(entry) is str else "There"
-    return ValueError(
-        f"`{argument}` {getattr(entry, '__name__', repr(entry))} matches no parameter of "
-        f"{type(module).__name__}. {how} are: {names}{more}"
-    )
 
 
 def named(module: nn.Module) -> Iterator[Named]:
@@ -181,41 +171,31 @@ def note_sharing(module: nn.Module, other: nn.Module) -> None:
 def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
     """Raise if `step` cannot be applied to a parameter of the tree `module`."""
     name, owner, key, parameter = each
-    if is_lazy(parameter):
+    for part in (module, owner):
+        check_has_own_forward(part)
+    if is_lazy(parameter) or parameter.dtype not in _DTYPES:
+        got = "has no shape yet" if is_lazy(parameter) else f"is {parameter.dtype}"
         raise ValueError(
-            f"`{name}` is an uninitialized parameter without a shape. Run a batch through its "
-            f"{type(owner).__name__} first."
-        )
-    if parameter.dtype not in _DTYPES:
-        raise ValueError(
-            f"`{name}` is {parameter.dtype}, and {step.kind} needs a floating-point type of 16 "
-            "bits or more. Leave it out, or choose by a pattern, which leaves out other types."
+            f"`{name}` {got}, and {step.kind} needs floating-point numbers of 16 bits or more: "
+            "run a batch through a lazy layer first, and leave other types out."
         )
     if step.adds_parameters or not any(hasattr(part, "unshard") for part in module.modules()):
         check_is_plain(parameter, name)
-    for part in (module, owner):
-        check_has_own_forward(part)
-    if step.adds_parameters and any(isinstance(part, Ddp) for part in module.modules()):
+    is_in_ddp = any(isinstance(part, Ddp) for part in module.modules())
+    if step.adds_parameters and (is_in_ddp or _sharing.get(owner)):
         raise ValueError(
             f"{step.kind} adds a parameter to `{name}`, which DistributedDataParallel would not "
-            "reduce. Apply it before you wrap the model."
-        )
-    if step.adds_parameters and _sharing.get(owner):
-        raise ValueError(
-            f"{step.kind} adds a parameter to `{name}`, which a twin of the model "
-            "(recoup.weights.twin) would not use. Apply it before you make the twin."
+            "reduce, and a twin (recoup.weights.twin) would not use. Apply it before you make them."
         )
     if step.added(key) and hasattr(owner, step.added(key)):
         raise ValueError(
             f"`{step.added(name)}` exists already, which is what {step.kind} would call the "
-            f"parameter that it adds beside `{name}`. Rename it, or let `pattern` leave this "
-            "weight out."
+            "parameter that it adds. Rename it, or let `pattern` leave this weight out."
         )
-    attached = attached_to(owner)
-    weight = None if attached is None else attached.weights.get(key)
+    weight = next((weight for weight in weights_of(owner) if weight.key == key), None)
     for other in () if weight is None else weight.steps:
         if step.is_same_as(other):
             raise ValueError(
-                f"`{name}` has {other!r} already. Change what that was given (a 0-dim tensor, or a "
-                "function of the step), or call recoup.weights.remove first."
+                f"`{name}` has {other!r} already. Change it by recoup.weights.update, or call "
+                "recoup.weights.remove first."
             )

@@ -302,9 +302,7 @@ def _keep_seeds(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*seeds, handle)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     *seeds, handle = ctx.saved_tensors
-    return (
-        torch.ops.recoup.redrawn_gradient(gradient, seeds, handle, ctx.places),
-        *[None] * 3,
-    )
+    found = torch.ops.recoup.redrawn_gradient(gradient, seeds, handle, ctx.places)
+    return found, [None] * len(seeds), None, None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup.weights import draws, row_draws
 from recoup.weights.application import apply_to
-from recoup.weights.clock import Clock
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import (
     Application,
@@ -30,7 +29,6 @@ def weight_dropout(
     *,
     axes: tuple[int, ...] = (),
     mode: str = "training",
-    clock: Clock | None = None,
     tied: str = "own",
 ) -> nn.Module:
     """Drop entries of weights in each forward, and keep nothing for it but a seed.
@@ -44,17 +42,14 @@ def weight_dropout(
         pattern: chooses parameters: a regular expression for the whole of their qualified names, a
             type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
             list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only; `applied` names what is left out. By
-            default, all weights: names in which "weight" is a word.
+            by a function or by their name in full only. By default, all weights: names in which
+            "weight" is a word.
         p: the probability that an entry is dropped, rounded to a multiple of 2^-16; the others are
-            scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the step to a
-            number.
+            scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the number of steps
+            in training so far (see `set_step`) to a number.
         axes: the axes along which the mask is shared; ``axes=(1,)`` drops whole rows, which for an
             `nn.Embedding` is done on the rows that were looked up.
         mode: "training", or "always" to draw in evaluation too.
-        clock: what tells the step of a function `p`: an optimizer, whose steps are counted and
-            saved with its state, a learning-rate scheduler, or a function without arguments. By
-            default it is the number of steps in training so far.
         tied: "own" gives each name of a tied parameter a draw of its own; with "same" they share
             one, also with names to which another call with "same" applies.
 
@@ -76,7 +71,7 @@ def weight_dropout(
     Source: Wan et al., "Regularization of neural networks using DropConnect" (2013); Merity et al.,
     "Regularizing and optimizing LSTM language models", https://arxiv.org/abs/1708.02182.
     """
-    application = Application(clock)
+    application = Application()
     return apply_to(module, pattern, lambda: WeightDropout(application, p, axes, mode), tied=tied)
 
 
@@ -93,8 +88,7 @@ class WeightDropout(Reparametrization):
     ) -> None:
         super().__init__(application, mode)
         self.p = p
-        given: Any = axes
-        if type(given) not in (tuple, list) or any(type(axis) is not int for axis in given):
+        if type(axes) not in (tuple, list) or not {*map(type, axes)} <= {int}:
             raise ValueError(f"`axes` is {axes!r}, but must be a tuple of ints, such as (1,).")
         self.axes = tuple(axes)
         self.magnitude(application.step)
@@ -116,7 +110,7 @@ class WeightDropout(Reparametrization):
         self.draws_rows_whole = 1 in self.axes
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         if weight.layout is torch.sparse_coo:
             return self._compute_sparse(weight, drawn)
@@ -126,7 +120,7 @@ class WeightDropout(Reparametrization):
         return draws.dropped(weight, drawn.seed, drawn.magnitude, self.axes, out=out)
 
     def compute_rows(
-        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         return row_draws.dropped(
             weight, drawn.seed, drawn.magnitude, ids, axes=self.axes, in_place=in_place

@@ -169,7 +169,7 @@ class WeightFunction(Reparametrization):
             delattr(module, self._name)
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         version = version_of(weight)
         fn = cast("Function", self.function)

@@ -33,8 +33,15 @@ from recoup.weights.reparametrization import Application, Drawn
 from recoup.weights.step import Step, leave, local
 from recoup.weights.weight import ParametrizedWeight
 
-__all__ = ["Attached", "attach", "attached_to", "check_is_plain", "restore_class", "swap_class",
-    "weights_of"]
+__all__ = [
+    "Attached",
+    "attach",
+    "attached_to",
+    "check_is_plain",
+    "restore_class",
+    "swap_class",
+    "weights_of",
+]
 
 _KEY = "_recoup_attached"
 
@@ -140,8 +147,6 @@ def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> di
                 members[name] = _raw(getattr(base, name))
         elif base.forward is nn.Embedding.forward:
             run = _forward_by_rows
-        elif issubclass(base, nn.ParameterList):
-            members["__getitem__"] = _slicing(base)
     if is_root:
         members["forward"] = _step_of(base.forward, run)
     elif run is not base.forward:
@@ -307,17 +312,6 @@ def _getting(base: type[nn.Module]) -> Any:
         return base.get_parameter(self, target) if raw is None else raw
 
     return get_parameter
-
-
-def _slicing(base: type[nn.ParameterList]) -> Any:
-    def get_item(self: nn.ParameterList, index: Any) -> Any:
-        if isinstance(index, slice):
-            # `ParameterList` would make new parameters of reparametrized weights.
-            return [self[each] for each in range(*index.indices(len(self)))]
-        get: Any = base.__getitem__
-        return get(self, index)
-
-    return get_item
 
 
 def _registering(base: type[nn.Module]) -> Any:

@@ -20,7 +20,6 @@ from recoup._core.saved_tensors import untransformed
 from recoup.weights import draws, row_draws
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
-from recoup.weights.clock import Clock
 from recoup.weights.reparametrization import (
     Application,
     Drawn,
@@ -41,7 +40,6 @@ def weight_noise(
     mode: str = "training",
     learned: str | None = None,
     relative: bool = False,
-    clock: Clock | None = None,
     tied: str = "own",
 ) -> nn.Module:
     """Add Gaussian noise to weights in each forward, and keep nothing for it but a seed.
@@ -59,20 +57,18 @@ def weight_noise(
         pattern: chooses parameters: a regular expression for the whole of their qualified names, a
             type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
             list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only; `applied` names what is left out. By
-            default, all weights: names in which "weight" is a word.
+            by a function or by their name in full only. By default, all weights: names in which
+            "weight" is a word.
         std: the standard deviation of the noise, in the units of the weight. A number, a 0-dim
-            tensor, or a function from the step to a number. Or an `nn.Parameter` of any shape that
-            can be broadcast to each weight, which is then trained.
+            tensor, or a function from the number of steps in training so far (see `set_step`) to a
+            number. Or an `nn.Parameter` of any shape that can be broadcast to each weight, which is
+            then trained.
         mode: "training", or "always" to draw in evaluation too.
         learned: trains the deviation, from the number `std` on: one for each "tensor", each "row"
             (index of the first axis), each entry of a "weight", or one for all of the "model", the
             weights that this call chooses.
         relative: whether `std` is in units of the root mean square of the weight that the noise is
             added to (after norm and dropout), which counts as a constant for gradients.
-        clock: what tells the step of a function `std`: an optimizer, whose steps are counted and
-            saved with its state, a learning-rate scheduler, or a function without arguments. By
-            default it is the number of steps in training so far.
         tied: "own" gives each name of a tied parameter a draw of its own; with "same" they share
             one, also with names to which another call with "same" applies.
 
@@ -99,7 +95,7 @@ def weight_noise(
     Source: Graves, "Practical variational inference for neural networks" (2011);
     https://github.com/rwth-i6/returnn/issues/1518.
     """
-    application = Application(clock)
+    application = Application()
     deviations = Deviations(std, learned)
     if type(cast("Any", relative)) is not bool:
         raise ValueError(f"`relative` is {relative!r}, but must be True or False.")
@@ -139,21 +135,18 @@ class WeightNoise(Reparametrization):
     def magnitude(self, step: int) -> float:
         return 1.0 if self.is_learned else super().magnitude(step)
 
-    def check_magnitude(self, value: Magnitude) -> None:
+    def set_magnitude(
+        self, module: nn.Module, key: str, value: Magnitude, *, only_check: bool
+    ) -> None:
         if self.is_learned and not isinstance(value, Real):
-            got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"`std` is {got}, but the deviation is learned, as `{self._key}_std`, so it "
+                f"`std` is {value!r}, but the deviation is learned, as `{self._key}_std`, so it "
                 "can be set to a number only. For another kind call recoup.weights.remove first."
             )
-        super().check_magnitude(value)
-
-    def set_magnitude(self, module: nn.Module, key: str, value: Magnitude) -> None:
-        if not self.is_learned:
-            super().set_magnitude(module, key, value)
-            return
-        with torch.no_grad():
-            self.operands(module, key)[0].fill_(float(cast("float", value)))
+        super().set_magnitude(module, key, value, only_check=only_check or self.is_learned)
+        if self.is_learned and not only_check:
+            with torch.no_grad():
+                self.operands(module, key)[0].fill_(float(cast("float", value)))
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
         """Raise if the weight cannot have a deviation that is a parameter."""
@@ -186,14 +179,14 @@ class WeightNoise(Reparametrization):
         return root_mean_square(weight) * std if self.relative else std
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
-        if operands or self.relative:
+        if own or self.relative:
             with untransformed():  # or a transform of torch.func would take it for random
                 zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
                 noise = draws.noised(zeros, drawn.seed, 1.0, out=zeros)
             noise = noise * root_mean_square(weight) if self.relative else noise
-            noise = noise * (operands[0] if operands else drawn.magnitude)
+            noise = noise * (own[0] if own else drawn.magnitude)
             return weight + noise.to(weight.dtype)
         if self.draws_by_row:
             return self.compute_rows(weight, None, drawn, in_place=in_place)
@@ -201,7 +194,7 @@ class WeightNoise(Reparametrization):
         return draws.noised(weight, drawn.seed, drawn.magnitude, out=out)
 
     def compute_rows(
-        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         return row_draws.noised(weight, drawn.seed, drawn.magnitude, ids, in_place=in_place)
 
@@ -247,31 +240,25 @@ class Deviations:
         self.is_learned = learned is not None or isinstance(std, nn.Parameter)
         self._learned = learned
         self._made: dict[int, nn.Parameter] = {}
-        self._first: Tensor | None = None
-        if learned is None:
-            return
-        if learned not in _LEARNED:
+        if learned is not None and (learned not in _LEARNED or not isinstance(std, Real)):
             raise ValueError(
-                f'`learned` is {learned!r}, but must be "tensor", "row", "weight" or "model" (what '
-                "has a deviation of its own that is trained), or None for one that is not."
-            )
-        if not isinstance(std, Real):
-            got = "a Parameter, which is trained as it is" if isinstance(std, nn.Parameter) else std
-            raise ValueError(
-                f"`std` is {got}, but with `learned` it must be a number, from which the training "
-                "of it begins. Give a number, or leave `learned` out."
+                f"`learned` is {learned!r} and `std` is {std!r}, but `learned` must be one of "
+                f"{_LEARNED} (what has a deviation of its own that is trained from the number "
+                "`std` on), or None for one that is not trained, or is a Parameter itself."
             )
 
     def check(self, weight: Tensor, name: str) -> None:
         """Raise if a weight cannot have one of them."""
-        if isinstance(self.std, nn.Parameter):
-            _check_given(self.std, weight, name)
-        self._first = weight if self._first is None else self._first
-        if self._learned == "model" and weight.device != self._first.device:
-            raise ValueError(
-                f"`{name}` is on {weight.device} and other weights are on {self._first.device}, so "
-                'they cannot have one deviation. Choose those of one device, or `learned="tensor"`.'
-            )
+        std = self.std
+        if isinstance(std, nn.Parameter):
+            is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
+            sizes = zip(reversed(std.shape), reversed(weight.shape), strict=False)
+            if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
+                raise ValueError(
+                    f"`std` is a Parameter of {std.dtype} and shape {tuple(std.shape)}, which "
+                    f"cannot be broadcast to `{name}`, of shape {tuple(weight.shape)}. Give one "
+                    "that can, or let `pattern` leave this weight out."
+                )
 
     def parameter_for(self, weight: Tensor) -> nn.Parameter:
         """Return the deviation of a weight, a new one if nobody shares it."""
@@ -282,21 +269,7 @@ class Deviations:
             shape = tuple(weight.shape) if self._learned == "weight" else ()
             if self._learned == "row" and weight.dim():
                 shape = (weight.shape[0], *(1 for _ in weight.shape[1:]))
-            number = float(cast("float", self.std))
-            made = torch.full(shape, number, dtype=weight.dtype, device=weight.device)
+            std = float(cast("float", self.std))
+            made = torch.full(shape, std, dtype=weight.dtype, device=weight.device)
             self._made[key] = nn.Parameter(made)
         return self._made[key]
-
-
-def _check_given(std: nn.Parameter, weight: Tensor, name: str) -> None:
-    if is_lazy(std) or not std.is_floating_point():
-        raise ValueError(
-            f"`std` is an {type(std).__name__} of {std.dtype}, but a parameter as `std` must have "
-            "a shape and floating-point numbers."
-        )
-    sizes = zip(reversed(std.shape), reversed(weight.shape), strict=False)
-    if std.dim() > weight.dim() or any(mine not in (1, theirs) for mine, theirs in sizes):
-        raise ValueError(
-            f"`std` has shape {tuple(std.shape)}, which cannot be broadcast to that of `{name}`, "
-            f"{tuple(weight.shape)}. Give one that can, or let `pattern` leave this weight out."
-        )

@@ -15,9 +15,7 @@ from recoup.weights.reparametrization import Application, Drawn, Operands, Repar
 __all__ = ["WeightNorm", "weight_norm"]
 
 
-def weight_norm(
-    module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None = 0
-) -> nn.Module:
+def weight_norm(module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None = 0) -> nn.Module:
     """Give weights a magnitude of their own: forward uses ``g * v / ||v||``.
 
     The parameter `weight` becomes the direction v and remains the same object. A new parameter
@@ -32,8 +30,8 @@ def weight_norm(
         pattern: chooses parameters: a regular expression for the whole of their qualified names, a
             type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
             list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only; `applied` names what is left out. By
-            default, all weights: names in which "weight" is a word.
+            by a function or by their name in full only. By default, all weights: names in which
+            "weight" is a word.
         dim: the axis with a magnitude for each of its indices; None for a single magnitude.
 
     Returns:
@@ -117,9 +115,9 @@ class WeightNorm(Reparametrization):
         return (norms,)
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
-        return cast("Tensor", Product.apply(weight, operands[0], self.axis, self.name))
+        return cast("Tensor", Product.apply(weight, own[0], self.axis, self.name))
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         return self.compute(weight, operands, drawn)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.saved_tensors import untransformed
-from recoup.weights.clock import Clock, Counter
 
 __all__ = ["Application", "Drawn", "Magnitude", "Operands", "Reparametrization", "is_table"]
 
@@ -35,43 +34,14 @@ Operands = tuple[Tensor, ...]
 class Application:
     """One call that applied a reparametrization to a module tree; its draws go together.
 
-    Args:
-        clock: what counts the steps; None for the steps in training.
-
     Attributes:
-        num_steps: the number of steps in training so far, or the last one of the clock.
-        counter: what counts the steps instead, if there is a clock.
-        left_out: the parameters that were matched and left out, by name, and why.
+        step: the number of steps in training so far, or what `set_step` was given.
+        counts: whether steps are counted.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self.num_steps = 0
-        self.counter = None if clock is None else Counter(clock)
-        self.left_out: dict[str, str] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"num_steps": self.step, "counter": None, "left_out": self.left_out}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Application:
-        copied = memo[id(self)] = Application()
-        copied.__dict__.update(self.__dict__, left_out=dict(self.left_out))
-        return copied
-
-    @property
-    def step(self) -> int:
-        """The number of steps so far, of the clock or in training."""
-        if self.counter is not None:
-            self.num_steps = self.counter.read(self.num_steps)
-        return self.num_steps
-
-    @step.setter
-    def step(self, step: int) -> None:
-        if self.counter is not None:
-            raise ValueError(
-                f"`step` cannot be set to {step}, because it is read off a clock: it is "
-                f"{self.counter.place}. Set that, or give another clock to recoup.weights.update."
-            )
-        self.num_steps = step
+    def __init__(self) -> None:
+        self.step = 0
+        self.counts = True
 
 
 class Drawn(NamedTuple):
@@ -142,10 +112,9 @@ class Reparametrization:
         if callable(value) and not isinstance(value, Tensor):
             value = cast("Callable[[int], Any]", value)(step)
         if isinstance(value, Tensor) and value.requires_grad:
-            way = "give `nn.Parameter(std)` to recoup.weight_noise" if name == "std" else ""
             raise ValueError(
-                f"`{name}` requires a gradient, but a draw has none for it, so it would never be "
-                f"trained. Give `{name}.detach()`, which shares its memory{way and f'; or {way}'}."
+                f"`{name}` requires a gradient, but a draw has none for it. Give its `detach()`, "
+                "which shares its memory, or an nn.Parameter as `std` of recoup.weight_noise."
             )
         if isinstance(value, Tensor) and value.dim() == 0:
             value = value.item()
@@ -159,14 +128,14 @@ class Reparametrization:
             )
         return number
 
-    def check_magnitude(self, value: Magnitude) -> None:
-        """Raise if `value` could not be the magnitude now."""
-        self.number(value, self.application.step)
-
-    def set_magnitude(self, module: nn.Module, key: str, value: Magnitude) -> None:
-        """Set the magnitude for the weight `key` of `module`."""
+    def set_magnitude(
+        self, module: nn.Module, key: str, value: Magnitude, *, only_check: bool
+    ) -> None:
+        """Set the magnitude for the weight `key` of `module`, or raise if it cannot be that."""
         del module, key
-        setattr(self, self.argument, value)
+        self.number(value, self.application.step)
+        if not only_check:
+            setattr(self, self.argument, value)
 
     # -- a module that has it ----------------------------------------------------------------------
 
@@ -208,7 +177,7 @@ class Reparametrization:
     # -- its formula -------------------------------------------------------------------------------
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         """Return the reparametrized weight; with `in_place`, `weight` may be overwritten."""
         raise NotImplementedError
@@ -230,7 +199,7 @@ class Reparametrization:
         return weight + draw if self.is_additive else weight * draw
 
     def compute_rows(
-        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         """Return the rows `ids` of the reparametrized weight of an embedding (all if None).
 

@@ -34,8 +34,6 @@ from recoup.weights import draws
 
 __all__ = ["dropped", "noised"]
 
-_PIECE = 2**15  # entries (See Rule 5)
-_GPU_PIECE = 2**22
 # Coefficients from the lowest on, and the largest errors: of -2 ln(1.5 + x) for x from -0.5 to 0.5,
 # and of sin(pi x) / x and cos(pi x), in x ** 2, for x from -0.5 to 0.5.
 _LOG = (  # 4e-7
@@ -84,9 +82,7 @@ def dropped(
         row = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return torch.mul(weight, _scales(row, width, seed, num_dropped, weight.dtype), out=out)
     for place, numbers in _pieces(weight, rows, width):
-        # The mask is made where the result will be, if that is not the weight itself.
-        room = None if in_place or width < weight.shape[1] else out[place]
-        mask = _scales(numbers, width, seed, num_dropped, weight.dtype, room)
+        mask = _scales(numbers, width, seed, num_dropped, weight.dtype)
         torch.mul(weight[place], mask, out=out[place])
     return out
 
@@ -123,8 +119,7 @@ def noised(
 def _pieces(weight: Tensor, rows: Tensor | None, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of rows, of each of which `width` numbers are drawn, and the rows' numbers."""
     num_rows, device = weight.shape[0], weight.device
-    piece = _PIECE if device.type == "cpu" else _GPU_PIECE
-    step = max(1, piece // max(1, width))
+    step = max(1, draws.piece_for(device) // max(1, width))
     for start in range(0, num_rows, step):
         place = slice(start, min(start + step, num_rows))
         if rows is None:
@@ -133,18 +128,11 @@ def _pieces(weight: Tensor, rows: Tensor | None, width: int) -> Iterator[tuple[s
             yield place, rows[place].to(torch.int64)
 
 
-def _scales(
-    rows: Tensor,
-    width: int,
-    seed: int,
-    num_dropped: int,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the entries of a mask in some rows, in `out` if that is given (See Rule 3)."""
+def _scales(rows: Tensor, width: int, seed: int, num_dropped: int, dtype: torch.dtype) -> Tensor:
+    """Return the entries of a mask in some rows (See Rule 3)."""
     kind, num_each, least = draws.lanes_for(num_dropped)
     lanes = _words(rows, -(-width // num_each), seed).view(kind)[:, :width]
-    kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device) if out is None else out
+    kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
     return torch.ge(lanes, least, out=kept).mul_(draws.scale_for(num_dropped, dtype))
 
 

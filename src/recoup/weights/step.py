@@ -78,10 +78,8 @@ class Draws:
         application = step.application
         count = self._steps.get(application)
         if count is None:  # the number of this step is the same for all weights
-            count = application.num_steps if application.counter is None else application.step
-            self._steps[application] = count
-            if self.counts and is_training and application.counter is None:
-                application.num_steps += 1
+            count = self._steps[application] = application.step
+            application.step += self.counts and is_training and application.counts
         magnitude, seed = step.magnitude(count), 0
         if magnitude:
             if self.seed is None:

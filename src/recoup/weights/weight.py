@@ -156,7 +156,9 @@ class ParametrizedWeight:
             for frame in local.frames:
                 if type(frame) is SameDraw:
                     same = frame
-                elif type(frame) is Step and step is None and each.application in frame.applications:
+                elif (
+                    type(frame) is Step and step is None and each.application in frame.applications
+                ):
                     step = frame
             if step is None and not draws_alone:
                 continue
@@ -242,7 +244,7 @@ class ParametrizedWeight:
         stub, step.last = before.stub if is_same else None, None
         weight = step.last = self._compute(module, raw, drawn, stub)
         if not is_same and step.owner is not module and weight.requires_grad:
-            is_plain = is_transformed() is None and not drawn[-1].step.by_autograd
+            is_plain = is_transformed() is None and not _by_autograd(drawn)
             stub = _stub_of(weight) if is_plain else None
         kept = weight if is_same else None
         step.made[self] = _Made(weakref.ref(weight), kept, stub, raw, given)
@@ -272,7 +274,7 @@ class ParametrizedWeight:
             with grad_mode(False):
                 weight = _without_graph(raw, operands, drawn)
             weight = cast("Tensor", _WithNode.apply(stub, weight))
-        elif drawn[-1].step.by_autograd:
+        elif _by_autograd(drawn):
             return self._in_region(raw, operands, drawn)
         else:
             weight = raw
@@ -321,6 +323,13 @@ def _runs_again() -> bool:
         or isinstance(node, torch.autograd.function.BackwardCFunction)
         and not isinstance(node, cast("Any", BackwardHookFunction)._backward_cls)
     )
+
+
+def _by_autograd(drawn: tuple[Drawn, ...]) -> bool:
+    for each in drawn:
+        if each.step.by_autograd:
+            return True
+    return False
 
 
 def _run_steps(

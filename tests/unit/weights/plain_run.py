@@ -86,7 +86,7 @@ def reparametrized(
     if isinstance(step, WeightNorm):
         if weight.dim() == 0:
             return weight * (norms / weight.abs())
-        return torch._weight_norm(weight, norms, -1 if step.dim is None else step.dim)
+        return torch._weight_norm(weight, norms, step.axis)
     if drawn.magnitude == 0:
         return weight
     if isinstance(step, WeightNoise):
