@@ -317,8 +317,8 @@ def test_a_copy_of_network_and_twin_is_another_pair():
     pair = nn.ModuleList([built()])
     pair.append(pair[0].evaluation_twin())
     other = copy.deepcopy(pair)
-    assert other[0].embedding.weight is other[1].embedding.weight
-    assert other[0].embedding.weight is not pair[0].embedding.weight
+    assert other[0].embedding.get_parameter("weight") is other[1].embedding.weight
+    assert other[1].embedding.weight is not pair[0].embedding.get_parameter("weight")
 
 
 # -- bad arguments ---------------------------------------------------------------------------------

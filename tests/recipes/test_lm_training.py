@@ -321,7 +321,7 @@ def test_a_copy_has_noise_of_its_own(copied):
     network = LanguageModel(20, **sizes, weight_noise=0.5)
     network(torch.zeros(3, 2, dtype=torch.int64))[0].sum().backward()
     other = copied(network)
-    assert other.decoder.weight is other.embedding.weight
+    assert other.decoder.weight is other.embedding.get_parameter("weight")
     other.set_weight_noise(True)
     ids = torch.zeros(3, 2, dtype=torch.int64)
 

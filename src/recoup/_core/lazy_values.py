@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from recoup._core.autocast_copies import cast_of
 from recoup._core.compile import never_compiled
@@ -32,6 +33,7 @@ from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import (
     Kept,
     Pair,
+    is_in_backward,
     is_transformed,
     pair_in_force,
     pop_down_to,
@@ -83,9 +85,10 @@ class Value(Tensor):
                 _check_unchanged(func, first)
                 if not stands_for:
                     return result
+                value = cast("Value", first)
                 is_view = type(result) is Tensor and result.layout is torch.strided
-                is_view = is_view and storage_address(result) == storage_address(first)
-                return marked(result, first._recoup_source) if is_view else result
+                is_view = is_view and storage_address(result) == storage_address(value)
+                return marked(result, value._recoup_source) if is_view else result
             seam = _Seam(func, args, kwargs)
             push_pair(seam.pack, unpack)
             try:
@@ -175,9 +178,9 @@ def _is_here(within: object, around: object) -> bool:
 def _check_unchanged(func: Any, given: Any) -> None:
     """Raise if an operator has changed a value that stands for a parameter."""
     for each in given if type(given) in (list, tuple) else (given,):
-        if isinstance(each, Value) and each._recoup_source.stands_for:
-            if version_of(each) != each._recoup_source._version:
-                raise _lost(each, f"`{getattr(func, '__name__', 'an operator')}` changed it")
+        source = each._recoup_source if isinstance(each, Value) else None
+        if source is not None and source.stands_for and version_of(each) != source._version:
+            raise _lost(each, f"`{getattr(func, '__name__', 'an operator')}` changed it")
 
 
 def _lost(value: Value, what: str) -> RecoupError:
@@ -189,12 +192,19 @@ def _lost(value: Value, what: str) -> RecoupError:
     )
 
 
-def _refuse(func: Any, value: Value, *args: Any) -> Any:
+def _refuse(func: Any, value: Value, *args: Any, **kwargs: Any) -> Any:
     """Raise where code takes a value for the parameter that it stands for."""
     name = getattr(getattr(func, "__self__", func), "__name__", "it")
-    if name == "grad" and value.retains_grad:
+    is_seen = name == "grad" and (value.retains_grad or TracingContext.try_get() is not None)
+    if is_seen or is_in_backward():  # by the compiler, by code that torch's checkpoints run again
         return func(value, *args)
     raise _lost(value, f"`{name}` was used")
+
+
+def _is_no_leaf(func: Any, value: Value) -> bool:
+    """Return False: an optimizer then asks for `retains_grad`."""
+    del func, value
+    return False
 
 
 class _Typename(str):
@@ -218,7 +228,7 @@ def _typename(func: Any, value: Value, *args: Any, **kwargs: Any) -> Any:
 _OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad_: _refuse,
     Tensor.type: _typename,
-    vars(torch._C.TensorBase)["is_leaf"].__get__: lambda func, value: False,
+    vars(torch._C.TensorBase)["is_leaf"].__get__: _is_no_leaf,
 }
 for _attribute in ("data", "grad", "retains_grad"):
     _OF_PARAMETERS[vars(torch._C.TensorBase)[_attribute].__get__] = _refuse
@@ -234,7 +244,7 @@ class _Seam:
         beneath: the pair that was in force.
     """
 
-    __slots__ = ("_around", "_name", "beneath", "storages", "values")
+    __slots__ = ("_around", "_func", "beneath", "storages", "values")
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         is_flat = not kwargs and _NESTED.isdisjoint(map(type, args))
@@ -247,7 +257,7 @@ class _Seam:
                     self.storages[each.untyped_storage()._cdata] = each
         self.beneath = pair_in_force()
         self._around = None if self.beneath is None else self.beneath[0]
-        self._name = f"A tensor that {getattr(func, '__name__', 'an operator')} saved"
+        self._func = func
 
     @never_compiled
     def pack(self, tensor: Tensor) -> HasTensor:
@@ -261,7 +271,8 @@ class _Seam:
                 source = value._recoup_source
                 if _is_here(value._recoup_within, self._around) and source.owns(owned):
                     return source.slot(tensor, cast)  # See Rule 2
-        return Kept(tensor, self._name, self.beneath)
+        name = f"A tensor that {getattr(self._func, '__name__', 'an operator')} saved"
+        return Kept(tensor, name, self.beneath)
 
     def marked(self, result: Any) -> Any:
         """Mark the results that are views of values (See Rule 2)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from numbers import Integral
+from typing import Any
 
 from torch import nn
 
@@ -209,7 +210,8 @@ def set_step(module: nn.Module, step: int) -> nn.Module:
         >>> recoup.weights.applied(recoup.weights.set_step(layer, 200))[0].step
         200
     """
-    if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
+    given: Any = step
+    if not isinstance(given, Integral) or given is True or given is False or step < 0:
         raise ValueError(f"`step` is {step!r}, but must be an int from 0.")
     for weight in parametrized_weights(module):
         for application in weight.applications:

@@ -28,7 +28,7 @@ __all__ = [
     "suited",
 ]
 
-ANY_WEIGHT = r"(.*[._])?weight(_.*)?"
+ANY_WEIGHT = r"(.*[._])?weight(_[^.]*)?"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Where = str | type[nn.Module] | Callable[[str, nn.Parameter, nn.Module], bool] | Sequence[Any]
 
@@ -90,7 +90,7 @@ def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named,
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
     found: dict[int, bool] = {}  # by the place among the candidates
     for entry in entries:
-        is_function = callable(entry) and not isinstance(entry, type)
+        is_function = _is_function(entry)
         chooses = _choice(entry, argument)
         places = [place for place, each in enumerate(candidates) if chooses(each)]
         if not places:
@@ -114,15 +114,17 @@ def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named,
 
 def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
     """Return, as a function, whether an entry of `where` chooses a parameter."""
-    if isinstance(entry, type) and issubclass(entry, nn.Module):
+    given: object = entry
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        kind = given
         is_weight = re.compile(ANY_WEIGHT).fullmatch
         return lambda each: (
-            isinstance(each.owner, entry) and bool(is_weight(each.key)) and not _is_added(each)
+            isinstance(each.owner, kind) and bool(is_weight(each.key)) and not _is_added(each)
         )
-    if callable(entry) and not isinstance(entry, type):
+    if _is_function(entry) and not isinstance(entry, type):
         return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:
-        pattern: re.Pattern[str] = re.compile(entry)
+        pattern: re.Pattern[str] = re.compile(cast("str", entry))
         pattern.fullmatch("")  # a pattern of bytes compiles, too
     except (re.error, TypeError) as error:
         raise ValueError(
@@ -130,6 +132,10 @@ def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
             f"function of (name, parameter, module), or a list of these: {error}."
         ) from None
     return lambda each: pattern.fullmatch(each.name) is not None
+
+
+def _is_function(entry: object) -> bool:
+    return callable(entry) and not isinstance(entry, type)
 
 
 def _is_added(each: Named) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup._core.rng import draw_seed
 from recoup.weights.application import parametrized_weights
-from recoup.weights.step import Override, SameDraw, Step
+from recoup.weights.steps import Override, SameDraw, Step
 
 __all__ = ["disabled", "enabled", "same_draw", "step"]
 

@@ -83,8 +83,9 @@ def dropped(
     scale = scale_for(num_dropped, out.dtype)
     kind, num_each, least = lanes_for(num_dropped)
     if _is_small(out):
-        words = _words(-(-out.numel() // num_each), out, _generator(out, seed))
-        kept = words.view(kind)[: out.numel()].ge_(least).view_as(out)
+        numel = out.numel()
+        lanes = _words(-(-numel // num_each), out, _generator(out, seed)).view(kind)
+        kept = (lanes[:numel] if numel % num_each else lanes).ge_(least).view(out.shape)
         return torch.mul(weight, kept, out=out).mul_(scale)
     source, flat = _flat(weight, out), out.view(-1)
     zero = torch.zeros((), dtype=out.dtype, device=out.device)

@@ -81,7 +81,7 @@ class FrozenDropped:
             weight.find()
 
     @torch.no_grad()
-    def _after(self, *_: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Write the entries back."""
         for weight in self._weights:
             if weight.before is not None and weight.frozen is not None:
@@ -153,10 +153,11 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
         >>> layer = recoup.weight_dropout(torch.nn.Linear(64, 64), p=0.5)
         >>> optimizer = torch.optim.AdamW(layer.parameters(), weight_decay=0.1)
         >>> handle = recoup.weights.freeze_dropped(optimizer, layer)
-        >>> before = layer.weight.detach().clone()
+        >>> weight = layer.get_parameter("weight")
+        >>> before = weight.detach().clone()
         >>> layer(torch.ones(1, 64)).sum().backward()
         >>> optimizer.step()
-        >>> torch.equal(layer.weight == before, layer.weight.grad == 0)
+        >>> torch.equal(weight == before, weight.grad == 0)
         True
 
     Source: "dropped weights should never be updated in this iteration":

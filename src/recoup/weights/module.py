@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recoup._core.compile import break_graph, never_compiled, not_compiled_itself, uncompiled
+from recoup._core.compile import never_compiled, not_compiled_itself
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
-from recoup.weights.compiled import NOT_IN_GRAPH, new_handle, read_in_graph, step_in_graph
-from recoup.weights.reparametrization import Application, Drawn
-from recoup.weights.step import Step, leave, local
-from recoup.weights.weight import ParametrizedWeight
+from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
+from recoup.weights.reparametrization import Application
+from recoup.weights.steps import Step, leave, local
+from recoup.weights.weight import ParametrizedWeight, is_plain
 
 __all__ = [
     "Attached",
@@ -53,14 +52,12 @@ class Attached:
         weights: its own parameters that are reparametrized.
         roots: what was applied to this module itself, for its own parameters or those within.
         weights_within: the parameters for which its forward is a step.
-        breaks: whether a graph of its forward breaks at a layer.
     """
 
     def __init__(self) -> None:
         self.weights: dict[str, ParametrizedWeight] = {}
         self.roots: list[Application] = []
         self.weights_within: list[ParametrizedWeight] = []
-        self.breaks = False
         self.handle = new_handle(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,11 +90,6 @@ def swap_class(module: nn.Module) -> None:
     """Give `module` the class for what it carries."""
     attached = attach(module)
     attached.weights_within = [weight for weight, _ in attached.uses_in(module)]
-    attached.breaks = any(
-        isinstance(part, nn.RNNBase)
-        or any(step.breaks_graph for each in weights_of(part) for step in each.steps)
-        for part in module.modules()
-    )
     names = tuple(sorted(attached.weights))
     module.__class__ = with_stand_in(type(module), _class_for, names, bool(attached.roots))
 
@@ -117,7 +109,7 @@ def restore_class(module: nn.Module) -> None:
 
 def check_is_plain(weight: Tensor, name: str) -> None:
     """Raise if a weight is sharded, and nobody will gather it."""
-    if type(weight) not in (nn.Parameter, Tensor) and is_traceable_wrapper_subclass(weight):
+    if not is_plain(weight):
         raise ValueError(
             f"`{name}` is a {type(weight).__name__}, of which this rank has a part (tensor "
             "parallelism), and a draw is one of the whole weight. Leave it out, or shard by FSDP2 "
@@ -202,13 +194,7 @@ def _step_of(forward: Any, run: Any) -> Any:
             return run(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             return in_step(self, attached, args, kwargs)
-        if not attached.breaks:
-            return step_in_graph(run, self, attached, args, kwargs)
-        break_graph(NOT_IN_GRAPH)
-        # With a layer within that breaks the graph, the code around it is compiled, and the step
-        # is in force for all of it.
-        recursive = isinstance(self, nn.RNNBase)
-        return uncompiled(in_step, recursive=recursive)(self, attached, args, kwargs)
+        return step_in_graph(run, in_step, self, attached, args, kwargs)
 
     return forward_of_step
 
@@ -220,38 +206,32 @@ def _with_own_code(run: Any) -> Any:
     return forward
 
 
-def _forward_by_rows(self: nn.Embedding, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _forward_by_rows(self: nn.Embedding, input: Tensor) -> Tensor:
     """Run the forward of an embedding; draw for the rows that are looked up where that suffices."""
-    forward = nn.Embedding.forward
+    raw: Any = self.__dict__.get("_parameters", {}).get("weight")
     attached = attached_to(self)
     weight = None if attached is None else attached.weights.get("weight")
-    raw = self.__dict__.get("_parameters", {}).get("weight")
-    if weight is None or raw is None or not _may_draw_rows(self, weight, raw, input):
-        return forward(self, input, *args, **kwargs)
-    drawn = weight.drawn(self, raw)
-    rows = _raw(forward)(self, input, *args, **kwargs)
-    return _apply_to_rows(rows, input, drawn)
+    if weight is None or raw is None or not _may_draw_rows(self, weight.steps, raw, input):
+        return nn.Embedding.forward(self, input)
+    return _rows(self, weight, raw, input)
 
 
 @never_compiled
-def _apply_to_rows(rows: Tensor, ids: Tensor, drawn: tuple[Drawn, ...]) -> Tensor:
+def _rows(module: Any, weight: ParametrizedWeight, raw: Tensor, ids: Tensor) -> Tensor:
+    drawn, rows = weight.drawn(module, raw), _raw(nn.Embedding.forward)(module, ids)
     for each in drawn:
         rows = each.step.apply_to_rows(rows, ids, each)
     return rows
 
 
-def _may_draw_rows(module: nn.Embedding, weight: ParametrizedWeight, raw: Tensor, ids: Any) -> bool:
+def _may_draw_rows(module: nn.Embedding, steps: list[Any], raw: Tensor, ids: Any) -> bool:
     """Whether draws for the rows `ids` alone are fewer, and all that is applied to the weight."""
-    if torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling() or is_transformed() or not is_plain(raw):
         return False
-    if not all(step.draws_by_row for step in weight.steps):
-        return False
-    if type(raw) not in (nn.Parameter, Tensor) and is_traceable_wrapper_subclass(raw):
-        return False  # reading it says what is missing
     # The same rows are shortened, in the table, however many are looked up.
-    if module.max_norm is not None or all(step.draws_rows_whole for step in weight.steps):
-        return True
-    return isinstance(ids, Tensor) and ids.numel() < raw.shape[0]
+    is_cheap = module.max_norm is not None or all(step.draws_rows_whole for step in steps)
+    is_few = isinstance(ids, Tensor) and ids.numel() < raw.shape[0]
+    return all(step.draws_by_row for step in steps) and (is_cheap or is_few)
 
 
 def _raw(run: Any) -> Any:

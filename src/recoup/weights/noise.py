@@ -45,8 +45,8 @@ def weight_noise(
     """Add Gaussian noise to weights in each forward, and keep nothing for it but a seed.
 
     Kept: 8 bytes a weight; neither the noise nor the noisy weight, whichever operator saves it.
-    Backward pays one draw a weight. The parameters remain the same objects under the same names; evaluation uses
-    the raw weight.
+    Backward pays one draw a weight. The parameters remain the same objects under the same names;
+    evaluation uses the raw weight.
 
     A deviation that is trained is a parameter `weight_std` beside `weight`: add it to existing
     optimizers, and wrap in DistributedDataParallel afterwards. A `state_dict` has it too; one
@@ -143,7 +143,8 @@ class WeightNoise(Reparametrization):
                 f"`std` is {value!r}, but the deviation is learned, as `{self._key}_std`, so it "
                 "can be set to a number only. For another kind call recoup.weights.remove first."
             )
-        super().set_magnitude(module, key, value, only_check=only_check or self.is_learned)
+        number = cast("Magnitude", value)
+        super().set_magnitude(module, key, number, only_check=only_check or self.is_learned)
         if self.is_learned and not only_check:
             with torch.no_grad():
                 self.operands(module, key)[0].fill_(float(cast("float", value)))
@@ -251,13 +252,14 @@ class Deviations:
         """Raise if a weight cannot have one of them."""
         std = self.std
         if isinstance(std, nn.Parameter):
+            shape = () if is_lazy(std) else tuple(std.shape)
+            sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
             is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
-            sizes = zip(reversed(std.shape), reversed(weight.shape), strict=False)
             if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
                 raise ValueError(
-                    f"`std` is a Parameter of {std.dtype} and shape {tuple(std.shape)}, which "
-                    f"cannot be broadcast to `{name}`, of shape {tuple(weight.shape)}. Give one "
-                    "that can, or let `pattern` leave this weight out."
+                    f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have "
+                    "floating-point numbers and a shape that can be broadcast to that of "
+                    f"`{name}`, {tuple(weight.shape)}. Or let `pattern` leave this weight out."
                 )
 
     def parameter_for(self, weight: Tensor) -> nn.Parameter:

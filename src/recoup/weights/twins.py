@@ -79,22 +79,18 @@ def twin(module: M) -> M:
     return made.eval()
 
 
-def _check(part: nn.Module, name: str) -> None:
-    kind = type(part).__name__
-    if isinstance(part, (DistributedDataParallel, DataParallel)):
+def _check(part: Any, name: str) -> None:
+    kind = type(cast("object", part)).__name__
+    kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel)
+    if (
+        isinstance(part, kinds)
+        or hasattr(part, "unshard")
+        or isinstance(part, torch.jit.ScriptModule)
+    ):
         raise ValueError(
-            f"{name} is a {kind}, and a second one would reduce the same gradients. Make the twin "
-            "of the module within it: `recoup.weights.twin(model.module)`."
-        )
-    if hasattr(part, "unshard"):
-        raise ValueError(
-            f"{name} is sharded by FSDP2 ({kind}), which gathers parameters for its own forward "
-            "alone. Call `model.eval()` before evaluation and `model.train()` after it."
-        )
-    if isinstance(part, torch.jit.ScriptModule):
-        raise ValueError(
-            f"{name} is a ScriptModule, whose parameters are not those of a Python object. Make "
-            "the twin before scripting."
+            f"{name} is a {kind}, which is not to be there twice. Make the twin of "
+            "the module within it, before it is wrapped, sharded or scripted; a sharded model is "
+            "evaluated between `model.eval()` and `model.train()`."
         )
 
 

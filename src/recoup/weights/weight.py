@@ -2,7 +2,7 @@
 
 NOTE [ A read computes ]
 
-Rule 1. In a step (see `step`), or where a graph is built, a read of the attribute returns the
+Rule 1. In a step (see `steps`), or where a graph is built, a read of the attribute returns the
         reparametrized weight if its module trains or the reparametrization has the mode "always";
         whoever reads it. In evaluation, and without a graph outside of steps, it is the parameter.
         A norm is no noise: every read computes it.
@@ -49,11 +49,13 @@ from recoup._core.saved_tensors import (
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.weights.compiled import new_handle
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
-from recoup.weights.step import Draws, Override, SameDraw, Step, local, overriding
+from recoup.weights.steps import Draws, Override, SameDraw, Step, local, overriding
 
-__all__ = ["ParametrizedWeight"]
+__all__ = ["ParametrizedWeight", "is_plain"]
 
 _NONE: list[tuple[Operands, ...]] = [((),) * num for num in range(64)]
+# The draws of a read, how many seeds they took from the stream, and the version of the raw weight.
+_Recorded = tuple[tuple[Drawn, ...], int, int]
 _MOST = 512  # places in the random stream that are remembered
 
 
@@ -84,6 +86,7 @@ class ParametrizedWeight:
         self.name = name
         self._set([])
         self.handle = new_handle(self)
+        self._is_switched = False  # whether a context has turned noise on in evaluation
         self._by_place: dict[int, _Recorded | None] = {}  # None where there are two
         self._by_frame: weakref.WeakKeyDictionary[Any, dict[int, _Recorded | None]]
         self._by_frame = weakref.WeakKeyDictionary()
@@ -156,10 +159,8 @@ class ParametrizedWeight:
             for frame in local.frames:
                 if type(frame) is SameDraw:
                     same = frame
-                elif (
-                    type(frame) is Step and step is None and each.application in frame.applications
-                ):
-                    step = frame
+                elif step is None and type(frame) is Step:
+                    step = frame if each.application in frame.applications else None
             if step is None and not draws_alone:
                 continue
             draws = same or step or fresh
@@ -184,39 +185,42 @@ class ParametrizedWeight:
     ) -> tuple[Drawn, ...]:
         """Return the same for code that may run again, or does so now (See Rule 4)."""
         draw = partial(self.draws, is_training, draws_alone)
-        is_usual = is_training or any(step.mode == "always" for step in self.steps)
-        is_open = any(step.is_random for step in self.steps) and (is_usual or bool(overriding))
+        random = [step for step in self.steps if step.is_random]
+        is_usual = any(is_training or step.mode == "always" for step in random)
+        is_open = is_usual or (bool(random) and bool(overriding))
         is_noted = is_open and (not builds_graph or pair_in_force() is not None)
+        self._is_switched |= is_noted and not is_usual
         return remembered(partial(self._recorded, draw, version, is_open, is_noted))
 
-    def _recorded(
-        self, draw: Any, version: int, is_open: bool, is_noted: bool
-    ) -> tuple[Drawn, ...]:
+    def _recorded(self, draw: Any, version: int, is_open: bool, is_noted: bool) -> Any:
         frame, again = frame_in_force(), is_in_backward()
         if (again and not _runs_again()) or not (again or is_noted or frame is not None):
             return draw()
         place = fingerprint()
         within = {} if frame is None else self._by_frame.setdefault(frame, {})
-        if again:
-            made = within.get(place) if place in within else self._by_place.get(place)
-            if place not in within and len({*within.values()}) == 1:  # of a stream not restored
-                (made,) = within.values()
-                made = made and made._replace(num_seeds=0)
-            if made is None and (is_open or place in within or place in self._by_place):
-                raise ReplayError(_NOT_TOLD.format(self.name))
-            if made is not None and made.version != version:
-                raise ChangedError(
-                    f"{self.name} was changed in place between forward and backward, and code that "
-                    "uses it is run again there. Step the optimizer after backward."
-                )
-            skip(0 if made is None else made.num_seeds)
-            return () if made is None else made.value
-        made = _Recorded(*counted(draw), version)
-        for known in (within, self._by_place if is_noted else {}):
-            known[place] = made if known.get(place, made) == made else None
-        if len(self._by_place) > _MOST:
-            del self._by_place[next(iter(self._by_place))]
-        return made.value
+        if not again:
+            value, num_seeds = counted(draw)
+            made = (value, num_seeds, version)
+            for known in (within, self._by_place if is_noted else {}):
+                known[place] = made if (known.get(place) or made)[0] == made[0] else None
+            if len(self._by_place) > _MOST:
+                del self._by_place[next(iter(self._by_place))]
+            return made[0]
+        is_known = place in within or place in self._by_place
+        made = within[place] if place in within else self._by_place.get(place)
+        if place not in within and len({*within.values()}) == 1:  # of a stream not restored
+            (only,) = within.values()
+            made = only and (only[0], 0, only[2])
+        elif not is_open and not within:  # a step may have stood where this evaluation did
+            made = None
+        if made is None and (is_open or is_known or self._is_switched):
+            raise ReplayError(_NOT_TOLD.format(self.name))
+        if made is None:
+            return draw()
+        if made[2] != version:
+            raise ChangedError(_CHANGED.format(self.name))
+        skip(made[1])
+        return made[0]
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -238,14 +242,14 @@ class ParametrizedWeight:
         given = (drawn, version_of(raw), torch.is_grad_enabled())
         before: _Made | None = step.made.get(self)
         is_same = before is not None and before.raw is raw and before.given == given
-        weight = before.weight() if is_same else None
+        weight = before.weight() if before is not None and is_same else None
         if weight is not None:
             return read_anew(weight)
-        stub, step.last = before.stub if is_same else None, None
+        stub, step.last = before.stub if before is not None and is_same else None, None
         weight = step.last = self._compute(module, raw, drawn, stub)
-        if not is_same and step.owner is not module and weight.requires_grad:
-            is_plain = is_transformed() is None and not _by_autograd(drawn)
-            stub = _stub_of(weight) if is_plain else None
+        is_alone = is_same or step.owner is module or not weight.requires_grad
+        if not is_alone and type(weight) is Value and type(weight._recoup_source) is _Recomputed:
+            stub = _stub_of(weight)
         kept = weight if is_same else None
         step.made[self] = _Made(weakref.ref(weight), kept, stub, raw, given)
         return weight
@@ -254,7 +258,7 @@ class ParametrizedWeight:
         self, module: nn.Module, raw: Tensor, drawn: tuple[Drawn, ...], stub: Tensor | None
     ) -> Tensor:
         """Return a new weight; its gradients flow through `stub` if there is one."""
-        if type(raw) not in (nn.Parameter, Tensor) and is_traceable_wrapper_subclass(raw):
+        if not is_plain(raw):
             raise RecoupError(
                 f"{self.name} is a {type(raw).__name__}, but {drawn[0].step.kind} needs a plain, "
                 "whole tensor. If it is sharded, read it within the forward of its module, where "
@@ -264,80 +268,66 @@ class ParametrizedWeight:
         if self._has_operands:
             operands = tuple([each.step.operands(module, self.key) for each in drawn])
         if is_transformed():
-            for each, given in zip(drawn, operands, strict=True):
-                raw = each.step.apply_by_operators(raw, given, each)
-            return raw
+            return _run("apply_by_operators", drawn, [], raw, operands)
         if not torch.is_grad_enabled():
-            weight = _without_graph(raw, operands, drawn)
-            return marked(weight, _Copy(self.name, self.key, weight))
-        if stub is not None:
+            weight, source = _without_graph(raw, operands, drawn), Source(self.name)
+            source.stands_for, source._version = self.key, version_of(weight)
+            source._is_exposed = True  # so it is kept if it is saved
+            return marked(weight, source)
+        functions = [each.step.function for each in drawn if each.step.by_autograd]
+        if functions:  # See Rule 3 of NOTE [ One formula ]
+            run = partial(_run, "apply", drawn, functions)
+            call = Call(f"the reparametrization of {self.name}", run, (raw, operands), {})
+            weight = cast("Tensor", run_to_value(call))
+            if isinstance(weight, Value):
+                weight._recoup_source.name, weight._recoup_source.stands_for = self.name, self.key
+            reverse_at_once(weight)
+            return weight
+        if stub is None:
+            weight = _run("apply", drawn, [], raw, operands)
+        else:
             with grad_mode(False):
                 weight = _without_graph(raw, operands, drawn)
             weight = cast("Tensor", _WithNode.apply(stub, weight))
-        elif _by_autograd(drawn):
-            return self._in_region(raw, operands, drawn)
-        else:
-            weight = raw
-            for each, given in zip(drawn, operands, strict=True):
-                weight = each.step.apply(weight, given, each)
-                reverse_at_once(weight)
         return as_value(weight, _Recomputed(self.name, self.key, raw, operands, drawn))
 
-    def _in_region(
-        self, raw: Tensor, operands: tuple[Operands, ...], drawn: tuple[Drawn, ...]
-    ) -> Tensor:
-        """Return a weight that autograd differentiates, whose residuals are not kept either."""
-        functions = [each.step.function for each in drawn]
-        run = partial(_run_steps, drawn, functions)
-        call = Call(f"the reparametrization of {self.name}", run, (raw, operands), {})
-        weight = cast("Tensor", run_to_value(call))
-        if isinstance(weight, Value):
-            weight._recoup_source.name, weight._recoup_source.stands_for = self.name, self.key
-        reverse_at_once(weight)
-        return weight
 
-
-class _Recorded(NamedTuple):
-    """The draws of a read, how many seeds they took from the stream, and the raw weight's version."""
-
-    value: tuple[Drawn, ...]
-    num_seeds: int
-    version: int
+def is_plain(weight: Tensor) -> bool:
+    """Whether a weight is a whole tensor, and none that wraps others (a DTensor)."""
+    is_usual = type(weight) in (nn.Parameter, Tensor)
+    return is_usual or not is_traceable_wrapper_subclass(weight)
 
 
 _NOT_TOLD = (
-    "{} is read in a backward, by code that is run again there, and it cannot be told which draw it "
-    "had in forward: none is known, or two stood at the same place of the random stream. Let "
-    "torch.utils.checkpoint preserve the random state (preserve_rng_state=True, use_reentrant="
-    "False), or use recoup.checkpoint, which needs none. A hook reads the parameter by "
-    "`get_parameter`."
+    "{} is read in a backward, by code that is run again there, and it cannot be told which draw "
+    "it had: none is known, or two stood at one place of the random stream. Use recoup.checkpoint, "
+    "or use_reentrant=False with preserve_rng_state=True. A hook reads it by `get_parameter`."
+)
+_CHANGED = (
+    "{} was changed in place between forward and backward, and code that uses it is run again "
+    "there. Step the optimizer after backward."
 )
 
 
 def _runs_again() -> bool:
     """Whether the code that runs in a backward may be a second run, and is no mere hook."""
     node: Any = torch._C._current_autograd_node()
-    return (
-        torch.is_grad_enabled()
-        or pair_in_force() is not None
-        or isinstance(node, torch.autograd.function.BackwardCFunction)
-        and not isinstance(node, cast("Any", BackwardHookFunction)._backward_cls)
-    )
+    is_function = isinstance(node, torch.autograd.function.BackwardCFunction)
+    is_hook = isinstance(node, cast("Any", BackwardHookFunction)._backward_cls)
+    return torch.is_grad_enabled() or pair_in_force() is not None or (is_function and not is_hook)
 
 
-def _by_autograd(drawn: tuple[Drawn, ...]) -> bool:
-    for each in drawn:
-        if each.step.by_autograd:
-            return True
-    return False
-
-
-def _run_steps(
-    drawn: tuple[Drawn, ...], functions: Any, weight: Tensor, operands: tuple[Operands, ...]
+def _run(
+    how: str,
+    drawn: tuple[Drawn, ...],
+    functions: list[Any],
+    weight: Tensor,
+    operands: tuple[Operands, ...],
 ) -> Tensor:
-    del functions  # bound for the region, which notes the modules among them
-    for each, given in zip(drawn, operands, strict=True):
-        weight = each.step.apply(weight, given, each)
+    """Apply reparametrizations; a region notes the modules among `functions`."""
+    for each, own in zip(drawn, operands, strict=True):
+        weight = getattr(each.step, how)(weight, own, each)
+        reverse_at_once(weight)
     return weight
 
 
@@ -345,9 +335,8 @@ def _without_graph(
     weight: Tensor, operands: tuple[Operands, ...], drawn: tuple[Drawn, ...]
 ) -> Tensor:
     is_new = False
-    for each, given in zip(drawn, operands, strict=True):
-        weight = each.step.compute(weight, given, each, in_place=is_new)
-        is_new = True
+    for each, own in zip(drawn, operands, strict=True):
+        weight, is_new = each.step.compute(weight, own, each, in_place=is_new), True
     return weight
 
 
@@ -381,17 +370,6 @@ class _Recomputed(Source):
             operands = tuple([tuple([x.get() for x in given]) for given in self._operands])
         with grad_mode(False):
             self.give(_without_graph(self._raw.get(), operands, self._drawn))
-
-
-class _Copy(Source):
-    """A reparametrized weight without a graph, which is as any other tensor, but for writes."""
-
-    def __init__(self, name: str, key: str, weight: Tensor) -> None:
-        super().__init__(name)
-        self.stands_for, self._version = key, version_of(weight)
-
-    def owns(self, tensor: Tensor) -> bool:
-        return False
 
 
 def _stub_of(weight: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch.func import functional_call
 
 from recoup._core import rng as seeds
 from recoup.weights import applied, draws, row_draws
-
 from recoup.weights.dropout import WeightDropout
 from recoup.weights.function import Draw, WeightFunction
 from recoup.weights.noise import WeightNoise, root_mean_square
@@ -22,7 +21,7 @@ from recoup.weights.norm import WeightNorm
 from recoup.weights.reparametrization import Drawn
 from tests.oracle import loss_of_all, tensors
 
-_MODULES = [importlib.import_module(f"recoup.weights.{name}") for name in ("step", "weight")]
+_MODULES = [importlib.import_module(f"recoup.weights.{name}") for name in ("steps", "weight")]
 
 
 @contextmanager

@@ -18,12 +18,19 @@ import recoup
 from recoup.weights import draws
 from tests.chance import are_even, are_gaussian, are_uncorrelated, has_share
 
+
 def dropped_(w, *args):
-    return w.copy_(draws.dropped(w, *args)) if not w.is_contiguous() else draws.dropped(w, *args, out=w)
+    return (
+        w.copy_(draws.dropped(w, *args))
+        if not w.is_contiguous()
+        else draws.dropped(w, *args, out=w)
+    )
 
 
 def noised_(w, *args):
-    return w.copy_(draws.noised(w, *args)) if not w.is_contiguous() else draws.noised(w, *args, out=w)
+    return (
+        w.copy_(draws.noised(w, *args)) if not w.is_contiguous() else draws.noised(w, *args, out=w)
+    )
 
 
 CPU = torch.device("cpu")
@@ -303,53 +310,6 @@ def threads_seen(monkeypatch, threads):
     return seen
 
 
-def test_as_many_threads_draw_as_torch_has_and_none_is_left(threads_seen):
-    before = threading.enumerate()
-    w = weight((2048, 1024))
-    draws.dropped(w, 1, 0.5)
-    assert threading.enumerate() == before
-    assert len(threads_seen) == 2  # two have the same name
-    threads_seen.clear()
-    draws.dropped(w[:200], 1, 0.5)  # two chunks: not worth a thread
-    assert threads_seen == {threading.current_thread().name}
-
-
-@pytest.mark.parametrize("in_caller", [False, True])
-@pytest.mark.parametrize("error", [MemoryError("in a thread"), KeyboardInterrupt("of the user")])
-def test_what_goes_wrong_in_a_thread_is_raised_and_none_is_left(
-    monkeypatch, threads, in_caller, error
-):
-    threads(3)
-    draw, caller, went_wrong = draws._masks, threading.current_thread(), threading.Event()
-
-    def failing(*args):
-        for place, kept in draw(*args):
-            if (threading.current_thread() is caller) == in_caller:
-                went_wrong.set()
-                raise error
-            went_wrong.wait(60)
-            yield place, kept
-
-    monkeypatch.setattr(draws, "_masks", failing)
-    before = threading.enumerate()
-    with pytest.raises(type(error), match=str(error)):
-        draws.dropped(weight((4096, 1024)), 1, 0.5)
-    assert threading.enumerate() == before
-
-
-def test_without_more_threads_the_caller_draws_all(monkeypatch, threads_seen):
-    w = weight((2048, 1024))
-    expected = draws.dropped(w, 1, 0.5)
-
-    def refused(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    threads_seen.clear()
-    assert torch.equal(draws.dropped(w, 1, 0.5), expected)
-    assert threads_seen == {threading.current_thread().name}
-
-
 @pytest.mark.parametrize("shape", SMALL_AND_LARGE, ids=str)
 def test_threads_of_the_caller_do_not_disturb_each_other(shape):
     w = weight(shape)
@@ -410,22 +370,6 @@ def test_a_forked_process_draws_the_same():
 
 
 # --- what is asked of an autograd function that draws --------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SMALL_AND_LARGE, ids=str)
-def test_a_parameter_is_drawn_for_without_gradients(shape):
-    parameter = torch.nn.Parameter(weight(shape))
-    raw = parameter.detach().clone()
-    with torch.no_grad():
-        assert torch.equal(draws.dropped(parameter, 2, 0.5), draws.dropped(raw, 2, 0.5))
-        assert not draws.noised(parameter, 2, 0.5).requires_grad
-        version = parameter._version
-        dropped_(parameter, 2, 0.5)
-        assert parameter._version > version
-    assert torch.equal(parameter.detach(), draws.dropped(raw, 2, 0.5))
-    assert parameter.requires_grad
-    with pytest.raises(RuntimeError, match="grad"):
-        draws.dropped(parameter, 2, 0.5)
 
 
 @pytest.mark.parametrize("shape", SMALL_AND_LARGE, ids=str)
