@@ -41,7 +41,7 @@ def mask(shape, seed, p, dtype=torch.float32):
 
 
 def normals(numel, seed):
-    return draws.noised_(torch.zeros(numel, device=CUDA), seed, 1.0)
+    return draws.noised(torch.zeros(numel, device=CUDA), seed, 1.0)
 
 
 def test_kernels_are_used_where_triton_is_installed():
@@ -64,7 +64,7 @@ def test_dropped_is_weight_times_scales(way, shape, dtype, p):
         assert torch.equal(found, draws.dropped(w, seed, p))
         assert (found.shape, found.dtype, found.device) == (w.shape, dtype, w.device)
     assert torch.equal(w, raw)
-    assert draws.dropped_(w, seed, p) is w
+    assert draws.dropped(w, seed, p) is w
     assert torch.equal(w, found)
 
 
@@ -75,10 +75,10 @@ def test_noised_is_weight_plus_noise(way, shape, dtype):
     raw = w.clone()
     for seed in SEEDS:
         found = draws.noised(w, seed, 0.3)
-        assert torch.equal(found, w + draws.noised_(torch.zeros_like(w), seed, 0.3))
+        assert torch.equal(found, w + draws.noised(torch.zeros_like(w), seed, 0.3))
         assert torch.equal(found, draws.noised(w, seed, 0.3))
     assert torch.equal(w, raw)
-    assert draws.noised_(w, seed, 0.3) is w
+    assert draws.noised(w, seed, 0.3) is w
     assert torch.equal(w, found)
 
 
@@ -101,7 +101,7 @@ def test_axes_and_layouts(way, axes):
     found = draws.dropped(transposed, 3, 0.4, axes)
     assert found.is_contiguous()
     assert torch.equal(found, expected)
-    assert draws.dropped_(transposed, 3, 0.4, axes) is transposed
+    assert draws.dropped(transposed, 3, 0.4, axes) is transposed
     assert torch.equal(transposed, expected)
 
 
@@ -170,8 +170,8 @@ def test_kernels_make_nothing_but_the_result():
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     w = weight((2**24,))
-    assert peak_beyond(lambda: draws.dropped_(w, 2, 0.5)) == 0
-    assert peak_beyond(lambda: draws.noised_(w, 2, 0.5)) == 0
+    assert peak_beyond(lambda: draws.dropped(w, 2, 0.5)) == 0
+    assert peak_beyond(lambda: draws.noised(w, 2, 0.5)) == 0
     assert peak_beyond(lambda: draws.dropped(w, 2, 0.5)) == w.nbytes
 
 
@@ -179,8 +179,8 @@ def test_operators_make_no_mask_of_the_whole_weight(monkeypatch):
     monkeypatch.setattr(draws, "_kernels", lambda device: None)
     w = weight((2**25,))
     # Pieces of 4 Mi entries: words, a mask, and what operators convert on the way.
-    assert peak_beyond(lambda: draws.dropped_(w, 2, 0.3)) <= 2**22 * 12
-    assert peak_beyond(lambda: draws.noised_(w, 2, 0.3)) <= 2**22 * 12
+    assert peak_beyond(lambda: draws.dropped(w, 2, 0.3)) <= 2**22 * 12
+    assert peak_beyond(lambda: draws.noised(w, 2, 0.3)) <= 2**22 * 12
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import recoup
-from recoup.weights import draws
 
 BATCH = 4
 # What the compiler does on its own account.
@@ -120,15 +119,6 @@ def test_the_optimizing_backend_does_not_fold_the_noise():
     torch.testing.assert_close(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
     assert not torch.equal(got[0], step(compiled, x, 1)[0])
-
-
-def test_one_draw_for_all_reads_of_a_forward(monkeypatch):
-    num_draws = []
-    drop = draws.dropped_
-    monkeypatch.setattr(draws, "dropped_", lambda *a: (num_draws.append(1), drop(*a))[1])
-    compiled = torch.compile(MODULES["loop"](), fullgraph=True, backend="aot_eager")
-    compiled(torch.randn(BATCH, 8))
-    assert len(num_draws) == 2, "one for each of the two weights of the cell"
 
 
 def test_evaluation_mode_has_nothing_of_ours_in_the_graph():
@@ -358,56 +348,6 @@ class Parts(nn.Module):
 
     def forward(self, x):
         return self.used(self.part(x))
-
-
-def test_a_compiled_read_has_what_covers_it_alone():
-    """R4: dropout of the part alone is not in force where compiled code of the tree reads it."""
-    module, x = Parts(), torch.randn(BATCH, 8)
-    recoup.weight_noise(module, r"part\.weight", std=0.1)
-    recoup.weight_dropout(module.part, p=1.0)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with pytest.warns(UserWarning, match=r"`part.weight` .* weight_dropout"):
-        got = step(compiled, x, 0)
-    assert torch.count_nonzero(got[0]) > 0
-    eager = step(module, x, 0)[0]  # has the draw of the part, where everything is dropped
-    assert not torch.allclose(got[0], eager)
-
-
-def test_what_was_applied_to_a_part_draws_for_each_forward_of_it():
-    """R4: while what was applied to the tree draws once in its forward."""
-    part = recoup.weight_dropout(nn.Linear(8, 8, bias=False))
-    tree = recoup.weight_noise(nn.Sequential(part, part), r"0\.weight", std=0.1)
-    compiled, x = torch.compile(tree, fullgraph=True, backend="aot_eager"), torch.eye(8)
-    for seed in range(2):
-        torch.testing.assert_close(step(compiled, x, seed), step(tree, x, seed))
-
-
-def test_a_compiled_method():
-    """R4: raw with a warning, as in eager code, and noisy within a step."""
-    module, x = recoup.weight_noise(Parts(), r"part\.weight", std=0.1), torch.randn(BATCH, 8)
-    compiled = torch.compile(module.used, fullgraph=True, backend="aot_eager")
-    with pytest.warns(UserWarning, match=r"`part.weight` of Parts was read outside"):
-        raw = compiled(x)
-    assert torch.equal(raw, nn.functional.linear(x, module.part.get_parameter("weight")))
-    with recoup.weights.step(module), recoup.weights.same_draw(seed=1):
-        noisy = compiled(x)
-        torch.testing.assert_close(noisy, module.used(x))
-    assert not torch.equal(noisy, raw)
-
-
-def test_a_norm_in_a_compiled_method():
-    """R4: the graph breaks where it depends on what is in force around it."""
-    module, x = recoup.weight_norm(Parts(), r"part\.weight"), torch.randn(BATCH, 8)
-    with torch.no_grad():
-        module.part.weight_g.mul_(3.0)
-    compiled = torch.compile(module.used, backend="aot_eager")
-    with pytest.warns(UserWarning, match=r"`part.weight` of Parts was read outside"):
-        raw = compiled(x)
-    with recoup.weights.step(module):
-        torch.testing.assert_close(compiled(x), 3 * raw)
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(module.used, fullgraph=True, backend="aot_eager")(x)
 
 
 def multiplied(weight, draw):

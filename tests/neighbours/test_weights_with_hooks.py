@@ -391,24 +391,6 @@ class Breaks(nn.Module):
         raise KeyError("broken")
 
 
-@pytest.mark.parametrize("at", ["before", "read", "use", "backward"])
-@pytest.mark.parametrize("way", OURS)
-def test_nothing_is_left_after_an_exception(way, at):
-    module, x = Breaks(at), torch.randn(4, 5, requires_grad=True)
-    OURS[way](module, "weight")
-    with pytest.raises((KeyError, RuntimeError), match=r"broken|cholesky"):
-        loss_of_all(module(x)).backward()
-    assert hooks_in_force() is None
-    assert torch.is_grad_enabled()
-    assert module.weight is module._parameters["weight"], "a forward is still in progress"
-    log = Logged()
-    with log:
-        (x * x).sum()
-    assert len(log.packed) == 2
-    module.at = None
-    assert_same_step(step_of(module, (x,)), step_of(copy.deepcopy(module), (x,)))
-
-
 @pytest.mark.parametrize("at", ["pack", "unpack"])
 def test_hooks_of_others_that_raise(at):
     module, x = kind_of("linear", "stacked")

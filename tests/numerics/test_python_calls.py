@@ -83,8 +83,8 @@ def stored():
         (checkpointed, 60),
         (square_root, 250),
         (constant, 2450),
-        (noisy, 80),
-        (dropped_and_noisy, 170),
+        (noisy, 50),
+        (dropped_and_noisy, 130),
         (stored, 1045),
     ],
 )

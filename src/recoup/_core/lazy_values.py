@@ -19,23 +19,36 @@ Rule 5. A compiled graph takes no subclass, and would keep its inputs. So the gr
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import GetSetDescriptorType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from recoup._core.autocast_copies import cast_of
 from recoup._core.compile import never_compiled
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import Kept, Pair, is_transformed, pair_in_force, saving
-from recoup._core.storage_tracking import storage_id
+from recoup._core.saved_tensors import (
+    Kept,
+    Pair,
+    is_in_backward,
+    is_transformed,
+    pair_in_force,
+    pop_down_to,
+    push_pair,
+    storage_address,
+    unpack,
+    version_of,
+)
 from recoup._core.value_sources import HasTensor, Source
 from recoup.errors import RecoupError
 
 __all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "marked", "read_anew"]
 
 _plainly = torch._C.DisableTorchFunctionSubclass
+_NESTED = frozenset((tuple, list, dict))
 
 
 class Value(Tensor):
@@ -61,18 +74,31 @@ class Value(Tensor):
                 for value in args:
                     if isinstance(value, Value):
                         value._recoup_source._is_exposed = True
-            changed: Any = kwargs.get("out", args[0] if args else None)
-            if type(changed) is cls and changed._recoup_source.stands_for:
-                _check_change(func, changed, kwargs)
+            first: Any = kwargs.get("out", args[0] if args else None)
+            stands_for = type(first) is cls and first._recoup_source.stands_for
+            if stands_for and func in _OF_PARAMETERS:
+                return _OF_PARAMETERS[func](func, first, *args[1:], **kwargs)
             if func in _LOOKS or not torch.is_grad_enabled() or is_transformed():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if not stands_for and type(first) is not list:
+                    return result
+                _check_unchanged(func, first)
+                if not stands_for:
+                    return result
+                value = cast("Value", first)
+                is_view = type(result) is Tensor and result.layout is torch.strided
+                is_view = is_view and storage_address(result) == storage_address(value)
+                return marked(result, value._recoup_source) if is_view else result
             seam = _Seam(func, args, kwargs)
+            push_pair(seam.pack, unpack)
             try:
-                with saving(seam.pack):
-                    result = func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if stands_for or type(first) is list:
+                    _check_unchanged(func, first)
                 return seam.marked(result)
             finally:
-                seam.close()
+                pop_down_to(seam.beneath)
+                seam.values, seam.storages = [], {}  # each saved tensor holds the pair of hooks
 
     # A copy is a tensor as any other. What is copied stays alive until `memo` ends: it knows it by
     # its address.
@@ -139,8 +165,8 @@ def _hooks() -> object:
 def marked(tensor: Tensor, source: Source) -> Value:
     """Return `tensor`, read under the hooks in force, marked as the value of `source`."""
     tensor.__class__ = Value  # not an alias, which would add a node to the graph
-    value = cast("Value", tensor)
-    value._recoup_source, value._recoup_within = source, _hooks()
+    value, pair = cast("Value", tensor), pair_in_force()
+    value._recoup_source, value._recoup_within = source, None if pair is None else pair[0]
     return value
 
 
@@ -149,57 +175,112 @@ def _is_here(within: object, around: object) -> bool:
     return around is None or around is within
 
 
-def _check_change(func: Any, changed: Value, kwargs: dict[str, Any]) -> None:
-    """Raise if an operator changes, without a graph, a value that stands for another tensor."""
-    name, source = func.__name__, changed._recoup_source
-    changes = "out" in kwargs or name == "__setitem__" or (name[-1] == "_" and name[-2:] != "__")
-    is_data = func == _DATA
-    if is_data or (changes and not (torch.is_grad_enabled() and changed.requires_grad)):
-        raise RecoupError(
-            f"{source.name} was read as this step uses it, and `{'data' if is_data else name}` "
-            f"would change that tensor alone. To change {source.stands_for}, read it within "
-            "`torch.no_grad()`, or by `get_parameter`."
-        )
+def _check_unchanged(func: Any, given: Any) -> None:
+    """Raise if an operator has changed a value that stands for a parameter."""
+    for each in given if type(given) in (list, tuple) else (given,):
+        source = each._recoup_source if isinstance(each, Value) else None
+        if source is not None and source.stands_for and version_of(each) != source._version:
+            raise _lost(each, f"`{getattr(func, '__name__', 'an operator')}` changed it")
+
+
+def _lost(value: Value, what: str) -> RecoupError:
+    source = value._recoup_source
+    return RecoupError(
+        f"{source.name} was read as it is computed here, and {what}, which the parameter would not "
+        f'see. Read the parameter by `get_parameter("{source.stands_for}")`, or within '
+        "`recoup.weights.disabled(model)`."
+    )
+
+
+def _refuse(func: Any, value: Value, *args: Any, **kwargs: Any) -> Any:
+    """Raise where code takes a value for the parameter that it stands for."""
+    name = getattr(getattr(func, "__self__", func), "__name__", "it")
+    is_seen = name == "grad" and (value.retains_grad or TracingContext.try_get() is not None)
+    if is_seen or is_in_backward():  # by the compiler, by code that torch's checkpoints run again
+        return func(value, *args)
+    raise _lost(value, f"`{name}` was used")
+
+
+def _is_no_leaf(func: Any, value: Value) -> bool:
+    """Return False: an optimizer then asks for `retains_grad`."""
+    del func, value
+    return False
+
+
+class _Typename(str):
+    """The name of a type, which in torch's error that a value is no parameter tells more."""
+
+    told = ""
+
+    def __format__(self, spec: str) -> str:
+        return f"{format(str(self), spec)}: {self.told}"
+
+
+def _typename(func: Any, value: Value, *args: Any, **kwargs: Any) -> Any:
+    name = func(value, *args, **kwargs)
+    if isinstance(name, str):
+        name = _Typename(name)
+        name.told = str(_lost(value, "assigning it as a parameter would be a copy"))
+    return name
+
+
+# What means a parameter where a value stands for one: its memory, its gradient, that it is a leaf.
+_OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
+    Tensor.requires_grad_: _refuse,
+    Tensor.type: _typename,
+    vars(torch._C.TensorBase)["is_leaf"].__get__: _is_no_leaf,
+}
+for _attribute in ("data", "grad", "retains_grad"):
+    _OF_PARAMETERS[vars(torch._C.TensorBase)[_attribute].__get__] = _refuse
+    _OF_PARAMETERS[vars(torch._C.TensorBase)[_attribute].__set__] = _refuse
 
 
 class _Seam:
-    """The pair of hooks around one operator."""
+    """The pair of hooks around one operator.
 
-    __slots__ = ("_around", "_beneath", "_name", "_storages", "_values")
+    Attributes:
+        values: the values that the operator takes.
+        storages: those with a layout of strides, by their storages.
+        beneath: the pair that was in force.
+    """
+
+    __slots__ = ("_around", "_func", "beneath", "storages", "values")
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self._values = [each for each in tensors_in((args, kwargs)) if isinstance(each, Value)]
-        self._storages = {
-            storage_id(value): value for value in self._values if value.layout is torch.strided
-        }
-        self._beneath: Pair | None = pair_in_force()
-        self._around = _hooks()
-        self._name = f"A tensor that {getattr(func, '__name__', 'an operator')} saved"
+        is_flat = not kwargs and _NESTED.isdisjoint(map(type, args))
+        self.values: list[Value] = []
+        self.storages: dict[int, Value] = {}
+        for each in args if is_flat else tensors_in((args, kwargs)):
+            if isinstance(each, Value):
+                self.values.append(each)
+                if each.layout is torch.strided:
+                    self.storages[each.untyped_storage()._cdata] = each
+        self.beneath = pair_in_force()
+        self._around = None if self.beneath is None else self.beneath[0]
+        self._func = func
 
     @never_compiled
     def pack(self, tensor: Tensor) -> HasTensor:
         if tensor.layout is torch.strided:
-            value, owned, cast = self._storages.get(storage_id(tensor)), tensor, None
+            value = self.storages.get(tensor.untyped_storage()._cdata)
+            owned, cast = tensor, None
             if value is None and tensor.grad_fn is not None:
-                value, cast = cast_of(tensor, self._values) or (None, None)  # See Rule 3
+                value, cast = cast_of(tensor, self.values) or (None, None)  # See Rule 3
                 owned = value
             if value is not None and owned is not None:
                 source = value._recoup_source
                 if _is_here(value._recoup_within, self._around) and source.owns(owned):
                     return source.slot(tensor, cast)  # See Rule 2
-        return Kept(tensor, self._name, self._beneath)
+        name = f"A tensor that {getattr(self._func, '__name__', 'an operator')} saved"
+        return Kept(tensor, name, self.beneath)
 
     def marked(self, result: Any) -> Any:
         """Mark the results that are views of values (See Rule 2)."""
         if type(result) is Tensor and result.layout is torch.strided:
-            value = self._storages.get(storage_id(result))
+            value = self.storages.get(result.untyped_storage()._cdata)
             if value is not None and value._recoup_source.owns(result):
                 view = marked(result, value._recoup_source)
                 view._recoup_within = value._recoup_within
         elif type(result) in (tuple, list):
             return type(result)(self.marked(item) for item in result)
         return result
-
-    def close(self) -> None:
-        """Release the values, since each saved tensor holds the pair of hooks."""
-        self._values, self._storages = [], {}

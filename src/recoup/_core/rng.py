@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -243,9 +244,8 @@ def is_run_again() -> bool:
     return num_repeated() > 0 or frame_in_force() is not None or is_in_backward()
 
 
-def is_repeated() -> bool:
-    """Whether this runs inside a region that may run again, or runs again now."""
-    return bool(_local.regions)
+# Returns something true inside a region that may run again, or runs again now.
+is_repeated: Callable[[], object] = partial(getattr, _local, "regions")
 
 
 # --- decisions and calls among the draws of a region ---------------------------------------------

@@ -255,10 +255,11 @@ def as_leaves(tensors: Iterable[Tensor], requires_grad: Iterable[bool]) -> tuple
     A parameter stays itself, since code must not take it for another tensor.
     """
     leaves: list[Tensor] = []
-    for tensor, flag in zip(tensors, requires_grad, strict=True):
-        is_plain = type(tensor) is Tensor or not isinstance(tensor, nn.Parameter)
-        leaf = tensor.detach() if is_plain else tensor
-        leaves.append(leaf.requires_grad_() if flag else leaf)
+    with torch._C.DisableTorchFunctionSubclass():  # or the leaf of a value would be one
+        for tensor, flag in zip(tensors, requires_grad, strict=True):
+            is_plain = type(tensor) is Tensor or not isinstance(tensor, nn.Parameter)
+            leaf = tensor.detach() if is_plain else tensor
+            leaves.append(leaf.requires_grad_() if flag else leaf)
     return tuple(leaves)
 
 

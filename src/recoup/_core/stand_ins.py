@@ -54,7 +54,7 @@ def new_stand_in(
         base: the class beneath it.
         make: a function of a module, which calls this one.
         arguments: what `make` is given after `base`; can be pickled.
-        members: returns the members of a new one, among them `forward`, a function of its own.
+        members: returns the members of a new one; its `forward`, if any, is a function of its own.
     """
     step = Step(make, arguments)
     for known in base.__subclasses__():
@@ -68,8 +68,9 @@ def new_stand_in(
         "__reduce_ex__": _reducing(base),
         **members(),
     }
-    forward: Any = own["forward"]  # See Rule 3
-    forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
+    forward: Any = own.get("forward")
+    if forward is not None:  # See Rule 3
+        forward.__code__ = forward.__code__.replace(co_qualname=f"{base.__qualname__}.forward")
     return cast("Any", type(base))(base.__name__, (base,), own)
 
 

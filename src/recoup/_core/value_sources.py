@@ -29,6 +29,8 @@ from recoup.errors import ChangedError, ReplayError
 
 __all__ = ["HasTensor", "Source"]
 
+_NONE: set[int] = set()  # never added to
+
 
 HasTensor = Packed
 
@@ -42,22 +44,24 @@ class Source:
 
     Attributes:
         dtype: the dtype of the value.
-        stands_for: what code may want that changes the value without a graph, which is an error.
+        stands_for: the name of a parameter that code may want, to change it; "" if there is none.
     """
 
     way: ClassVar[Way] = "recompute"
 
     def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
         self.name = name
-        self.stands_for = ""
         self._lock = threading.RLock() if lock is None else lock
         self._slots: list[weakref.ref[_Slot]] = []
-        self._made: Tensor | None = None
-        self._waiting: set[int] = set()  # the slots that will still ask for what was made
-        self._witness: Tensor | None = None  # See Rule 1
-        self._version = 0
-        self.dtype = torch.float32
-        self._is_exposed = False
+        self._waiting: set[int] = _NONE  # the slots that will still ask for what was made
+
+    # As long as nothing was made or saved; set on the class, since most sources are short-lived.
+    stands_for = ""
+    dtype = torch.float32
+    _made: Tensor | None = None
+    _witness: Tensor | None = None  # See Rule 1
+    _version = 0
+    _is_exposed = False
 
     def make(self) -> None:
         """Make the value again and `give` it."""
@@ -80,8 +84,6 @@ class Source:
         """Remember `tensor` as it is now: from here on it is the value."""
         self.dtype = tensor.dtype
         self._version = version_of(tensor)
-        self._witness = tensor.detach()
-        self._witness.data = tensor.new_empty(0)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor`, in the memory of the value, still has the numbers of it."""
@@ -92,6 +94,10 @@ class Source:
     def slot(self, tensor: Tensor, cast: Cast | None = None) -> Packed:
         """Return what autograd saves in place of `tensor`, a view or a cast of the value."""
         slot = _Slot(self, tensor, cast)
+        if self._witness is None and cast is None:  # it has the version counter of the value
+            with torch._C.DisableTorchFunctionSubclass():  # it may be a value
+                self._witness = tensor.detach()
+                self._witness.data = tensor.new_empty(0)
         self._slots.append(weakref.ref(slot))
         if current.observer is not None:
             current.observer.saved(tensor, slot, self.way)
@@ -125,7 +131,7 @@ class Source:
     def _forget(self) -> None:
         with self._lock:
             self._made = None
-            self._waiting = set()
+            self._waiting = _NONE
 
 
 class _Slot:

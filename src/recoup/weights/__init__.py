@@ -2,15 +2,14 @@
 
 `weight_dropout`, `weight_noise` and `weight_norm` apply a reparametrization, of which only a seed
 is kept where it is random. The other functions list and remove them, control their draws, and keep
-an optimizer from moving what was dropped; `to_plain_names` and `from_plain_names` convert the files
-of other libraries.
+an optimizer from moving what was dropped; `to_plain_names` reads the files of other libraries.
 """
 
 from __future__ import annotations
 
-from recoup.weights.application import applied, remove, update
+from recoup.weights.application import applied, remove, set_step, update
 from recoup.weights.contexts import disabled, enabled, same_draw, step
-from recoup.weights.conversion import from_plain_names, to_plain_names
+from recoup.weights.conversion import to_plain_names
 from recoup.weights.divergence import kl_divergence
 from recoup.weights.dropout import weight_dropout
 from recoup.weights.freezing import freeze_dropped
@@ -26,10 +25,10 @@ __all__ = [
     "disabled",
     "enabled",
     "freeze_dropped",
-    "from_plain_names",
     "kl_divergence",
     "remove",
     "same_draw",
+    "set_step",
     "step",
     "to_plain_names",
     "twin",

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from numbers import Integral
+from typing import Any
 
 from torch import nn
 
 from recoup._core.stand_ins import check_can_be_derived_from
-from recoup.weights.checking import check, check_types, has_forward
-from recoup.weights.clock import Clock, Counter
-from recoup.weights.graph_operators import register_operators
-from recoup.weights.matching import Named, Where, check_is_module, matching, named, suited
-from recoup.weights.parametrized_module import attach, attached_to, restore_class, swap_class
-from recoup.weights.parametrized_weight import ParametrizedWeight
+from recoup.weights.choosing import (
+    Named,
+    Where,
+    check,
+    check_is_module,
+    matching,
+    named,
+    suited,
+)
+from recoup.weights.compiled import register_operators
+from recoup.weights.module import attach, attached_to, restore_class, swap_class
 from recoup.weights.reparametrization import Magnitude, Reparametrization
-from recoup.weights.ties import check_tied, other_use, remember, share_parameters
+from recoup.weights.ties import share, shared
+from recoup.weights.weight import ParametrizedWeight
 
 __all__ = [
     "Applied",
-    "AppliedList",
     "applied",
     "apply_to",
     "keep_only",
     "parametrized_weights",
     "remove",
     "reparametrized",
+    "set_step",
     "update",
 ]
 
@@ -37,70 +45,45 @@ def apply_to(
     Everything is checked before anything is changed. With ``tied="same"``, uses of one parameter
     get one reparametrization (see `ties`).
     """
-    is_shared = check_tied(tied)
-    found, left_out = suited(module, where)
+    if tied not in ("own", "same"):
+        raise ValueError(
+            f'`tied` is {tied!r}, but must be "own" (each name of a tied parameter has a draw of '
+            'its own) or "same" (they share one).'
+        )
+    found = suited(module, where)
+    covering = _covering(module, {id(each.owner) for each in found})
+    for part in covering:
+        check_can_be_derived_from(type(part))
     register_operators()
     steps: list[Reparametrization] = []
-    others: set[Reparametrization] = set()  # that uses have which are not of this call
     by_parameter: dict[int, Reparametrization] = {}
     for each in found:
         step = make()
-        if not steps:
-            check_types(step.kind, found)
-            step.application.left_out = left_out
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
-        if is_shared:
-            of_this_call = by_parameter.setdefault(id(each.parameter), step)
-            other = other_use(step, each)
-            others.update(() if other is None else (other,))
-            step = other or of_this_call
+        if tied == "same":
+            step = by_parameter.setdefault(id(each.parameter), shared(step, each))
         steps.append(step)
-    covering = _covering(module, {id(each.owner) for each in found})
-    begun = set(others)
     for step, each in zip(steps, found, strict=True):
-        name, owner, key, _ = each
-        weights = attach(owner).weights
-        if key not in weights:
-            name_in_errors = f"`{name}` of {type(module).__name__}"
-            weights[key] = ParametrizedWeight(key, name, name_in_errors)
-        weights[key].add(step)
-        if step in begun:
-            share_parameters(step, each)
+        weights = attach(each.owner).weights
+        if each.key not in weights:
+            name = f"`{each.name}` of {type(module).__name__}"
+            weights[each.key] = ParametrizedWeight(each.key, each.name, name)
+        weights[each.key].add(step)
+        if tied == "same":
+            share(step, each)
         else:
-            begun.add(step)
-            step.applied_to(owner, key)
-            if is_shared:
-                remember(step, each)
-        swap_class(owner)
-    for application in dict.fromkeys(step.application for step in steps):
-        is_of_this_call = any(step.application is application for step in begun - others)
-        for part in covering:
-            attached = attach(part)
-            if application not in attached.covered:
-                attached.covered.append(application)
-            if part is module and is_of_this_call:
-                attached.roots.append(application)
+            step.applied_to(each.owner, each.key)
+    roots = attach(module).roots
+    roots += [each for each in dict.fromkeys(s.application for s in steps) if each not in roots]
     for part in covering:
         swap_class(part)
     return module
 
 
 def _covering(module: nn.Module, owners: set[int]) -> list[nn.Module]:
-    """Return the modules of the tree that have a forward and contain a module of `owners` (ids)."""
-    found = [
-        part
-        for part in module.modules()
-        if has_forward(part) and any(id(inner) in owners for inner in part.modules())
-    ]
-    for part in found:
-        check_can_be_derived_from(type(part))
-    if found:
-        return found
-    raise ValueError(
-        f"`module` is a {type(module).__name__}, which has no forward in which its parameters "
-        "would be read. Apply to the module that reads them, with a pattern for the qualified name."
-    )
+    """Return the modules of the tree that are, or contain, one of `owners` (ids)."""
+    return [part for part in module.modules() if not owners.isdisjoint(map(id, part.modules()))]
 
 
 class Applied:
@@ -109,54 +92,26 @@ class Applied:
     Attributes:
         name: the qualified name of the parameter.
         reparametrization: the reparametrization that is applied to it.
+        step: the number of steps in training so far: what a schedule is given.
     """
 
     def __init__(self, name: str, reparametrization: Reparametrization) -> None:
         self.name = name
         self.reparametrization = reparametrization
-
-    @property
-    def step(self) -> int:
-        """The step of a clock, or the number of forwards in training: what a schedule is given.
-
-        It can be set where there is no clock.
-        """
-        return self.reparametrization.application.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.reparametrization.application.step = step
+        self.step = reparametrization.application.step
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.reparametrization!r}"
 
 
-class AppliedList(list[Applied]):
-    """The reparametrizations of a tree, in the order in which they run.
-
-    Attributes:
-        left_out: the parameters that a pattern matched and that were left out, and why, by name.
-    """
-
-    def __init__(self, entries: Iterable[Applied], left_out: dict[str, str]) -> None:
-        super().__init__(entries)
-        self.left_out = left_out
-
-    def __repr__(self) -> str:
-        left_out = "".join(f"; left out: {name} {why}" for name, why in self.left_out.items())
-        return f"{super().__repr__()}{left_out}"
-
-
-def applied(module: nn.Module) -> AppliedList:
+def applied(module: nn.Module) -> list[Applied]:
     """Return the reparametrizations of the parameters of `module`, in the order in which they run.
 
     Args:
         module: a module, or a tree of modules.
 
     Returns:
-        An entry for each reparametrization of each use of a parameter. Set its `step` when training
-        is resumed, so that a schedule continues, unless a clock does that. The list names in
-        `left_out` what a pattern matched that has no floating-point numbers or is frozen.
+        An entry for each reparametrization of each use of a parameter.
 
     Example:
         >>> import recoup, torch
@@ -165,16 +120,8 @@ def applied(module: nn.Module) -> AppliedList:
         [weight: weight_norm(dim=0), weight: weight_noise(std=0.1)]
     """
     check_is_module(module)
-    seen: set[int] = set()
-    found: list[Applied] = []
-    left_out: dict[str, str] = {}
-    for name, weight in _named_weights(module):
-        if id(weight) not in seen:
-            seen.add(id(weight))
-            found.extend(Applied(name, step) for step in weight.steps)
-            for application in weight.applications:
-                left_out.update(application.left_out)
-    return AppliedList(found, left_out)
+    found = {id(weight): (name, weight) for name, weight in reversed([*_named_weights(module)])}
+    return [Applied(name, s) for name, weight in reversed(found.values()) for s in weight.steps]
 
 
 def parametrized_weights(module: nn.Module) -> Iterator[ParametrizedWeight]:
@@ -196,9 +143,10 @@ def update(
     *,
     p: Magnitude | None = None,
     std: Magnitude | None = None,
-    clock: Clock | None = None,
 ) -> nn.Module:
-    """Change the rate of weight dropout, the deviation of weight noise, or the clock of schedules.
+    """Change the rate of weight dropout, or the deviation of weight noise.
+
+    Kept: nothing. Backward pays nothing for it: draws that were made keep their rate.
 
     Args:
         module: a module, or a tree of modules.
@@ -206,8 +154,6 @@ def update(
         p: the new probability of weight dropout; None leaves it.
         std: the new standard deviation of weight noise; None leaves it. Where the deviation is
             learned, the number is copied to the parameter.
-        clock: what tells the step of schedules from the next draw on, as for `weight_noise`; None
-            leaves it. All weights of a call of `weight_dropout` or `weight_noise` have one clock.
 
     Returns:
         `module` itself.
@@ -221,37 +167,55 @@ def update(
         >>> layer = recoup.weight_dropout(torch.nn.Linear(4, 4), p=0.5)
         >>> recoup.weights.applied(recoup.weights.update(layer, p=0.3))
         [weight: weight_dropout(p=0.3)]
-        >>> optimizer = torch.optim.Adam(layer.parameters())
-        >>> layer = recoup.weights.update(layer, p=lambda step: step / 100, clock=optimizer)
-        >>> optimizer.step()
-        >>> recoup.weights.applied(layer)[0].step
-        1
     """
     changes = {name: value for name, value in (("p", p), ("std", std)) if value is not None}
-    if not changes and clock is None:
-        raise ValueError("None of `p`, `std` and `clock` is given, so nothing would change.")
-    uses = [
-        (each, step)
-        for each, weight in reparametrized(module, where, "where")
-        for step in weight.steps
-        if step.argument
-    ]
-    for name in (*changes, *(("clock",) if clock is not None else ())):
-        found = [step for _, step in uses if name in (step.argument, "clock")]
-        if not found:
-            raise ValueError(
-                f"`{name}` is given, and no parameter that `where` {where!r} chooses has such a "
-                "reparametrization. See recoup.weights.applied(module)."
-            )
-        for step in found if name in changes else ():
-            step.check_magnitude(changes[name])
-    if clock is not None:
-        counter = Counter(clock)
-        for _, step in uses:
-            step.application.follow(counter)
-    for (_, owner, key, _), step in uses:
-        if step.argument in changes:
-            step.set_magnitude(owner, key, changes[step.argument])
+    if not changes:
+        raise ValueError("Neither `p` nor `std` is given, so nothing would change.")
+    uses = reparametrized(module, where, "where")
+    for only_check in (True, False):
+        for name, value in changes.items():
+            found = [(u, s) for u, weight in uses for s in weight.steps if s.argument == name]
+            if not found:
+                raise ValueError(
+                    f"`{name}` is given, and no parameter that `where` {where!r} chooses has such "
+                    "a reparametrization. See recoup.weights.applied(module)."
+                )
+            for (_, owner, key, _), step in found:
+                step.set_magnitude(owner, key, value, only_check=only_check)
+    return module
+
+
+def set_step(module: nn.Module, step: int) -> nn.Module:
+    """Set the number of steps that schedules of rates and deviations are given.
+
+    By default that is the number of forwards in training so far. Once it is set, it stays until it
+    is set again: set it before each step, to the number of steps of the optimizer, for example, so
+    that accumulated gradients count once and a training that is resumed goes on.
+
+    Kept: nothing. Backward pays nothing for it.
+
+    Args:
+        module: a module, or a tree of modules.
+        step: the number of steps, from 0.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ValueError: when `step` is not an int from 0.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer = recoup.weight_noise(torch.nn.Linear(4, 4), std=lambda step: 0.1 * (step > 100))
+        >>> recoup.weights.applied(recoup.weights.set_step(layer, 200))[0].step
+        200
+    """
+    given: Any = step
+    if not isinstance(given, Integral) or given is True or given is False or step < 0:
+        raise ValueError(f"`step` is {step!r}, but must be an int from 0.")
+    for weight in parametrized_weights(module):
+        for application in weight.applications:
+            application.step, application.counts = int(step), False
     return module
 
 
@@ -294,27 +258,20 @@ def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
         >>> recoup.weights.applied(recoup.weights.remove(layer))
         []
     """
-    found = [(each.owner, each.key) for each, _ in reparametrized(module, pattern, "pattern")]
-    _check_untied(module, found)
-    for owner, key in found:
-        weight = attach(owner).weights.pop(key)
-        for step in weight.steps:
-            step.removed_from(owner, key)
-    for owner in module.modules():
-        _tidy(owner)
-    return module
-
-
-def _check_untied(module: nn.Module, found: list[tuple[nn.Module, str]]) -> None:
-    for owner, key in found:
-        parameter = owner._parameters[key]
-        uses = [each.name for each in named(module) if each.parameter is parameter]
-        steps = attach(owner).weights[key].steps
-        if len(uses) > 1 and any(step.changes_weight for step in steps):
+    found = reparametrized(module, pattern, "pattern")
+    for each, weight in found:
+        uses = [other.name for other in named(module) if other.parameter is each.parameter]
+        if len(uses) > 1 and any(not step.is_random for step in weight.steps):
             raise ValueError(
                 f"`{uses[0]}` and `{uses[1]}` are one parameter, so the normalized weight cannot "
                 "be written into it: that would change the other use. Untie them first."
             )
+    for (_, owner, key, _), weight in found:
+        del attach(owner).weights[key]
+        for step in weight.steps:
+            step.removed_from(owner, key)
+    _tidy(module)
+    return module
 
 
 def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -> None:
@@ -323,21 +280,21 @@ def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -
         attached = attached_to(owner)
         weights = {} if attached is None else attached.weights
         for key, weight in [*weights.items()]:
-            weight.steps = [step for step in weight.steps if is_kept(step)]
+            weight.keep_only(is_kept)
             if not weight.steps:
                 del weights[key]
-    for owner in module.modules():
-        _tidy(owner)
+    _tidy(module)
 
 
 def _tidy(module: nn.Module) -> None:
-    attached = attached_to(module)
-    if attached is None:
-        return
-    alive = {step.application for _, weight in _named_weights(module) for step in weight.steps}
-    attached.covered = [application for application in attached.covered if application in alive]
-    attached.roots = [application for application in attached.roots if application in alive]
-    if not attached.weights and not attached.covered:
-        restore_class(module)
-    else:
-        swap_class(module)
+    """Give back the classes of the modules of a tree in which nothing is applied any more."""
+    for part in module.modules():
+        attached = attached_to(part)
+        if attached is None:
+            continue
+        alive = {a for weight in parametrized_weights(part) for a in weight.applications}
+        attached.roots = [application for application in attached.roots if application in alive]
+        if alive:
+            swap_class(part)
+        else:
+            restore_class(part)

@@ -2,160 +2,256 @@
 
 NOTE [ A weight in a graph ]
 
-Rule 1. A graph cannot hold seeds, or every call would draw the same. So it holds an operator that
-        decides when the graph runs, as any eager read does, and returns a tensor of seeds.
+Rule 1. A graph cannot hold seeds, or every call would draw the same. So it holds one operator a
+        step, which draws for all weights when the graph runs, as eager reads do, and returns seeds
+        and magnitudes as a tensor; a read outside of the steps that are traced holds one of its
+        own. Frames around the graph (`same_draw`, an eager step) count when it runs.
 Rule 2. Another operator makes the weight from the raw one and these seeds, and depends on nothing
         else. Backward gets the seeds that forward saved, and computes the rest of a weight again:
         the composite operator that consists of both says so (NOTE [ Three passes ]).
-Rule 3. A forward that is traced begins with an operator, too, which returns a number. It stands for
-        a `Forward` of this run of the graph, which is in force while reads that it covers draw; so
-        these have one draw and one step, as in eager code. The number's tensor owns the `Forward`.
-Rule 4. While it is traced, the first read in a forward makes the weight, and other reads with the
-        same coverage get the same one, unless a checkpoint of torch or its end is in between.
-Rule 5. The coverage of a read is known when it is traced: an application is covered where a forward
-        of it is traced, too. A norm that is not covered depends on the contexts in force around the
-        graph, so the graph breaks there.
-Rule 6. Operators are registered when something is first applied, not on import.
-Rule 7. The graph breaks where a weight is computed by a function of the user's, or where its noise
-        has a deviation that is a parameter: the operators take a weight and seeds.
-Rule 8. The compiler stores what it compiled on disk, by the names and the arguments of operators.
+Rule 3. Operators are registered when something is first applied, not on import.
+Rule 4. The graph breaks where a weight is computed by autograd (a function of the user's, a learned
+        deviation), or shares its draws with another name: the operators take a weight and seeds.
+Rule 5. The compiler stores what it compiled on disk, by the names and the arguments of operators.
         So what a composite operator consists of depends on its arguments alone, and one that comes
-        to mean something else gets another name.
-Rule 9. The compiler takes two calls with the same arguments for one. Each forward that begins is
-        another one, so it is numbered.
+        to mean something else gets another name. It takes two calls with the same arguments for
+        one; so each draw has its place in the graph among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import break_graph, is_traced, uncompiled
-from recoup._core.compiled_graphs import is_in_checkpoint, unchecked
-from recoup.weights.forwards import is_overridden
+from recoup._core.compile import break_graph, is_traced, never_compiled, uncompiled
+from recoup._core.compiled_graphs import computed_again, num_recorded, saved, unchecked
 from recoup.weights.normed import product_of
-from recoup.weights.outside_forward import warn_of_read
-from recoup.weights.reparametrization import Application, Covering, Reparametrized
+from recoup.weights.reparametrization import Application, Drawn
+from recoup.weights.steps import Step, leave, local, overriding
 
-__all__ = ["NOT_IN_GRAPH", "forward_in_graph", "read_in_graph"]
+__all__ = ["NOT_IN_GRAPH", "new_handle", "read_in_graph", "register_operators", "step_in_graph"]
 
 NOT_IN_GRAPH = (
-    "Outside of graphs run recurrent layers with reparametrized weights, modules with weights that "
-    'are tied by `tied="same"`, and what reads a weight '
-    "that a function computes (recoup.weights.apply) or whose noise has a deviation that is a "
-    "parameter. Leave `fullgraph` out."
+    "Outside of graphs run recurrent layers with reparametrized weights, and what reads a weight "
+    "that a function computes (recoup.weights.apply), whose noise has a deviation that is a "
+    'parameter, or that is tied by `tied="same"`. Leave `fullgraph` out.'
 )
-_UNCOVERED_NORM = (
-    "A weight with a norm is read outside of a forward, so what it is depends on the contexts "
-    "around the graph. Compile the module whose forward reads it, or leave `fullgraph` out."
-)
+
+_numbers = itertools.count()
+_by_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def new_handle(owner: object) -> Tensor:
+    """Return a number that stands for an object in a graph: an input of it, not a constant."""
+    number = next(_numbers)
+    _by_handle[number] = owner
+    return torch.tensor(number, device="cpu")
+
+
+# -- what is traced ----------------------------------------------------------------------------
 
 
 class Traced(NamedTuple):
-    """A forward that is traced: what it covers, its number if it draws, and the weights made."""
+    """A step that is traced: what it covers, and its draws and their columns if it has any."""
 
-    applications: tuple[Application, ...]
-    number: Tensor | None
-    made: dict[tuple[Any, bool, int], Tensor]
+    applications: list[Application]
+    seeds: Tensor | None
+    columns: dict[tuple[Any, Any], int]  # by the weight and the reparametrization
 
 
 _traced: list[Traced] = []
 
 
-def forward_in_graph(
-    run: Callable[..., Any],
-    module: nn.Module,
-    covering: Covering,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+def step_in_graph(
+    run: Callable[..., Any], in_step: Any, module: nn.Module, attached: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Trace a forward whose reads share their draws (See Rule 3)."""
-    if all(_around(application) >= 0 for application in covering.applications):
-        return run(module, *args, **kwargs)
-    number = None
-    if covering.draws and (
-        covering.draws_always or is_overridden() or any(part.training for part in module.modules())
-    ):
-        number = torch.ops.recoup.forward_begins(covering.handle)
-    unchecked(_push, Traced(covering.applications, number, {}))
+    """Trace a forward that is a step."""
+    if not torch.compiler.is_compiling():  # a layer within breaks the graph
+        return in_step(module, attached, args, kwargs)
+    columns: dict[tuple[Any, Any], int] = {}
+    flags: list[int] = []
+    may_draw = False
+    for weight, owner in attached.uses_in(module):
+        flags.append(_flags(owner))
+        for step in weight.steps:
+            columns[weight, step] = len(columns)
+            may_draw = may_draw or _may_draw(step, owner)
+    if all(_step_around(each) is not None for each in attached.roots):
+        may_draw = False  # nor are its columns looked at: the outermost step counts
+    seeds = torch.ops.recoup.drawn(attached.handle, flags, len(columns)) if may_draw else None
+    unchecked(_traced.append, Traced(attached.roots, seeds, columns))
     try:
         return run(module, *args, **kwargs)
     finally:
-        unchecked(_pop)
+        unchecked(_traced.pop)
 
 
-def _push(traced: Traced) -> None:
-    _traced.append(traced)
+def _flags(owner: nn.Module) -> int:
+    return int(owner.training) + 2 * int(torch.is_grad_enabled())
 
 
-def _pop() -> None:
-    _traced.pop()
+def _may_draw(step: Any, owner: nn.Module) -> bool:
+    return step.is_random and (owner.training or step.mode == "always" or len(overriding) > 0)
 
 
-def read_in_graph(parametrized: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
-    """Trace a read of a weight (See Rule 4)."""
-    covered, innermost = 0, -1
-    forwards: list[int] = []
-    for number, step in enumerate(parametrized.steps):
-        around = _around(step.application)
-        if around >= 0:
-            covered |= 1 << number
-            innermost = max(innermost, around)
-            if around not in forwards:
-                forwards.append(around)
-        elif not step.is_random:
-            break_graph(_UNCOVERED_NORM)  # See Rule 5
-            return uncompiled(_read_uncompiled)(parametrized, module, raw)
-        if step.breaks_graph:
-            break_graph(NOT_IN_GRAPH)  # See Rule 7
-            return uncompiled(_read_uncompiled)(parametrized, module, raw)
-    begun = [_traced[place].number for place in sorted(forwards)]
-    numbers = [number for number in begun if number is not None]
-    if innermost < 0:
-        return _made(parametrized, module, raw, numbers)
-    made = _traced[innermost].made
-    key = (parametrized, torch.is_grad_enabled(), covered)
-    if key in made:
-        return made[key]
-    weight = _made(parametrized, module, raw, numbers)
-    if not is_in_checkpoint():
-        made[key] = weight
-    return weight
+def _step_around(application: Application) -> Traced | None:
+    """Return the outermost traced step that covers `application`."""
+    for traced in _traced:
+        if application in traced.applications:
+            return traced
+    return None
 
 
-def _made(
-    parametrized: Reparametrized, module: nn.Module, raw: Tensor, numbers: list[Tensor]
-) -> Tensor:
-    is_on = is_overridden()
+def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
+    """Trace a read of a weight."""
     norms: list[Tensor] = []
     axes: list[int] = []
-    for step in parametrized.steps:
-        if step.is_random:
-            is_on = is_on or module.training or step.mode == "always"
-        else:
-            norms += step.operands(module, parametrized.key)
+    seeds: list[Tensor] = []
+    places: list[int] = []  # of each step that draws: its number, and its column of the seeds
+    own: Any = None
+    for number, step in enumerate(weight.steps):
+        if step.breaks_graph:
+            break_graph(NOT_IN_GRAPH)  # See Rule 4
+            return uncompiled(weight.read)(module, raw)
+        traced = _step_around(step.application)
+        if not step.is_random:
+            norms += step.operands(module, weight.key)
             axes.append(step.axis)
-    if not is_on and (not norms or not torch.is_grad_enabled() or is_traced()):
+        elif traced is not None and traced.seeds is not None:
+            seeds.append(traced.seeds)
+            places += [number, traced.columns[weight, step]]
+        elif traced is None and _may_draw(step, module):
+            if own is None:
+                own = torch.ops.recoup.drawn(weight.handle, [_flags(module)], len(weight.steps))
+            seeds.append(own)
+            places += [number, number]
+    if not seeds and (not norms or not torch.is_grad_enabled() or is_traced()):
         for norm, axis in zip(norms, axes, strict=True):
             raw = product_of(raw, norm, axis)
         return raw
-    num_steps = len(parametrized.steps) if is_on else 0
-    return torch.ops.recoup.reparametrized(
-        raw, norms, axes, parametrized.handle, numbers, num_steps, module.training
-    )
+    return torch.ops.recoup.reparametrized_by(raw, norms, axes, weight.handle, seeds, places)
 
 
-def _around(application: Application) -> int:
-    """Return the index of the outermost traced forward that covers `application`, or -1."""
-    for number, traced in enumerate(_traced):
-        if application in traced.applications:
-            return number
-    return -1
+# -- what a graph calls ------------------------------------------------------------------------
 
 
-def _read_uncompiled(parametrized: Reparametrized, module: nn.Module, raw: Tensor) -> Tensor:
-    warn_of_read(parametrized, is_training=module.training)
-    return parametrized.read(module, raw)
+@functools.cache
+def register_operators() -> None:
+    """Register the operators that a graph calls (See Rule 3)."""
+    library = torch.library.Library("recoup", "FRAGMENT")
+    _registered.append(library)
+    for name, run in (("drawn", _draws), ("reparametrized_by", _reparametrized)):
+        library.define(name + torch.library.infer_schema(run, mutates_args=()))
+        library.impl(name, run, "CompositeImplicitAutograd")
+    tags = (torch.Tag.nondeterministic_seeded,)
+    operator = torch.library.custom_op("recoup::seeds", _seeds, mutates_args=(), tags=tags)
+    operator.register_fake(_fake_seeds)
+    operator = torch.library.custom_op("recoup::redrawn", _redrawn, mutates_args=())
+    operator.register_fake(_fake_redrawn)
+    operator.register_autograd(_backward, setup_context=_keep_seeds)
+
+
+_registered: list[Any] = []  # torch takes back what a library registered when that is freed
+
+
+@never_compiled
+def _draws(handle: Tensor, flags: Sequence[int], num_columns: int) -> Tensor:
+    """Return the draws of a step, or of a read outside of steps.
+
+    Args:
+        handle: the handle of what draws: a weight, or the state of a module (of a step).
+        flags: of each weight, whether its module is in training mode, and whether a graph is built.
+        num_columns: the number of reparametrizations of these weights.
+    """
+    return saved(lambda: torch.ops.recoup.seeds(handle, flags, num_columns, num_recorded()))
+
+
+@never_compiled
+def _seeds(handle: Tensor, flags: Sequence[int], num_columns: int, place: int) -> Tensor:
+    """Return seeds, and magnitudes as bits, a row each; 0 and 0 where none is drawn."""
+    del num_columns, place  # See Rule 5
+    found: list[Drawn | None] = []
+    owner: Any = _by_handle[int(handle)]
+    step = Step(None, owner.roots)
+    local.frames.append(step)
+    try:
+        for weight, flag in zip(owner.weights_within, flags, strict=True):
+            draws_alone = flag >= 2 and not owner.roots
+            made = weight.draws_again(0, bool(flag & 1), draws_alone, flag >= 2)
+            drawn = {each.step: each for each in made}
+            found += [drawn.get(each) for each in weight.steps]
+    finally:
+        leave(step)
+    seeds = torch.tensor([0 if each is None else each.seed for each in found])
+    magnitudes = [0.0 if each is None else each.magnitude for each in found]
+    return torch.stack([seeds, torch.tensor(magnitudes, dtype=torch.float64).view(torch.int64)])
+
+
+def _fake_seeds(handle: Tensor, flags: Sequence[int], num_columns: int, place: int) -> Tensor:
+    return torch.empty((2, num_columns), dtype=torch.int64, device="cpu")
+
+
+@never_compiled
+def _reparametrized(
+    raw: Tensor,
+    norms: Sequence[Tensor],
+    axes: Sequence[int],
+    handle: Tensor,
+    seeds: Sequence[Tensor],
+    places: Sequence[int],
+) -> Tensor:
+    """Return a weight; the norms come before the draws (See Rule 2).
+
+    Args:
+        raw: the parameter.
+        norms: the magnitudes of its norms.
+        axes: their axes.
+        handle: the handle of the parametrized weight.
+        seeds: the draws, for each reparametrization that draws.
+        places: for each of them, its number among those of the weight, and its column in `seeds`.
+    """
+
+    def make() -> Tensor:
+        weight = raw
+        for norm, axis in zip(norms, axes, strict=True):
+            weight = product_of(weight, norm, axis)
+        return torch.ops.recoup.redrawn(weight, seeds, handle, places, False) if seeds else weight
+
+    return computed_again(make)
+
+
+@never_compiled
+def _redrawn(
+    weight: Tensor, seeds: Sequence[Tensor], handle: Tensor, places: Sequence[int], transposed: bool
+) -> Tensor:
+    """Return a weight under these draws; transposed, the gradient of the raw one from its own."""
+    weight = weight.clone(memory_format=torch.contiguous_format)
+    for each, number, column in zip(seeds, places[::2], places[1::2], strict=True):
+        step, magnitude = _by_handle[int(handle)].steps[number], each[1].view(torch.float64)[column]
+        if magnitude and not (transposed and step.is_additive):
+            drawn = Drawn(step, int(each[0, column]), float(magnitude))
+            weight = step.compute(weight, (), drawn, in_place=True)
+    return weight
+
+
+def _fake_redrawn(
+    weight: Tensor, seeds: Sequence[Tensor], handle: Tensor, places: Sequence[int], transposed: bool
+) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _keep_seeds(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seeds, handle, ctx.places, _ = inputs
+    ctx.save_for_backward(*seeds, handle)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    *seeds, handle = ctx.saved_tensors
+    found = torch.ops.recoup.redrawn(gradient, seeds, handle, ctx.places, True)
+    return found, [None] * len(seeds), None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
@@ -10,19 +11,19 @@ from torch import nn
 
 from recoup._core.rng import draw_seed
 from recoup.weights.application import parametrized_weights
-from recoup.weights.forwards import Forward, Override, SameDraw
+from recoup.weights.steps import Override, SameDraw, Step
 
 __all__ = ["disabled", "enabled", "same_draw", "step"]
 
 
 @contextmanager
 def step(module: nn.Module) -> Generator[None, None, None]:
-    """Run the code within as one forward of everything that is applied in `module`.
+    """Let the code within be one step: each weight of `module` has one draw, wherever it is read.
 
-    Use it where a training step computes outside of a `forward`: `training_step` of a
-    LightningModule, `model.encode(x)`, a loss that reads `model.embedding.weight`. Within, each
-    weight has one draw, wherever it is read, and a schedule counts one step. In evaluation nothing
-    is drawn, as in any forward.
+    A forward of the module that a reparametrization was applied to is a step by itself. Use this
+    where a training step computes otherwise: `training_step` of a LightningModule, several forwards
+    with one loss, `model.encode(x)`, a loss that reads `model.embedding.weight`. A schedule counts
+    it once. In evaluation nothing is drawn, as in any forward.
 
     Kept: 8 bytes a weight, as in a forward. Call `backward` and the optimizer's step outside.
 
@@ -39,23 +40,19 @@ def step(module: nn.Module) -> Generator[None, None, None]:
         ...     torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
         True
     """
-    # Each application once, in order.
-    weights = parametrized_weights(module)
-    found = dict.fromkeys(each for weight in weights for each in weight.applications)
-    forward = Forward(None, tuple(found))
-    with forward:
+    found = (each.applications for each in parametrized_weights(module))
+    with Step(None, [*dict.fromkeys(itertools.chain(*found))]):
         yield
-    forward.wait_with(())
 
 
 def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
-    """Give each weight one draw for all forwards within.
+    """Give each weight one draw for all steps and reads within.
 
-    Around the forwards of a step (a layer called from outside its tree, windows of one sequence,
-    gradients that are accumulated) it makes them use the same noise; with a seed, that noise is a
-    function of the seed and of the names of the parameters, so that a whole data set can be run
-    through one sample, and every rank of a distributed run can have the same noise, as
-    ``same_draw(seed=step)``, or its own, as ``same_draw(seed=step * world_size + rank)``.
+    Around several forwards (windows of one sequence, gradients that are accumulated) it makes them
+    use the same noise; with a seed, that noise is a function of the seed and of the names of the
+    parameters, so that a whole data set can be run through one sample, and every rank of a
+    distributed run can have the same noise, as ``same_draw(seed=step)``, or its own, as
+    ``same_draw(seed=step * world_size + rank)``. A schedule counts one step.
 
     Args:
         seed: an int from 0; drawn from the default generator if None.
@@ -81,7 +78,7 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
     # Drawn in any case: the position in the stream identifies code that torch runs again.
     drawn = draw_seed()
-    return SameDraw(drawn if seed is None else int(seed))
+    return SameDraw(drawn if seed is None else int(seed), counts=True)
 
 
 def disabled(module: nn.Module) -> AbstractContextManager[None]:

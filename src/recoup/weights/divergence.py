@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
 from recoup.weights.application import reparametrized
-from recoup.weights.matching import Where
+from recoup.weights.choosing import Where
 from recoup.weights.noise import WeightNoise
 
 __all__ = ["kl_divergence"]
@@ -100,12 +100,9 @@ def kl_divergence(
 
 def _check(name: str, value: Any, above: float, needed: str) -> None:
     """Raise if `value` is neither a number above a bound nor a 0-dim tensor."""
-    if isinstance(value, Tensor):
-        is_valid, got = value.dim() == 0, f"of shape {tuple(value.shape)}"
-    else:
-        number = float(value) if isinstance(value, Real) and value is not True else math.nan
-        is_valid, got = above < number < math.inf, repr(value)
-    if not is_valid:
+    is_number = isinstance(value, Real) and value is not True and above < float(value) < math.inf
+    if not is_number and not (isinstance(value, Tensor) and value.dim() == 0):
+        got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"`{name}` is {got}, but must be {needed}, or a 0-dim tensor.")
 
 

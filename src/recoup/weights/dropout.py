@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from recoup.weights import draws, row_draws
 from recoup.weights.application import apply_to
-from recoup.weights.clock import Clock
-from recoup.weights.matching import Where
+from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import (
     Application,
     Drawn,
@@ -25,12 +24,11 @@ __all__ = ["WeightDropout", "weight_dropout"]
 
 def weight_dropout(
     module: nn.Module,
-    pattern: Where = "weight",
+    pattern: Where = ANY_WEIGHT,
     p: Magnitude = 0.5,
     *,
     axes: tuple[int, ...] = (),
     mode: str = "training",
-    clock: Clock | None = None,
     tied: str = "own",
 ) -> nn.Module:
     """Drop entries of weights in each forward, and keep nothing for it but a seed.
@@ -40,20 +38,18 @@ def weight_dropout(
     parameters remain the same objects under the same names; evaluation uses the raw weight.
 
     Args:
-        module: the module, or a tree of modules. One forward of it has one draw.
+        module: the module, or a tree of modules. A forward of it is a step, which has one draw.
         pattern: chooses parameters: a regular expression for the whole of their qualified names, a
             type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
             list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only; `applied` names what is left out.
+            by a function or by their name in full only. By default, all weights: names in which
+            "weight" is a word.
         p: the probability that an entry is dropped, rounded to a multiple of 2^-16; the others are
-            scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the step to a
-            number.
+            scaled by 1 / (1 - p). A number, a 0-dim tensor, or a function from the number of steps
+            in training so far (see `set_step`) to a number.
         axes: the axes along which the mask is shared; ``axes=(1,)`` drops whole rows, which for an
             `nn.Embedding` is done on the rows that were looked up.
         mode: "training", or "always" to draw in evaluation too.
-        clock: what tells the step of a function `p`: an optimizer, whose steps are counted and
-            saved with its state, a learning-rate scheduler, or a function without arguments. By
-            default it is the number of forwards in training so far.
         tied: "own" gives each name of a tied parameter a draw of its own; with "same" they share
             one, also with names to which another call with "same" applies.
 
@@ -75,7 +71,7 @@ def weight_dropout(
     Source: Wan et al., "Regularization of neural networks using DropConnect" (2013); Merity et al.,
     "Regularizing and optimizing LSTM language models", https://arxiv.org/abs/1708.02182.
     """
-    application = Application(clock)
+    application = Application()
     return apply_to(module, pattern, lambda: WeightDropout(application, p, axes, mode), tied=tied)
 
 
@@ -92,14 +88,13 @@ class WeightDropout(Reparametrization):
     ) -> None:
         super().__init__(application, mode)
         self.p = p
-        given: Any = axes
-        if type(given) not in (tuple, list) or any(type(axis) is not int for axis in given):
+        if type(axes) not in (tuple, list) or not {*map(type, axes)} <= {int}:
             raise ValueError(f"`axes` is {axes!r}, but must be a tuple of ints, such as (1,).")
         self.axes = tuple(axes)
         self.magnitude(application.step)
 
-    def extra_repr(self) -> str:
-        return f", axes={self.axes}" if self.axes else ""
+    def shown(self) -> str:
+        return super().shown() + (f", axes={self.axes}" if self.axes else "")
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
         """Normalize `axes` for `draws`, or raise if the weight does not have them."""
@@ -112,22 +107,20 @@ class WeightDropout(Reparametrization):
                 )
         self.axes = tuple(sorted({axis % weight.dim() for axis in self.axes}))
         self.draws_by_row = is_table(module, key)
-
-    def num_drawn_by_row(self, num_columns: int) -> int:
-        return 1 if 1 in self.axes else num_columns
+        self.draws_rows_whole = 1 in self.axes
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         if weight.layout is torch.sparse_coo:
             return self._compute_sparse(weight, drawn)
         if self.draws_by_row:
             return self.compute_rows(weight, None, drawn, in_place=in_place)
-        drop = draws.dropped_ if in_place and weight.is_contiguous() else draws.dropped
-        return drop(weight, drawn.seed, drawn.magnitude, self.axes)
+        out = weight if in_place and weight.is_contiguous() else None
+        return draws.dropped(weight, drawn.seed, drawn.magnitude, self.axes, out=out)
 
     def compute_rows(
-        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
         return row_draws.dropped(
             weight, drawn.seed, drawn.magnitude, ids, axes=self.axes, in_place=in_place
@@ -136,23 +129,12 @@ class WeightDropout(Reparametrization):
     def _compute_sparse(self, gradient: Tensor, drawn: Drawn) -> Tensor:
         """Scale the entries of a sparse gradient, which an embedding may have."""
         gradient = gradient.coalesce()
+        values, indices = gradient.values(), gradient.indices()
         if self.draws_by_row and gradient.sparse_dim() == 1:
-            scaled = self.compute_rows(gradient.values(), gradient.indices()[0], drawn)
+            values = self.compute_rows(values, indices[0], drawn)
         else:
-            scales = self._scales(gradient, drawn).expand(gradient.shape)
-            scaled = gradient.values() * scales[tuple(gradient.indices())]
+            ones = torch.ones(gradient.shape, dtype=values.dtype, device=values.device)
+            values = values * self.compute(ones, (), drawn, in_place=True)[tuple(indices)]
         return torch.sparse_coo_tensor(
-            gradient.indices(),
-            scaled,
-            gradient.shape,
-            is_coalesced=True,
-            check_invariants=False,
+            indices, values, gradient.shape, is_coalesced=True, check_invariants=False
         )
-
-    def _scales(self, like: Tensor, drawn: Drawn) -> Tensor:
-        """Return the mask, with a length of 1 along the axes where it is shared."""
-        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-        if self.draws_by_row:
-            return self.compute_rows(torch.ones(like.shape, **kind), None, drawn, in_place=True)
-        shape = tuple(1 if axis in self.axes else n for axis, n in enumerate(like.shape))
-        return draws.scales(shape, drawn.seed, drawn.magnitude, **kind)

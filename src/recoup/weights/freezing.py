@@ -2,35 +2,29 @@
 
 NOTE [ What a step leaves alone ]
 
-Rule 1. While this is in force, each use of a weight notes the draws that forwards give to it, where
-        it is resolved (see `forwards`). Code that runs again in backward gets a decision that was
-        recorded, and is not resolved. A draw that is read often is noted once; one that `same_draw`
-        keeps for several steps is noted in each of them.
+Rule 1. While this is in force, each use of a weight notes its draws, where they are first made. One
+        that is read often is noted once; one that `same_draw` keeps for several steps is noted in
+        each of them.
 Rule 2. An entry is left alone if all draws of all uses dropped it, and its gradient is zero. Who
-        used it in another way (in a forward without noise, outside of any, on another rank) gave it
-        a gradient, which must not be lost. That of a dropped entry is zero, exactly.
+        used it in another way (without noise, on another rank) gave it a gradient, which must not
+        be lost. That of a dropped entry is zero, exactly.
 Rule 3. Masks are drawn again before the optimizer's step, since the step may change gradients, and
         after each run of its closure, which makes the last ones. Weights are copied before it: a
         closure may find them moved. Afterwards entries are written back, and draws forgotten.
-Rule 4. A step that raises leaves its copies to the next one, which makes new ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recoup.weights.choosing import Named, check_is_module, named
 from recoup.weights.dropout import WeightDropout
-from recoup.weights.matching import Named, check_is_module, named
-from recoup.weights.norm import WeightNorm
-from recoup.weights.parametrized_module import attached_to
-from recoup.weights.reparametrization import Drawn, Record
+from recoup.weights.module import attached_to, check_is_plain
+from recoup.weights.reparametrization import Drawn
 
 __all__ = ["FrozenDropped", "freeze_dropped"]
 
@@ -39,25 +33,92 @@ class FrozenDropped:
     """The freezing of dropped weights, until `remove` is called or its block of code ends."""
 
     def __init__(self, optimizer: Optimizer, weights: list[_Weight]) -> None:
-        steps = _Steps(weights)
-        self._hooks = (
-            optimizer.register_step_pre_hook(steps.before),
-            optimizer.register_step_post_hook(steps.after),
-        )
         self._weights = weights
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        )
 
     def remove(self) -> None:
         """Let the optimizer move all entries again."""
         for hook in self._hooks:
             hook.remove()
         for weight in self._weights:
-            weight.stop()
+            for step, draws in weight.uses:
+                step.records = [each for each in step.records if each is not draws]
 
     def __enter__(self) -> FrozenDropped:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Copy the weights, and find the entries."""
+        del optimizer
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        for weight in self._weights:
+            weight.before = None
+            if callable(closure) or any(draws for _, draws in weight.uses):
+                weight.before = weight.parameter.detach().clone()
+        self._find()
+        if not callable(closure):
+            return None
+
+        def run() -> Any:
+            result = cast("Any", closure)()
+            self._find()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": run}
+        return (args[0], run, *args[2:]), kwargs
+
+    @torch.no_grad()
+    def _find(self) -> None:
+        for weight in self._weights:
+            weight.find()
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Write the entries back."""
+        for weight in self._weights:
+            if weight.before is not None and weight.frozen is not None:
+                kept = torch.where(weight.frozen, weight.before, weight.parameter)
+                weight.parameter.copy_(kept)
+            weight.before = weight.frozen = None
+            for _, draws in weight.uses:
+                draws.clear()
+
+
+class _Weight:
+    """A parameter of the optimizer, and the dropout and the draws of each of its uses."""
+
+    def __init__(self, parameter: Tensor, steps: list[WeightDropout]) -> None:
+        self.parameter = parameter
+        self.uses: list[tuple[WeightDropout, set[Drawn]]] = [(step, set()) for step in steps]
+        self.before: Tensor | None = None
+        self.frozen: Tensor | None = None
+        for step, draws in self.uses:
+            step.records = [*step.records, draws]
+
+    def find(self) -> None:
+        """Find the entries that are left alone."""
+        self.frozen, drawn = None, [(s, each) for s, draws in self.uses for each in draws]
+        if self.before is None or not drawn:
+            return
+        found = torch.ones_like(self.before, dtype=torch.bool)
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.layout is torch.sparse_coo:
+            gradient = gradient.coalesce()
+            found[tuple(gradient.indices())] = gradient.values() == 0
+        elif gradient is not None:
+            found = gradient == 0
+        for step, each in drawn:
+            ones = torch.ones_like(self.before, memory_format=torch.contiguous_format)
+            found &= step.compute(ones, (), each, in_place=True) == 0
+        self.frozen = found
 
 
 def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
@@ -92,10 +153,11 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
         >>> layer = recoup.weight_dropout(torch.nn.Linear(64, 64), p=0.5)
         >>> optimizer = torch.optim.AdamW(layer.parameters(), weight_decay=0.1)
         >>> handle = recoup.weights.freeze_dropped(optimizer, layer)
-        >>> before = layer.weight.detach().clone()
+        >>> weight = layer.get_parameter("weight")
+        >>> before = weight.detach().clone()
         >>> layer(torch.ones(1, 64)).sum().backward()
         >>> optimizer.step()
-        >>> torch.equal(layer.weight == before, layer.weight.grad == 0)
+        >>> torch.equal(weight == before, weight.grad == 0)
         True
 
     Source: "dropped weights should never be updated in this iteration":
@@ -108,161 +170,32 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
             "the one within, if this wraps one."
         )
     check_is_module(module)
-    weights = _weights_of(optimizer, module)
-    if not weights:
-        raise ValueError(
-            f"`optimizer` has no parameter of {type(module).__name__} of which each use has weight "
-            "dropout and no weight norm, so there is nothing to leave alone. See "
-            "recoup.weights.applied(module)."
-        )
-    for weight in weights:
-        weight.start()
-    return FrozenDropped(optimizer, weights)
-
-
-class _Weight:
-    """A parameter of the optimizer, and its uses, all with dropout."""
-
-    def __init__(self, parameter: Tensor, steps: list[WeightDropout]) -> None:
-        self._parameter = parameter
-        self._steps = steps  # of each use
-        self._records = [Record() for _ in steps]
-        self._raw: Tensor | None = None
-        self._frozen: Tensor | None = None
-
-    def start(self) -> None:
-        """Begin to note draws."""
-        for step, record in zip(self._steps, self._records, strict=True):
-            step.records = WeakSet([*step.records, record])
-
-    def stop(self) -> None:
-        """End it, and forget those noted."""
-        for step, record in zip(self._steps, self._records, strict=True):
-            step.records = WeakSet(set(step.records) - {record})
-        self.forget()
-
-    def forget(self) -> None:
-        self._raw = self._frozen = None
-        for record in self._records:
-            record.draws.clear()
-
-    def copy(self, *, has_closure: bool) -> None:
-        """Keep the values before a step, if one may be needed again."""
-        self._raw = self._frozen = None
-        if has_closure or any(record.draws for record in self._records):
-            self._raw = self._parameter.detach().clone()
-
-    def look(self) -> None:
-        """Find the entries that are left alone."""
-        self._frozen = None
-        raw = self._raw
-        if raw is None or not any(record.draws for record in self._records):
-            return
-        found = _without_gradient(self._parameter)
-        for step, record in zip(self._steps, self._records, strict=True):
-            for seed, magnitude in record.draws:
-                ones = torch.ones_like(raw, memory_format=torch.contiguous_format)
-                kept = step.compute(ones, (), Drawn(step, seed, magnitude), in_place=True)
-                found &= kept == 0
-        self._frozen = found
-
-    def write_back(self) -> None:
-        """Undo what a step did to entries that are left alone."""
-        if self._raw is not None and self._frozen is not None:
-            self._parameter.copy_(torch.where(self._frozen, self._raw, self._parameter))
-
-
-class _Steps:
-    """The hooks around the steps of an optimizer."""
-
-    def __init__(self, weights: list[_Weight]) -> None:
-        self._weights = weights
-
-    @torch.no_grad()
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Copy the weights, and find the entries."""
-        is_named = "closure" in kwargs
-        closure = kwargs.get("closure") if is_named else next(iter(args[1:]), None)
-        has_closure = callable(closure)
-        for weight in self._weights:
-            weight.copy(has_closure=has_closure)
-        self._look()
-        if not has_closure:
-            return None
-        closure = self._looking_after(cast("Callable[[], Any]", closure))
-        if is_named:
-            return args, {**kwargs, "closure": closure}
-        return (args[0], closure, *args[2:]), kwargs
-
-    def _looking_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            result = closure()
-            self._look()
-            return result
-
-        return run
-
-    @torch.no_grad()
-    def _look(self) -> None:
-        for weight in self._weights:
-            weight.look()
-
-    @torch.no_grad()
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Write the entries back."""
-        for weight in self._weights:
-            weight.write_back()
-            weight.forget()
-
-
-def _without_gradient(parameter: Tensor) -> Tensor:
-    """Return where the gradient of a parameter is zero."""
-    found = torch.ones(parameter.shape, dtype=torch.bool, device=parameter.device)
-    gradient = parameter.grad
-    if gradient is None:
-        return found
-    if gradient.layout is not torch.sparse_coo:
-        return gradient == 0
-    gradient = gradient.coalesce()
-    found[tuple(gradient.indices())] = gradient.values() == 0
-    return found
-
-
-def _weights_of(optimizer: Optimizer, module: nn.Module) -> list[_Weight]:
-    """Return the parameters of `optimizer` of which each use in `module` has dropout."""
     members = {id(each) for group in optimizer.param_groups for each in group["params"]}
     uses: dict[int, dict[tuple[int, str], Named]] = {}
     for each in named(module):
         if id(each.parameter) in members:
             uses.setdefault(id(each.parameter), {})[id(each.owner), each.key] = each
-    found: list[_Weight] = []
-    for each in uses.values():
-        steps = _dropouts_of(each.values())
-        if steps is not None:
-            use = next(iter(each.values()))
-            _check_is_whole(use)
-            found.append(_Weight(use.parameter, steps))
-    return found
-
-
-def _dropouts_of(uses: Iterable[Named]) -> list[WeightDropout] | None:
-    """Return the dropout of each use of a parameter; None if one has none that counts."""
-    found: list[WeightDropout] = []
-    for each in uses:
-        attached = attached_to(each.owner)
-        weight = None if attached is None else attached.weights.get(each.key)
-        steps = [] if weight is None else weight.steps
-        dropouts = [step for step in steps if isinstance(step, WeightDropout)]
-        if not dropouts or any(isinstance(step, WeightNorm) for step in steps):
-            return None
-        found += dropouts
-    return found
-
-
-def _check_is_whole(use: Named) -> None:
-    kind = type(use.parameter)
-    if kind is not nn.Parameter and is_traceable_wrapper_subclass(use.parameter):
+    chosen: list[tuple[Named, list[WeightDropout]]] = []
+    for of_one in uses.values():
+        dropouts = [_dropout_of(use) for use in of_one.values()]
+        steps = [step for step in dropouts if step is not None]
+        use = next(iter(of_one.values()))
+        if len(steps) == len(dropouts):
+            check_is_plain(use.parameter, use.name)
+            chosen.append((use, steps))
+    if not chosen:
         raise ValueError(
-            f"`{use.name}` is a {kind.__name__}, of which a rank has a part, and the masks are of "
-            "the whole weight. Leave this module out."
+            f"`optimizer` has no parameter of {type(module).__name__} of which each use has weight "
+            "dropout and no weight norm, so there is nothing to leave alone. See "
+            "recoup.weights.applied(module)."
         )
+    return FrozenDropped(optimizer, [_Weight(use.parameter, steps) for use, steps in chosen])
+
+
+def _dropout_of(use: Named) -> WeightDropout | None:
+    """Return the dropout of a use of a parameter; None if it has none that counts."""
+    attached = attached_to(use.owner)
+    weight = None if attached is None else attached.weights.get(use.key)
+    steps = [] if weight is None else weight.steps
+    found = next((step for step in steps if isinstance(step, WeightDropout)), None)
+    return found if all(step.is_random for step in steps) else None

@@ -22,7 +22,7 @@ from recoup._core.rng import hash_seed
 from recoup._core.saved_tensors import version_of
 from recoup.weights import draws
 from recoup.weights.application import apply_to
-from recoup.weights.matching import Where
+from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
 __all__ = ["Draw", "WeightFunction", "apply"]
@@ -58,7 +58,7 @@ class Draw:
     def normal(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers from the standard normal distribution."""
         zeros = torch.zeros(self._shape if shape is None else shape, **self._kind)
-        return draws.noised_(zeros, self._next_seed(), 1.0)
+        return draws.noised(zeros, self._next_seed(), 1.0, out=zeros)
 
     def uniform(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers that are uniform from 0 to 1."""
@@ -79,11 +79,11 @@ Function = Callable[[Tensor, Draw], Tensor]
 
 
 def apply(
-    module: nn.Module, fn: Function, where: Where = "weight", *, mode: str = "training"
+    module: nn.Module, fn: Function, where: Where = ANY_WEIGHT, *, mode: str = "training"
 ) -> nn.Module:
     """Reparametrize weights by a function of your own, and keep nothing of what it makes.
 
-    Each forward uses ``fn(weight, draw)`` in place of a weight. Kept: 8 bytes a weight; neither the
+    A read of a weight computes ``fn(weight, draw)``. Kept: 8 bytes a weight; neither the
     result nor what `fn` makes on the way. Backward pays one more run of `fn`. The parameters remain
     the same objects under the same names. Norm, dropout and noise run first; several functions run
     in the order in which they were applied.
@@ -95,7 +95,7 @@ def apply(
             keeps the state of a generator, 5 KB. If it is a module, it is registered beside each
             weight (a `LoRA` for `weight` as `weight_lora`), which trains and saves its parameters.
             One module for several weights is shared by them; for one each, call `apply` for each.
-        where: chooses parameters, as `pattern` of `weight_dropout` does.
+        where: chooses parameters, as `pattern` of `weight_dropout` does; by default, all weights.
         mode: "training" for forwards in training mode, or "always".
 
     Returns:
@@ -133,22 +133,19 @@ class WeightFunction(Reparametrization):
 
     kind = "apply"
     order = 3  # See Rule 3
-    breaks_graph = True
+    by_autograd = breaks_graph = True
 
     def __init__(self, application: Application, fn: Function, mode: str) -> None:
         super().__init__(application, mode)
         self.function = fn
+        self.adds_parameters = isinstance(fn, nn.Module) and any(True for _ in fn.parameters())
         self._name = ""
 
-    def __repr__(self) -> str:
-        mode = "" if self.mode == "training" else f', mode="{self.mode}"'
-        return f"apply({_name_of(self.function)}{mode})"
+    def shown(self) -> str:
+        return _name_of(self.function)
 
-    @property
-    def adds_parameters(self) -> bool:
-        return isinstance(self.function, nn.Module) and any(
-            True for _ in self.function.parameters()
-        )
+    def magnitude(self, step: int) -> float:
+        return 1.0
 
     def is_same_as(self, other: Reparametrization) -> bool:
         return isinstance(other, WeightFunction) and other.function is self.function
@@ -172,11 +169,8 @@ class WeightFunction(Reparametrization):
             delattr(module, self._name)
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
-        return self.apply(weight, operands, drawn)
-
-    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         version = version_of(weight)
         fn = cast("Function", self.function)
         made: Any = fn(weight, Draw(weight, drawn.seed))
@@ -192,9 +186,6 @@ class WeightFunction(Reparametrization):
                 "new tensor from it."
             )
         return made
-
-    def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return self.apply(weight, operands, drawn)
 
 
 def _name_of(fn: Any) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recoup.weights.application import apply_to
-from recoup.weights.matching import Where
+from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.normed import Product, lengths_of, product_of
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
 __all__ = ["WeightNorm", "weight_norm"]
 
 
-def weight_norm(module: nn.Module, pattern: Where = "weight", dim: int | None = 0) -> nn.Module:
+def weight_norm(module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None = 0) -> nn.Module:
     """Give weights a magnitude of their own: forward uses ``g * v / ||v||``.
 
     The parameter `weight` becomes the direction v and remains the same object. A new parameter
@@ -31,7 +30,8 @@ def weight_norm(module: nn.Module, pattern: Where = "weight", dim: int | None = 
         pattern: chooses parameters: a regular expression for the whole of their qualified names, a
             type of modules (its weights), a function ``(name, parameter, module) -> bool``, or a
             list of these. Frozen parameters, and those without floating-point numbers, are chosen
-            by a function or by their name in full only; `applied` names what is left out.
+            by a function or by their name in full only. By default, all weights: names in which
+            "weight" is a word.
         dim: the axis with a magnitude for each of its indices; None for a single magnitude.
 
     Returns:
@@ -59,7 +59,6 @@ class WeightNorm(Reparametrization):
     kind = "weight_norm"
     order = 0
     is_random = False
-    changes_weight = True
     adds_parameters = True
 
     def __init__(self, application: Application, dim: int | None) -> None:
@@ -72,18 +71,8 @@ class WeightNorm(Reparametrization):
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
         """Normalize `dim` for torch, or raise if the weight does not have it."""
-        if hasattr(module, f"{key}_g"):
-            raise ValueError(
-                f"`{name}_g` exists already, which is what the magnitude of `{name}` would be "
-                "called. Rename it, or let `pattern` leave this weight out."
-            )
         self.name = f"`{name}`"
         weight = cast("Tensor", module._parameters[key])
-        if is_traceable_wrapper_subclass(weight):
-            raise ValueError(
-                f"`{name}` is a {type(weight).__name__} already, and weight norm adds a parameter "
-                "that must be sharded with it. Apply it before fully_shard."
-            )
         if self.dim is None:
             return
         if type(self.dim) is not int or not -weight.dim() <= self.dim < weight.dim():
@@ -93,52 +82,42 @@ class WeightNorm(Reparametrization):
             )
         self.dim %= weight.dim()
 
-    def added(self, key: str) -> tuple[str, ...]:
-        return (f"{key}_g",)
-
-    def applied_to(self, module: nn.Module, key: str) -> None:
-        weight = module._parameters[key]
-        if weight is not None:
-            norms = nn.Parameter(self._norms(weight), requires_grad=weight.requires_grad)
-            module.register_parameter(f"{key}_g", norms)
-
-    def removed_from(self, module: nn.Module, key: str) -> None:
-        if f"{key}_g" not in module._parameters:
-            return  # removed from a module that has the same parameters
-        weight = module._parameters[key]
-        if weight is not None:
-            with torch.no_grad():
-                weight.copy_(self.compute(weight, self.operands(module, key), Drawn(self, 0, 1.0)))
-        del module._parameters[f"{key}_g"]
-
-    def complete(
-        self, module: nn.Module, key: str, state_dict: dict[str, Any], name: str
-    ) -> dict[str, Any]:
-        if name not in state_dict or f"{name}_g" in state_dict:
-            return state_dict
-        return {**state_dict, f"{name}_g": self._norms(state_dict[name])}
-
     @property
     def axis(self) -> int:
-        return -1 if self.dim is None else self.dim  # as torch's operators have it
+        """The axis, as torch's operators have it."""
+        return -1 if self.dim is None else self.dim
 
-    def _norms(self, weight: Tensor) -> Tensor:
+    def added(self, key: str) -> str:
+        return f"{key}_g"
+
+    def first_value(self, weight: Tensor) -> nn.Parameter:
+        norms = lengths_of(weight.detach(), self.axis)
+        return nn.Parameter(norms, requires_grad=weight.requires_grad)
+
+    def removed_from(self, module: nn.Module, key: str) -> None:
+        weight = module._parameters[key]
+        if weight is not None and f"{key}_g" in module._parameters:  # a twin has the same ones
+            with torch.no_grad():
+                weight.copy_(self.compute(weight, self.operands(module, key), Drawn(self, 0, 1.0)))
+        super().removed_from(module, key)
+
+    def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor:
         return lengths_of(weight.detach(), self.axis)
 
-    def operands(self, module: nn.Module, name: str) -> Operands:
-        norms: Tensor | None = getattr(module, f"{name}_g", None)
+    def operands(self, module: nn.Module, key: str) -> Operands:
+        norms: Tensor | None = getattr(module, f"{key}_g", None)
         if norms is None:
             raise ValueError(
-                f"{self.name} has no magnitude `{name}_g` any more. If its norm was removed from a "
+                f"{self.name} has no magnitude `{key}_g` any more. If its norm was removed from a "
                 "twin of this model (recoup.weights.twin), which has the same parameters, call "
                 "recoup.weights.remove on this one, too."
             )
         return (norms,)
 
     def compute(
-        self, weight: Tensor, operands: Operands, drawn: Drawn, *, in_place: bool = False
+        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
-        return cast("Tensor", Product.apply(weight, operands[0], self.axis, self.name))
+        return cast("Tensor", Product.apply(weight, own[0], self.axis, self.name))
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         return self.compute(weight, operands, drawn)

@@ -11,12 +11,9 @@ Rule 2. The words of a row have numbers of their own, row * words_per_row + word
         int64, where products wrap around. Shifts are arithmetic there, so the bits that they copy
         are cleared.
 Rule 3. A mask is made of words as in Rule 2 of `draws`: the same lanes, the same rounding of p.
-Rule 4. A word makes two normals in float32 by Box and Muller's method: 31 bits for the radius,
-        which is at most 6.6, one for the sign and 32 for the angle. Logarithm, sine and cosine are
-        polynomials, of which every product and sum is rounded by itself, so that the numbers do not
-        depend on the number of rows, the threads or the vectors of a machine. (MKL's logarithms
-        start threads for 256 elements, and take many times as long on busy cores.) On other
-        devices square roots may be rounded in another way, and masks are the same.
+Rule 4. A word makes two normals, by the inverse of the normal distribution in float64, which torch
+        computes for each entry by itself: so the numbers do not depend on the number of rows, the
+        threads or the vectors of a machine. Other devices may round them in another way.
 Rule 5. A piece is small, so that operators start no threads on a CPU: each of a thousand would wait
         for the slowest of them.
 Rule 6. A mask that is shared along the rows is that of row 0.
@@ -24,7 +21,8 @@ Rule 6. A mask that is shared along the rows is that of row 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,18 +31,6 @@ from recoup._core.rng import hash_seed
 from recoup.weights import draws
 
 __all__ = ["dropped", "noised"]
-
-_PIECE = 2**15  # entries (See Rule 5)
-_GPU_PIECE = 2**22
-# Coefficients from the lowest on, and the largest errors: of -2 ln(1.5 + x) for x from -0.5 to 0.5,
-# and of sin(pi x) / x and cos(pi x), in x ** 2, for x from -0.5 to 0.5.
-_LOG = (  # 4e-7
-    *(-0.810930583, -1.33333233, 0.444490795, -0.197583503),
-    *(0.0978580693, -0.051934659, 0.034828155, -0.0204876573),
-)
-_SIN = (3.14159264, -5.16771008, 2.55007752, -0.598291286, 0.0776576603)  # 1e-8
-_COS = (0.999999953, -4.93479283, 4.05841135, -1.33187657, 0.219689611)  # 5e-8
-_LN_2 = 0.6931471805599453
 
 
 def dropped(
@@ -84,9 +70,7 @@ def dropped(
         row = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return torch.mul(weight, _scales(row, width, seed, num_dropped, weight.dtype), out=out)
     for place, numbers in _pieces(weight, rows, width):
-        # The mask is made where the result will be, if that is not the weight itself.
-        room = None if in_place or width < weight.shape[1] else out[place]
-        mask = _scales(numbers, width, seed, num_dropped, weight.dtype, room)
+        mask = _scales(numbers, width, seed, num_dropped, weight.dtype)
         torch.mul(weight[place], mask, out=out[place])
     return out
 
@@ -113,18 +97,17 @@ def noised(
     """
     draws.check(weight.dtype, seed)
     out = weight if in_place else draws.empty_like(weight)
-    width, kind = weight.shape[1], torch.promote_types(weight.dtype, torch.float32)
+    width = weight.shape[1]
     for place, numbers in _pieces(weight, rows, width):
-        noise = _normals(numbers, width, seed).to(kind).mul_(std)
-        torch.add(weight[place], noise.to(weight.dtype), out=out[place])
+        noise = _normals(numbers, width, seed).mul_(std).to(weight.dtype)
+        torch.add(weight[place], noise, out=out[place])
     return out
 
 
 def _pieces(weight: Tensor, rows: Tensor | None, width: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of rows, of each of which `width` numbers are drawn, and the rows' numbers."""
     num_rows, device = weight.shape[0], weight.device
-    piece = _PIECE if device.type == "cpu" else _GPU_PIECE
-    step = max(1, piece // max(1, width))
+    step = max(1, draws.piece_for(device) // max(1, width))
     for start in range(0, num_rows, step):
         place = slice(start, min(start + step, num_rows))
         if rows is None:
@@ -133,50 +116,19 @@ def _pieces(weight: Tensor, rows: Tensor | None, width: int) -> Iterator[tuple[s
             yield place, rows[place].to(torch.int64)
 
 
-def _scales(
-    rows: Tensor,
-    width: int,
-    seed: int,
-    num_dropped: int,
-    dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the entries of a mask in some rows, in `out` if that is given (See Rule 3)."""
+def _scales(rows: Tensor, width: int, seed: int, num_dropped: int, dtype: torch.dtype) -> Tensor:
+    """Return the entries of a mask in some rows (See Rule 3)."""
     kind, num_each, least = draws.lanes_for(num_dropped)
     lanes = _words(rows, -(-width // num_each), seed).view(kind)[:, :width]
-    kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device) if out is None else out
+    kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
     return torch.ge(lanes, least, out=kept).mul_(draws.scale_for(num_dropped, dtype))
 
 
 def _normals(rows: Tensor, width: int, seed: int) -> Tensor:
-    """Return the entries of Gaussian noise in some rows, in float32 (See Rule 4)."""
-    num_pairs = -(-width // 2)
-    words = _words(rows, num_pairs, seed).view(torch.int32)
-    sign = words[:, 1::2].to(torch.float32)
-    radius = _radius(sign.abs())
-    turn = words[:, ::2].to(torch.float32).mul_(2.0**-32)  # of half a turn, from -0.5 to 0.5
-    square = turn * turn
-    sine = _polynomial(square, _SIN).mul_(turn).mul_(radius)
-    cosine = _polynomial(square, _COS).mul_(torch.copysign(radius, sign))
-    return torch.cat([cosine, sine], dim=1)[:, :width]
-
-
-def _radius(number: Tensor) -> Tensor:
-    """Return sqrt(-2 ln(number / 2**31)) for whole numbers from 0 to 2**31; that of 1 for 0."""
-    bits = number.clamp_(min=1.0).view(torch.int32)  # a number is fraction * 2 ** (exponent - 127)
-    exponent = (bits >> 23).to(torch.float32)
-    fraction = bits.bitwise_and_(0x7FFFFF).bitwise_or_(0x3F800000).view(torch.float32)
-    square = _polynomial(fraction.sub_(1.5), _LOG)
-    square.add_(exponent.sub_(127 + 31).mul_(-2 * _LN_2)).clamp_(min=1e-12)
-    return square.rsqrt().mul_(square)  # `sqrt` is MKL's
-
-
-def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    *others, last = coefficients
-    value = x * last
-    for coefficient in reversed(others[1:]):
-        value.add_(coefficient).mul_(x)
-    return value.add_(others[0])
+    """Return the entries of Gaussian noise in some rows, in float64 (See Rule 4)."""
+    words = _words(rows, -(-width // 2), seed).view(torch.int32)[:, :width]
+    inverse: Callable[[Tensor], Tensor] = cast("Any", torch.special).ndtri
+    return inverse(words.to(torch.float64).add_(2**31 + 0.5).mul_(2.0**-32))
 
 
 # --- SplitMix64 (See Rule 2) ---------------------------------------------------------------------

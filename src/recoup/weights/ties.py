@@ -1,85 +1,56 @@
-"""Reparametrizations that all uses of a tied parameter share.
+"""Reparametrizations that the uses of a tied parameter share (``tied="same"``).
 
-NOTE [ One object, one draw ]
-
-Rule 1. A forward has one draw for each reparametrization. So the uses of a parameter have one draw
-        if they have one reparametrization: the same object, under each of the names.
-Rule 2. A later call finds the object of the first call by the parameter. Its uses then belong to
-        the application of the first call, and share draws as parts of one model do (see `waiting`).
-Rule 3. The first use says whether draws are made by row (see `row_draws`); any use can do both.
+A step has one draw for each reparametrization. So the uses of a parameter have one draw if they
+have one reparametrization: the same object, under each of the names. A later call finds the object
+of the first one by the parameter.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from recoup.weights.matching import Named
+from recoup.weights.choosing import Named
 from recoup.weights.reparametrization import Reparametrization
 
-__all__ = ["check_tied", "other_use", "remember", "share_parameters"]
+__all__ = ["share", "shared"]
+
+# The first use of a parameter: what it has, and its module and key, by the kind and the parameter.
+_Use = tuple[weakref.ref[Reparametrization], weakref.ref[nn.Module], str]
+_uses: dict[tuple[str, int], _Use] = {}
 
 
-class _Use(NamedTuple):
-    parameter: weakref.ref[nn.Parameter]
-    step: weakref.ref[Reparametrization]
-    owner: weakref.ref[nn.Module]
-    key: str
-
-
-_uses: dict[tuple[str, int], _Use] = {}  # the first one, by the kind and the parameter (Rule 2)
-
-
-def check_tied(tied: str) -> bool:
-    """Return whether uses share a draw, or raise if `tied` is no choice."""
-    if tied not in ("own", "same"):
-        raise ValueError(
-            f'`tied` is {tied!r}, but must be "own" (each name of a tied parameter has a draw of '
-            'its own) or "same" (they share one).'
-        )
-    return tied == "same"
-
-
-def other_use(step: Reparametrization, each: Named) -> Reparametrization | None:
-    """Return the reparametrization that another use of a parameter shares, if there is one.
-
-    Args:
-        step: the one that this use would have of its own, fitted to it.
-        each: this use.
+def shared(step: Reparametrization, each: Named) -> Reparametrization:
+    """Return what another use of a parameter has, or else `step`, which is of its own.
 
     Raises:
-        ValueError: when the other one has other arguments.
+        ValueError: when the other use has other arguments.
     """
     use = _uses.get((step.kind, id(each.parameter)))
-    other = None if use is None or use.parameter() is not each.parameter else use.step()
-    if other is None:
-        return None
-    if repr(other) != repr(step):
+    other = None if use is None else use[0]()
+    if other is not None and repr(other) != repr(step):
         raise ValueError(
             f'`tied` is "same", but another use of `{each.name}` has {other!r}, and this one would '
             f"have {step!r}. Give both the same arguments."
         )
-    return other
+    return other or step
 
 
-def remember(step: Reparametrization, each: Named) -> None:
-    """Let other uses of a parameter find the reparametrization that this one has."""
-    place = (step.kind, id(each.parameter))
+def share(step: Reparametrization, each: Named) -> None:
+    """Let other uses find what this one has; if it is another's, give this one its parameters."""
+    place, name = (step.kind, id(each.parameter)), step.added(each.key)
+    use = _uses.get(place)
+    owner = None if use is None or use[0]() is not step else use[1]()
+    if use is None or owner is None:
+        step.breaks_graph = True  # a graph would take the seeds of one use only
 
-    def forget(_: Any) -> None:
-        _uses.pop(place, None)
+        def forget(_: Any) -> None:
+            _uses.pop(place, None)
 
-    step.breaks_graph = True  # a graph would take the seeds of one use only
-    parameter = weakref.ref(each.parameter, forget)
-    _uses[place] = _Use(parameter, weakref.ref(step), weakref.ref(each.owner), each.key)
-
-
-def share_parameters(step: Reparametrization, each: Named) -> None:
-    """Give another use of a parameter the parameters that were added beside the first one."""
-    use = _uses[step.kind, id(each.parameter)]
-    owner = use.owner()
-    for name, of_first in zip(step.added(each.key), step.added(use.key), strict=True):
-        if owner is not None and each.owner is not owner:
-            each.owner.register_parameter(name, owner._parameters[of_first])
+        # The reparametrization goes with the module, and with it the parameter.
+        _uses[place] = weakref.ref(step, forget), weakref.ref(each.owner), each.key
+        step.applied_to(each.owner, each.key)
+    elif name and each.owner is not owner:
+        each.owner.register_parameter(name, owner._parameters[step.added(use[2])])

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from recoup.weights.application import keep_only
-from recoup.weights.checking import note_sharing
-from recoup.weights.matching import check_is_module
-from recoup.weights.parametrized_module import attached_to
+from recoup.weights.choosing import check_is_module, note_sharing
+from recoup.weights.module import weights_of
 
 __all__ = ["twin"]
 
@@ -80,22 +79,18 @@ def twin(module: M) -> M:
     return made.eval()
 
 
-def _check(part: nn.Module, name: str) -> None:
-    kind = type(part).__name__
-    if isinstance(part, (DistributedDataParallel, DataParallel)):
+def _check(part: Any, name: str) -> None:
+    kind = type(cast("object", part)).__name__
+    kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel)
+    if (
+        isinstance(part, kinds)
+        or hasattr(part, "unshard")
+        or isinstance(part, torch.jit.ScriptModule)
+    ):
         raise ValueError(
-            f"{name} is a {kind}, and a second one would reduce the same gradients. Make the twin "
-            "of the module within it: `recoup.weights.twin(model.module)`."
-        )
-    if hasattr(part, "unshard"):
-        raise ValueError(
-            f"{name} is sharded by FSDP2 ({kind}), which gathers parameters for its own forward "
-            "alone. Call `model.eval()` before evaluation and `model.train()` after it."
-        )
-    if isinstance(part, torch.jit.ScriptModule):
-        raise ValueError(
-            f"{name} is a ScriptModule, whose parameters are not those of a Python object. Make "
-            "the twin before scripting."
+            f"{name} is a {kind}, which is not to be there twice. Make the twin of "
+            "the module within it, before it is wrapped, sharded or scripted; a sharded model is "
+            "evaluated between `model.eval()` and `model.train()`."
         )
 
 
@@ -122,8 +117,6 @@ def _shared_by(found: Iterable[object]) -> Iterator[Any]:
             yield from (*own, each._non_persistent_buffers_set)
             values = [*vars(each).values(), *(value for every in own for value in every.values())]
             yield from (value for value in values if isinstance(value, Tensor))
-            attached = attached_to(each)
-            if attached is not None:
-                steps = [step for weight in attached.weights.values() for step in weight.steps]
-                yield from attached.applications
-                yield from (step for step in steps if step.function is None)
+            for weight in weights_of(each):
+                yield from weight.applications
+                yield from (step for step in weight.steps if step.function is None)

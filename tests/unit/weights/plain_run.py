@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from recoup._core import rng as seeds
-from recoup.weights import applied, draws, forwards, row_draws
+from recoup.weights import applied, draws, row_draws
 from recoup.weights.dropout import WeightDropout
 from recoup.weights.function import Draw, WeightFunction
 from recoup.weights.noise import WeightNoise, root_mean_square
@@ -20,22 +21,25 @@ from recoup.weights.norm import WeightNorm
 from recoup.weights.reparametrization import Drawn
 from tests.oracle import loss_of_all, tensors
 
+_MODULES = [importlib.import_module(f"recoup.weights.{name}") for name in ("steps", "weight")]
+
 
 @contextmanager
 def recorded() -> Iterator[list[Drawn]]:
     """Record what is drawn within, an entry for each reparametrization and forward."""
     made: list[Drawn] = []
-    make = forwards.Drawn
 
     def record(*args):
-        made.append(make(*args))
+        made.append(Drawn(*args))
         return made[-1]
 
-    forwards.Drawn = record
+    for each in _MODULES:
+        each.Drawn = record
     try:
         yield made
     finally:
-        forwards.Drawn = make
+        for each in _MODULES:
+            each.Drawn = Drawn
 
 
 @contextmanager
@@ -81,15 +85,15 @@ def reparametrized(
     if isinstance(step, WeightNorm):
         if weight.dim() == 0:
             return weight * (norms / weight.abs())
-        return torch._weight_norm(weight, norms, -1 if step.dim is None else step.dim)
+        return torch._weight_norm(weight, norms, step.axis)
     if drawn.magnitude == 0:
         return weight
     if isinstance(step, WeightNoise):
         noise = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         if std is None and not step.relative:
-            add_noise = row_draws.noised if step.draws_by_row else draws.noised_
+            add_noise = row_draws.noised if step.draws_by_row else draws.noised
             return weight + add_noise(noise, drawn.seed, drawn.magnitude)
-        noise = draws.noised_(noise, drawn.seed, 1.0)
+        noise = draws.noised(noise, drawn.seed, 1.0)
         if step.relative:
             noise = noise * root_mean_square(weight)
         return weight + (noise * (drawn.magnitude if std is None else std)).to(weight.dtype)

@@ -123,14 +123,6 @@ def test_one_module_under_two_names():
     assert agree(*tree())
 
 
-def test_a_part_of_the_tree_that_runs_alone():
-    """The draw lasts for the outermost forward within the tree that is running."""
-    part = Calls(lambda part: (part.layer(), part.layer()), layer=Reads())
-    tree = dropped(Calls(lambda tree: tree.part(), part=part))
-    assert agree(*tree())
-    assert agree(*tree.part())
-
-
 def test_a_part_of_the_tree_whose_weight_it_reads_itself():
     """Attention never runs `out_proj`: it reads its weight."""
     tree = Calls(lambda tree, x: tree.attention(x, x, x)[0], attention=nn.MultiheadAttention(4, 2))
@@ -158,38 +150,6 @@ def test_a_forward_that_calls_itself():
 
     tree = dropped(Calls(call, layer=Reads()))
     assert agree(*tree(3))
-
-
-def test_hooks_and_logging_see_what_forward_uses():
-    """Within a forward of the tree; before it, the raw parameter; after it, that of the forward."""
-    seen = []
-    layer = Reads()
-    tree = dropped(Calls(lambda tree: tree.layer(), layer=layer))
-    layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight.clone()))
-    layer.register_forward_hook(lambda module, args, output: seen.append(module.weight.clone()))
-    with counted_seeds() as taken:
-        weight = tree()
-    assert agree(weight, *seen)
-    assert len(taken) == 1
-    del weight
-    outside = []
-    tree.register_forward_pre_hook(lambda module, args: outside.append(module.layer.weight))
-    tree.register_forward_hook(lambda module, args, output: outside.append(module.layer.weight * 1))
-    with counted_seeds() as taken, pytest.warns(UserWarning, match="outside of a forward"):
-        weight = tree()
-    assert outside[0] is layer._parameters["weight"]
-    assert torch.equal(outside[1], weight)
-    assert len(taken) == 1
-
-
-def test_a_parameter_read_outside_of_any_forward_is_raw():
-    tree = dropped(Calls(lambda tree: tree.layer(), layer=Reads()))
-    raw = tree.layer._parameters["weight"]
-    state = torch.get_rng_state()
-    assert tree.layer.weight is raw
-    assert tree.get_parameter("layer.weight") is raw
-    assert dict(tree.named_parameters())["layer.weight"] is raw
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_parameters_are_raw_within_a_forward_too():
@@ -229,7 +189,7 @@ def test_a_weight_that_is_looked_at_without_a_graph_first():
         assert used.requires_grad
         assert last.requires_grad
     (used + last).sum().backward()
-    assert torch.equal(tree.layer.weight.grad == 0, used == 0)
+    assert torch.equal(tree.layer.get_parameter("weight").grad == 0, used == 0)
 
 
 def test_a_parameter_that_is_replaced_within_a_forward():
@@ -251,21 +211,6 @@ def test_a_parameter_that_is_replaced_within_a_forward():
         assert torch.equal(second, 2 * first)
         assert torch.equal(third, first)
         assert torch.equal(fourth, 4 * first)
-
-
-def test_an_exception_ends_the_forward():
-    def call(tree, fails):
-        tree.seen = tree.layer.weight.detach().clone()
-        if fails:
-            raise RuntimeError("on purpose")
-
-    tree = dropped(Calls(call, layer=Reads()))
-    with pytest.raises(RuntimeError, match="on purpose"):
-        tree(True)
-    first = tree.seen
-    assert tree.layer.weight is tree.layer._parameters["weight"]
-    tree(False)
-    assert differ(first, tree.seen)
 
 
 # -- how often is drawn ----------------------------------------------------------------------------
@@ -327,71 +272,6 @@ def counted_draws(monkeypatch):
         counting(row_draws, name, name)
     counting(draws, "noise_beside", "noised")
     return counts
-
-
-@pytest.mark.parametrize("way", SETTINGS)
-@pytest.mark.parametrize("layer", COUNTED)
-def test_one_draw_for_each_weight_and_forward(layer, way, monkeypatch):
-    """And in backward one for the weight, with dropout also one for the mask of its gradient."""
-    build, pattern = COUNTED[layer]
-    module = build()
-    SETTINGS[way](module, pattern)
-    n = len(applied(module))
-    x = torch.randint(9, (3, 2)) if layer == "embedding" else torch.randn(3, 2, 4)
-    if layer == "cell in a loop":
-        module(x)  # what is read again is known after the first forward
-    counts = counted_draws(monkeypatch)
-    for _ in range(2):
-        before = torch.get_rng_state()
-        with counted_seeds() as taken:
-            output = module(x.requires_grad_() if x.is_floating_point() else x)
-        assert len(taken) == n
-        made = counts["dropped"] + counts["noised"]
-        assert made == n
-        after = torch.get_rng_state()
-        torch.set_rng_state(before)
-        for seed in taken:
-            assert torch.randint(2**63 - 1, ()).item() == seed
-        assert torch.equal(torch.get_rng_state(), after)
-        (output if isinstance(output, torch.Tensor) else output[0]).sum().backward()
-        assert torch.equal(torch.get_rng_state(), after)
-        in_backward = counts["dropped"] + counts["noised"] - made
-        assert in_backward <= (2 if way == "dropout" else 1) * n
-        assert counts["scales"] == 0
-        counts.update(dropped=0, noised=0)
-
-
-@pytest.mark.parametrize("layer", COUNTED)
-def test_nothing_is_drawn_in_evaluation(layer, monkeypatch):
-    build, pattern = COUNTED[layer]
-    module = dropped(build(), pattern).eval()
-    x = torch.randint(9, (3, 2)) if layer == "embedding" else torch.randn(3, 2, 4)
-    counts = counted_draws(monkeypatch)
-    before = torch.get_rng_state()
-    with counted_seeds() as taken:
-        module(x)
-        with torch.no_grad():
-            module(x)
-    assert taken == []
-    assert set(counts.values()) == {0}
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_looking_at_a_weight_draws_nothing_more(monkeypatch):
-    def call(tree):
-        for _ in range(5):
-            assert hasattr(tree.layer, "weight")
-            tree.layer.weight.norm()
-            tree.layer.weight.detach().mean()
-            assert tree.layer.weight.shape == (16, 16)
-        return tree.layer()
-
-    tree = dropped(Calls(call, layer=Reads()))
-    counts = counted_draws(monkeypatch)
-    with counted_seeds() as taken:
-        tree()
-    assert len(taken) == 1
-    assert sum(counts.values()) == 2, "made when it is read first, and again, and then held"
 
 
 def test_the_default_generator_reproduces():
@@ -547,12 +427,12 @@ def test_same_draw_makes_the_gradient_of_one_weight():
             linear(window).sin().sum().backward()
     assert len(made) == 1
     scales = mask(linear.get_parameter("weight"), made[0])
-    assert torch.equal(linear.weight.grad == 0, scales == 0)
+    assert torch.equal(linear.get_parameter("weight").grad == 0, scales == 0)
 
 
 def test_backward_after_the_context():
     linear = dropped(nn.Linear(6, 5), p=0.3)
-    raw = linear.weight.detach().clone().requires_grad_()
+    raw = linear.get_parameter("weight").detach().clone().requires_grad_()
     x = torch.randn(4, 6, requires_grad=True)
     with same_draw(7), recorded() as made:
         y = linear(x)
@@ -560,7 +440,7 @@ def test_backward_after_the_context():
         y.sin().sum().backward()
     want = F.linear(x.detach(), raw * mask(raw, made[0]), linear.bias)
     want.sin().sum().backward()
-    assert torch.equal(linear.weight.grad, raw.grad)
+    assert torch.equal(linear.get_parameter("weight").grad, raw.grad)
 
 
 # -- on and off ------------------------------------------------------------------------------------
@@ -670,20 +550,6 @@ def test_contexts_that_do_not_end_in_order():
     assert torch.equal(reads(), raw)
 
 
-def test_within_a_forward():
-    def call(tree):
-        noisy = tree.layer()
-        with disabled(tree):
-            raw = tree.layer()
-        return noisy, raw, tree.layer()
-
-    tree = dropped(Calls(call, layer=Reads()))
-    noisy, raw, again = tree()
-    assert torch.equal(raw, tree.layer.weight)
-    assert agree(noisy, again)
-    assert differ(noisy, raw)
-
-
 # -- threads ---------------------------------------------------------------------------------------
 
 
@@ -701,7 +567,7 @@ def test_contexts_are_of_their_thread():
 def test_many_threads_through_one_module():
     """Each thread has its own draw in each forward, and gradients of its own draw."""
     linear = dropped(nn.Linear(12, 12, bias=False))
-    raw = linear.weight.detach()
+    raw = linear.get_parameter("weight").detach()
     x = torch.eye(12)
 
     def work(seed):
@@ -761,14 +627,6 @@ def test_a_function_of_the_step():
     assert [entry.step for entry in applied(tree)] == [6, 6]
 
 
-def test_the_step_can_be_set():
-    reads = dropped(Reads(), p=lambda step: float(step >= 100))
-    assert torch.equal(reads(), reads.weight)
-    applied(reads)[0].step = 100
-    assert torch.count_nonzero(reads()) == 0
-    assert applied(reads)[0].step == 101
-
-
 def test_only_forwards_in_training_are_steps():
     reads = dropped(Reads())
     reads()
@@ -805,7 +663,7 @@ def test_the_step_is_the_same_for_the_whole_forward():
 def test_backward_is_of_the_magnitude_of_forward():
     p = torch.tensor(0.3)
     linear = dropped(nn.Linear(6, 5), p=p)
-    raw = linear.weight.detach().clone().requires_grad_()
+    raw = linear.get_parameter("weight").detach().clone().requires_grad_()
     x = torch.randn(4, 6, requires_grad=True)
     with recorded() as made:
         y = linear(x)
@@ -813,7 +671,7 @@ def test_backward_is_of_the_magnitude_of_forward():
     y.sin().sum().backward()
     z = x.detach().clone().requires_grad_()
     F.linear(z, raw * mask(raw, made[0]), linear.bias.detach()).sin().sum().backward()
-    assert torch.equal(linear.weight.grad, raw.grad)
+    assert torch.equal(linear.get_parameter("weight").grad, raw.grad)
     assert torch.equal(x.grad, z.grad)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup.errors import ChangedError, RecoupError
-from recoup.weights import Draw, applied, apply, disabled, remove, same_draw
+from recoup.weights import Draw, applied, apply, disabled, same_draw
 from tests.oracle import hooks_in_force
 from tests.unit.weights.plain_run import PlainRun
 
@@ -106,22 +106,6 @@ def test_gradients_are_those_of_the_weight_that_it_returns(layer, fn):
 def test_a_function_may_return_another_shape():
     run = PlainRun(nn.Linear(6, 4, bias=False), lambda m: apply(m, lambda w, draw: w[:, :3]))
     run.compare(torch.randn(2, 3, requires_grad=True))
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_module_has_parameters_of_its_own(frozen):
-    layer = nn.Linear(6, 5).requires_grad_(not frozen)
-    lora = LoRA(layer.weight)
-    run = PlainRun(layer, lambda module: apply(module, copy.deepcopy(lora), mode="always"))
-    run.compare(torch.randn(4, 6, requires_grad=True))
-    names = [name for name, _ in run.module.named_parameters()]
-    assert names == ["weight", "bias", "weight_lora.a", "weight_lora.b"]
-    x = torch.randn(4, 6)
-    want = F.linear(x, run.module.weight_lora(layer.weight, None), layer.bias)
-    assert torch.equal(run.module.eval()(x), want)
-    assert list(remove(run.module).state_dict()) == ["weight", "bias"]
-    assert torch.equal(run.module(x), layer(x))
 
 
 @pytest.mark.usefixtures("double")
@@ -243,11 +227,11 @@ def test_accumulated_gradients_are_each_those_of_its_own_draw():
         with same_draw(seed=seed):
             outputs.append(layer(x).sum())
             outputs[-1].backward(retain_graph=True)
-        want += layer.weight.grad
-        layer.weight.grad = None
+        want += layer.get_parameter("weight").grad
+        layer.get_parameter("weight").grad = None
     for output in reversed(outputs):
         output.backward()
-    torch.testing.assert_close(layer.weight.grad, want)
+    torch.testing.assert_close(layer.get_parameter("weight").grad, want)
 
 
 def test_off_and_in_evaluation_the_weight_is_raw():
@@ -343,7 +327,7 @@ def test_a_function_that_changes_a_buffer_counts_once():
     apply(layer, counts)
     layer(torch.ones(1, 2)).sum().backward()
     assert counts.scale == 2
-    torch.testing.assert_close(layer.weight.grad, torch.full((2, 2), 2.0))
+    torch.testing.assert_close(layer.get_parameter("weight").grad, torch.full((2, 2), 2.0))
 
 
 @pytest.mark.parametrize("what", ["weight", "tensor", "number", "own"])
@@ -357,7 +341,7 @@ def test_what_changes_between_forward_and_backward_is_named(what):
     y = layer(torch.ones(1, 2, requires_grad=True)).sum()
     with torch.no_grad():
         if what == "weight":
-            layer.weight.mul_(2)
+            layer.get_parameter("weight").mul_(2)
         elif what == "tensor":
             scale.mul_(3)
         elif what == "number":

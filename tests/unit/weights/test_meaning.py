@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import recoup
-from recoup.weights import applied, disabled, draws, row_draws, same_draw
+from recoup.weights import applied, draws, row_draws, same_draw
 from tests.unit.weights.plain_run import PlainRun, mask, recorded, same
 
 pytestmark = [
@@ -145,20 +145,6 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(37)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_numbers_of_plain_torch(layer, way):
-    build, inputs, pattern = LAYERS[layer]
-    run = PlainRun(build(), lambda module: WAYS[way](module, pattern))
-    x = inputs()
-    first = run.compare(*x)
-    second = run.compare(*x)
-    assert len(first) == len(second) == len(applied(run.module))
-    for a, b in zip(first, second, strict=True):
-        assert (a.seed != b.seed) is a.step.is_random
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", WAYS)
 def test_other_types(dtype, way):
@@ -242,7 +228,7 @@ def test_weights_that_are_not_contiguous(layout, first, second):
     for is_contiguous in (True, False):
         conv = copy.deepcopy(base)
         if not is_contiguous:
-            conv.weight = nn.Parameter(LAYOUTS[layout](conv.weight.detach()))
+            conv.weight = nn.Parameter(LAYOUTS[layout](conv.get_parameter("weight").detach()))
             assert not conv.weight.is_contiguous()
         for step in (first, second):
             if step is not None:
@@ -311,13 +297,6 @@ def test_what_stays_is_scaled_up(p):
     assert abs(kept.double().mean() - (1 - p)) < 4 * math.sqrt(p * (1 - p) / 5000) + 1e-12
 
 
-def test_p_is_rounded_to_65536ths():
-    reads = recoup.weight_dropout(Reads(64, 64), p=2**-18)
-    with recorded() as made:
-        assert torch.equal(reads(), reads.weight)
-    assert [each.magnitude for each in made] == [2**-18]
-
-
 @pytest.mark.parametrize("p", [0.3, 0.5])
 def test_the_gradient_is_zero_where_dropped(p):
     """Closed form: the plain gradient, divided by 1 - p where the weight was not dropped."""
@@ -330,9 +309,11 @@ def test_the_gradient_is_zero_where_dropped(p):
     scales = mask(linear.get_parameter("weight"), made[0])
     dropped = scales == 0
     assert 0 < dropped.sum() < dropped.numel()
-    assert torch.count_nonzero(linear.weight.grad[dropped]) == 0
+    assert torch.count_nonzero(linear.get_parameter("weight").grad[dropped]) == 0
     want = plain[~dropped] / (1 - round(p * 65536) / 65536)
-    torch.testing.assert_close(linear.weight.grad[~dropped], want, rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        linear.get_parameter("weight").grad[~dropped], want, rtol=1e-13, atol=0
+    )
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -417,8 +398,8 @@ def test_axes_have_the_gradient_of_their_mask():
     scales = mask(run.module.get_parameter("weight"), made[0], (1, 2, 3)).expand_as(
         run.module.get_parameter("weight")
     )
-    assert torch.count_nonzero(run.module.weight.grad[scales == 0]) == 0
-    assert torch.count_nonzero(run.module.weight.grad[scales != 0]) > 0
+    assert torch.count_nonzero(run.module.get_parameter("weight").grad[scales == 0]) == 0
+    assert torch.count_nonzero(run.module.get_parameter("weight").grad[scales != 0]) > 0
 
 
 # -- rows of embeddings ----------------------------------------------------------------------------
@@ -443,7 +424,7 @@ def test_rows_of_an_embedding(settings, size):
     if size == () and settings.keys() == {"padding_idx", "sparse"}:
         pytest.skip("torch itself cannot do this")
     embedding = nn.Embedding(11, 6, **settings)
-    raw = embedding.weight.detach().clone().requires_grad_()
+    raw = embedding.get_parameter("weight").detach().clone().requires_grad_()
     recoup.weight_dropout(embedding, p=0.4, axes=(1,))
     for dtype in (torch.int64, torch.int32):
         ids = torch.randint(11, size, dtype=dtype)
@@ -452,12 +433,12 @@ def test_rows_of_an_embedding(settings, size):
         scales = mask(raw, made[0], (1,))
         want = F.embedding(ids, raw, **{"padding_idx": None, **settings}) * scales[ids]
         assert torch.equal(rows, want)
-        assert torch.equal(embedding.weight, raw)
-        embedding.weight.grad = raw.grad = None
+        assert torch.equal(embedding.get_parameter("weight"), raw)
+        embedding.get_parameter("weight").grad = raw.grad = None
         rows.sin().sum().backward()
         want.sin().sum().backward()
-        assert embedding.weight.grad.is_sparse is settings.get("sparse", False)
-        same("gradient", embedding.weight.grad, raw.grad)
+        assert embedding.get_parameter("weight").grad.is_sparse is settings.get("sparse", False)
+        same("gradient", embedding.get_parameter("weight").grad, raw.grad)
 
 
 def test_rows_are_dropped_whole():
@@ -468,7 +449,7 @@ def test_rows_are_dropped_whole():
     assert 60 < dropped.sum() < 140
     assert torch.equal(rows, embedding.get_parameter("weight") * (~dropped).unsqueeze(1) * 2)
     rows.sum().backward()
-    assert torch.count_nonzero(embedding.weight.grad[dropped]) == 0
+    assert torch.count_nonzero(embedding.get_parameter("weight").grad[dropped]) == 0
 
 
 def test_a_word_is_dropped_wherever_it_stands():
@@ -529,7 +510,7 @@ def test_a_decoder_that_reads_the_embedding_has_its_mask():
             return hidden, hidden @ self.embedding.weight.T
 
     model = recoup.weight_dropout(Tied(), r"embedding\.weight", p=0.5, axes=(1,))
-    raw = model.embedding.weight.detach().clone().requires_grad_()
+    raw = model.embedding.get_parameter("weight").detach().clone().requires_grad_()
     ids = torch.randint(12, (9,))
     with recorded() as made:
         hidden, logits = model(ids)
@@ -541,14 +522,16 @@ def test_a_decoder_that_reads_the_embedding_has_its_mask():
     assert torch.equal(logits, want_logits)
     logits.sin().sum().backward()
     want_logits.sin().sum().backward()
-    torch.testing.assert_close(model.embedding.weight.grad, raw.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model.embedding.get_parameter("weight").grad, raw.grad, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_entries_of_an_embedding_with_sparse_gradients():
     run = PlainRun(nn.Embedding(11, 6, sparse=True), lambda m: recoup.weight_dropout(m, p=0.3))
     ids = torch.tensor([[1, 4, 1], [4, 4, 10]])
     run.compare(ids)
-    assert run.module.weight.grad.is_sparse
+    assert run.module.get_parameter("weight").grad.is_sparse
 
 
 def test_sparse_gradients_raise_no_warning():
@@ -569,13 +552,13 @@ def test_rows_of_a_bag_with_sparse_gradients():
     ids, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])
     run = PlainRun(bag, lambda m: recoup.weight_dropout(m, p=0.5, axes=(1,)))
     run.compare(ids, offsets)
-    assert run.module.weight.grad.is_sparse
+    assert run.module.get_parameter("weight").grad.is_sparse
 
 
 def test_noise_keeps_gradients_sparse():
     run = PlainRun(nn.Embedding(11, 6, sparse=True), lambda m: recoup.weight_noise(m, std=0.3))
     run.compare(torch.tensor([[1, 4, 1], [4, 4, 10]]))
-    assert run.module.weight.grad.is_sparse
+    assert run.module.get_parameter("weight").grad.is_sparse
 
 
 # -- recurrent layers, by hand ---------------------------------------------------------------------
@@ -748,24 +731,6 @@ class Shows(nn.Linear):
         return super().forward(x)
 
 
-def test_the_raw_parameter_in_evaluation():
-    shows = recoup.weight_dropout(Shows(4, 3))
-    raw = shows._parameters["weight"]
-    x = torch.randn(2, 4)
-    shows(x)
-    assert all(weight is not raw for weight in shows.seen)
-    assert shows.seen[0] is shows.seen[1]
-    shows.eval()
-    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with context():
-            shows(x)
-            assert all(weight is raw for weight in shows.seen)
-    with disabled(shows.train()):
-        shows(x)
-        assert all(weight is raw for weight in shows.seen)
-    assert shows.weight is raw
-
-
 def test_the_raw_parameter_where_nothing_is_drawn():
     shows = recoup.weight_noise(recoup.weight_dropout(Shows(4, 3), p=0.0), std=0.0)
     shows(torch.randn(2, 4))
@@ -848,21 +813,6 @@ def test_norm_then_dropout_then_noise(calls):
         want = draws.noised(want, drawn.seed, drawn.magnitude)
         assert torch.count_nonzero(weight) == weight.numel()
     torch.testing.assert_close(weight.detach(), want, rtol=1e-13, atol=1e-13)
-
-
-def test_dropout_of_a_magnitude():
-    """The magnitudes of a weight norm are parameters like any other."""
-    linear = recoup.weight_norm(nn.Linear(6, 8, bias=False))
-    recoup.weight_dropout(linear, "weight_g", p=0.5)
-    v, g = linear.weight.detach(), linear.weight_g.detach()
-    x = torch.eye(6)
-    with recorded() as made:
-        y = linear(x)
-    drawn = next(each for each in made if each.step.is_random)
-    want = x @ torch._weight_norm(v, g * mask(g, drawn), 0).T
-    assert torch.equal(y, want)
-    y.sum().backward()
-    assert torch.equal(linear.weight_g.grad == 0, mask(g, drawn) == 0)
 
 
 # -- statistics ------------------------------------------------------------------------------------

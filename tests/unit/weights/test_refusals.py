@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 import recoup
 from recoup.errors import ChangedError
@@ -156,36 +156,6 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize(
-    ("apply", "name"), [(recoup.weight_dropout, "p"), (recoup.weight_noise, "std")]
-)
-def test_a_rate_that_would_never_be_trained(apply, name, rate):
-    """R5: a draw has no gradient for its rate, so one that asks for a gradient is refused."""
-    linear = nn.Linear(2, 2)
-    call = lambda: apply(linear, **{name: RATES[rate]})  # noqa: E731
-    refused(linear, call, f"`{name}`", "never be trained", f"`{name}.detach()`")
-    way_out = "`nn.Parameter(std)`" if name == "std" else "a number."
-    refused(linear, call, way_out)
-
-
-def test_a_parameter_is_no_probability():
-    """R5: noise has a gradient for its deviation, dropout has none for its probability."""
-    linear, p = nn.Linear(2, 2), nn.Parameter(torch.tensor(0.5))
-    call = lambda: recoup.weight_dropout(linear, p=p)  # noqa: E731
-    refused(linear, call, "`p` is a Parameter", "`p.detach()`")
-
-
-def test_a_rate_that_comes_to_require_a_gradient():
-    """R5: also where the rate was a plain tensor when it was applied."""
-    rate = torch.tensor(0.5)
-    linear = recoup.weight_noise(nn.Linear(2, 2), std=rate)
-    linear(torch.ones(1, 2))
-    rate.requires_grad_()
-    with pytest.raises(ValueError, match=r"`std` .* never be trained"):
-        linear(torch.ones(1, 2))
-
-
 @pytest.mark.parametrize("p", [0, 1, 0.0, 1.0, torch.tensor(0.5), torch.tensor(1), lambda _: 0])
 def test_p_in_range(p):
     linear = recoup.weight_dropout(nn.Linear(2, 2), p=p)
@@ -247,51 +217,11 @@ def test_seeds(seed):
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def test_the_same_twice(apply):
-    linear = apply(nn.Linear(2, 2))
-    refused(linear, lambda: apply(linear), "`weight`", "already", "remove")
-    tree = nn.Sequential(linear, nn.Linear(2, 2))
-    refused(tree, lambda: apply(tree, ".*weight"), "`0.weight`", "already")
-    apply(tree, r"1\.weight")
-    remove(linear)
-    apply(linear)
-
-
 def test_a_lazy_parameter(apply):
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
     refused(model, lambda: apply(model, r"0\.weight"), "`0.weight`", "batch")
     model(torch.ones(1, 3))
     apply(model, r"0\.weight")(torch.ones(1, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_types_without_noise(apply, dtype):
-    """Whole numbers and the like, and those for which torch has no arithmetic."""
-    module = nn.Linear(2, 2)
-    module.whole = nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
-    refused(module, lambda: apply(module, "whole"), "`whole`", "pattern")
-    refused(module, lambda: apply(module, "who.*"), "`whole`", "nothing else")
-    refused(module, lambda: apply(module, lambda name, *_: name == "whole"), "`whole`")
-    assert applied(apply(module, "weight|whole")).left_out == {"whole": f"is {dtype}"}
-
-
-def test_a_pattern_leaves_out_what_it_cannot_mean(apply):
-    """And `applied` names it, or it would be taken for noisy."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].whole = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-    model[1].complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    model[1].weight.requires_grad_(requires_grad=False)
-    found = applied(apply(model, r".*weight|.*whole|.*complex"))
-    assert [each.name for each in found] == ["0.weight"]
-    assert found.left_out == {
-        "0.whole": "is torch.int64",
-        "1.weight": "requires no gradient",
-        "1.complex": "is torch.complex64",
-    }
-    assert repr(found).endswith("1.complex is torch.complex64")
-    again = copy.deepcopy(model)
-    assert applied(again).left_out == found.left_out
-    assert [each.name for each in applied(apply(model[1], "weight"))] == ["weight"]
 
 
 def test_a_forward_replaced_on_the_instance(apply):
@@ -325,46 +255,6 @@ def test_a_norm_whose_name_is_taken():
     tree = nn.Sequential(nn.Linear(2, 2), taken)
     refused(tree, lambda: recoup.weight_norm(tree, r".*\.weight"), "weight_g")
     assert taken.weight_g.shape == (3,)
-
-
-def test_weights_that_are_not_read_in_a_forward(apply):
-    """Attention reads the weight of `out_proj` itself: applied to that alone, nothing happens."""
-    attention = nn.MultiheadAttention(4, 2)
-    refused(attention, lambda: apply(attention.out_proj), "MultiheadAttention", "out_proj.weight")
-    holder = nn.ParameterList([torch.ones(2)])
-    refused(holder, lambda: apply(holder, ".*"), "`module`", "forward")
-    named = nn.ParameterDict({"a": torch.ones(2)})
-    refused(named, lambda: apply(named, "a"), "`module`", "forward")
-    nested = nn.ModuleList([named])
-    refused(nested, lambda: apply(nested, r"0\.a"), "forward")
-    # Lists of modules that have forwards of their own are fine.
-    apply(nn.ModuleList([nn.Linear(2, 2)]), r"0\.weight")
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "prune"])
-def test_weights_that_hooks_read_before_the_forward(kind):
-    """Older reparametrizations of torch make the weight in a hook, outside of the forward."""
-    linear = nn.Linear(4, 4)
-    if kind == "prune":
-        prune.random_unstructured(linear, "weight", 0.5)
-    else:
-        getattr(nn.utils, kind)(linear)
-    name = "weight_v" if kind == "weight_norm" else "weight_orig"
-    with pytest.raises(ValueError, match=rf"`{name}`.*hook"):
-        recoup.weight_dropout(linear, name, p=1.0)
-
-
-def test_a_parametrization_of_torch_on_top():
-    """It takes the parameter away from us: what was applied would be lost without a word."""
-
-    class Doubled(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    linear = recoup.weight_dropout(nn.Linear(4, 4, bias=False), p=1.0)
-    with pytest.raises(ValueError, match=r"`weight`.*remove"):
-        parametrize.register_parametrization(linear, "weight", Doubled())(torch.ones(1, 4))
 
 
 def test_a_parametrization_of_torch_beneath():
@@ -478,13 +368,13 @@ def test_a_weight_changed_past_its_version():
     for way in ("plain", "checkpoint", "dropout"):
         linear = nn.Linear(4, 4, bias=False)
         with torch.no_grad():
-            linear.weight.copy_(torch.arange(16.0).view(4, 4))
+            linear.get_parameter("weight").copy_(torch.arange(16.0).view(4, 4))
         x = torch.ones(3, 4, requires_grad=True)
         if way == "dropout":
             recoup.weight_dropout(linear, p=0.5)
         with recorded() as made:
             loss = (recoup.checkpoint(linear, x) if way == "checkpoint" else linear(x)).sum()
-        linear.weight.data.mul_(2.0)
+        linear.get_parameter("weight").data.mul_(2.0)
         loss.backward()
         raw = linear.get_parameter("weight")
         used = raw * mask(raw, made[0]) if made else raw
@@ -514,18 +404,6 @@ def test_a_magnitude_changed_before_backward():
         y.sum().backward()
 
 
-def test_an_optimizer_that_steps_too_early():
-    lstm = recoup.weight_dropout(nn.LSTM(4, 4), "weight_hh_l0")
-    optimizer = torch.optim.AdamW([lstm.weight_hh_l0], lr=0.1)
-    x = torch.randn(3, 2, 4)
-    lstm(x)[0].sum().backward()
-    loss = lstm(x)[0].sum()
-    optimizer.step()
-    with pytest.raises(ChangedError, match="`weight_hh_l0` of LSTM") as error:
-        loss.backward()
-    assert "Run backward before" in str(error.value)
-
-
 def test_a_change_that_plain_torch_allows_too():
     """Where backward needs no weight, it may change: as in plain torch, the numbers are right."""
     linear = recoup.weight_dropout(nn.Linear(4, 4), p=0.3)
@@ -535,9 +413,9 @@ def test_a_change_that_plain_torch_allows_too():
         loss = linear(x).sum()
     scales = mask(linear.weight, made[0])
     with torch.no_grad():
-        linear.weight.add_(1.0)
+        linear.get_parameter("weight").add_(1.0)
     loss.backward()
-    assert torch.equal(linear.weight.grad, plain.T * scales)
+    assert torch.equal(linear.get_parameter("weight").grad, plain.T * scales)
 
 
 def test_a_change_after_backward():
@@ -545,7 +423,7 @@ def test_a_change_after_backward():
     for _ in range(3):
         linear(torch.randn(3, 4, requires_grad=True)).sum().backward()
         with torch.no_grad():
-            linear.weight.add_(0.1)
+            linear.get_parameter("weight").add_(0.1)
 
 
 def test_a_change_while_the_graph_is_retained():
@@ -553,7 +431,7 @@ def test_a_change_while_the_graph_is_retained():
     loss = linear(torch.randn(3, 4, requires_grad=True)).sum()
     loss.backward(retain_graph=True)
     with torch.no_grad():
-        linear.weight.add_(0.1)
+        linear.get_parameter("weight").add_(0.1)
     with pytest.raises(ChangedError, match="`weight` of Linear"):
         loss.backward()
 
@@ -605,7 +483,7 @@ def test_an_optimizer_in_backward_that_comes_too_early():
         with torch.no_grad():
             parameter.sub_(0.1 * parameter.grad)
 
-    linear.weight.register_post_accumulate_grad_hook(step)
+    linear.get_parameter("weight").register_post_accumulate_grad_hook(step)
     x = torch.randn(3, 4, requires_grad=True)
     a, b = linear(x).sum(), linear(x).sum()
     a.backward()
@@ -651,51 +529,6 @@ EDITS = {
     "data": lambda w: w.data.mul_(3.0),
     "data of a view": lambda w: w.t().data.mul_(3.0),
 }
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm])
-def test_a_weight_edited_before_it_is_used(apply, edit):
-    """The numbers of plain torch, on a copy of the very weight."""
-    module = apply(Edits(before=EDITS[edit]))
-    x = torch.randn(3, 4, requires_grad=True)
-    z = x.detach().clone().requires_grad_()
-    with recorded() as made:
-        y = module(x)
-    raw = module._parameters["weight"].detach().clone().requires_grad_()
-    if apply is recoup.weight_norm:
-        weight = torch._weight_norm(raw, module.weight_g.detach(), 0)
-    elif apply is recoup.weight_noise:
-        noise = torch.zeros(4, 4)
-        weight = raw + recoup.weights.draws.noised_(noise, made[0].seed, made[0].magnitude)
-    else:
-        weight = raw * mask(raw, made[0])
-    weight = weight.clone()
-    EDITS[edit](weight)
-    want = F.linear(z, weight)
-    assert torch.equal(y, want)
-    y.sin().sum().backward()
-    want.sin().sum().backward()
-    assert torch.equal(x.grad, z.grad)
-    assert torch.equal(module._parameters["weight"].grad, raw.grad)
-
-
-@pytest.mark.parametrize("edit", [name for name in EDITS if not name.startswith("data")])
-def test_a_weight_edited_after_it_was_saved(edit, apply):
-    """An error that names the parameter, where plain torch has an error that names nothing."""
-    module = apply(Edits(after=EDITS[edit]))
-    y = module(torch.randn(3, 4, requires_grad=True))
-    with pytest.raises(ChangedError, match=r"`weight` of Edits .* changed in place .* clone"):
-        y.sum().backward()
-
-
-def test_the_raw_weight_is_not_edited_with_it():
-    module = recoup.weight_dropout(Edits(before=lambda w: w.mul_(3.0)))
-    before, version = module.weight.detach().clone(), module.weight._version
-    module(torch.randn(3, 4))
-    assert torch.equal(module.weight, before)
-    assert module.weight._version == version
 
 
 def test_no_warning_in_a_step():

@@ -18,10 +18,8 @@ from recoup.weights import applied, enabled, remove, same_draw
 from tests.unit.weights.plain_run import (
     PlainRun,
     mask,
-    raw_parameters,
     recorded,
     reparametrized,
-    weights_used,
 )
 
 
@@ -119,90 +117,6 @@ def plain_with(model, *, tied):
     return plain
 
 
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize("both", [False, True], ids=["evaluation is plain", "both reparametrized"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "not tied"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_two_models_over_the_same_parameters(order, tied, both):
-    """The numbers of both, before and after a step of the one that trains."""
-    train, evaluate = pair(order, tied=tied, both=both)
-    theirs, ours = raw_parameters(evaluate), raw_parameters(train)
-    assert all(theirs[name] is ours[name] for name in ours)
-    assert (train.decoder.weight is train.embedding.weight) is tied
-    optimizer = torch.optim.SGD(train.parameters(), lr=0.5)
-    x, y = ids(), ids()
-    for _ in range(3):
-        plain = plain_with(train, tied=tied)
-        assert torch.equal(evaluate(x), plain.eval()(x))
-        # The model that trains: plain torch with the very weights that were dropped.
-        raw = {name: p.detach().clone().requires_grad_() for name, p in ours.items()}
-        if tied:
-            raw["decoder.weight"] = raw["embedding.weight"]
-        with recorded() as made:
-            logits = train(x)
-        assert len(made) == 3
-        used = weights_used(train, made, raw)
-        want = torch.func.functional_call(plain, used, x, tie_weights=False)
-        assert torch.equal(logits, want)
-        loss_of(logits, y).backward()
-        loss_of(want, y).backward()
-        for name, p in train.named_parameters():
-            torch.testing.assert_close(p.grad, raw[name].grad, rtol=1e-5, atol=1e-7)
-        before = evaluate(x)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert not torch.equal(evaluate(x), before)
-        assert all(theirs[name] is p for name, p in raw_parameters(train).items())
-
-
-def test_parameters_given_to_the_constructor():
-    """Sharing as the model is built: the second is made of the first one's parameters."""
-
-    class Shared(LanguageModel):
-        def __init__(self, other=None):
-            super().__init__()
-            if other is not None:
-                share(other, self)
-
-    train = reparametrize(Shared())
-    evaluate = Shared(train).eval()
-    x = ids()
-    assert applied(evaluate) == []
-    assert torch.equal(evaluate(x), plain_with(train, tied=True).eval()(x))
-    loss_of(train(x), ids()).backward()
-    assert evaluate.decoder.weight.grad is train.embedding.weight.grad is not None
-
-
-def test_the_evaluation_model_within_the_forward_of_the_other():
-    """A teacher with the same parameters is not dropped, although it runs within."""
-
-    class Distilled(nn.Module):
-        def __init__(self, student, teacher):
-            super().__init__()
-            self.student = student
-            self.teachers = [teacher]
-
-        def forward(self, x):
-            return self.student(x), self.teachers[0](x)
-
-    train, evaluate = pair("apply, then share", tied=True)
-    model = Distilled(train, evaluate)
-    x = ids()
-    student, teacher = model(x)
-    assert torch.equal(teacher, plain_with(train, tied=True).eval()(x))
-    assert not torch.equal(student, teacher)
-
-
-def test_a_step_between_forward_and_backward_of_the_other_is_noticed():
-    train, evaluate = pair("apply, then share", tied=True)
-    x, y = ids(), ids()
-    loss = loss_of(train(x), y)
-    with torch.no_grad():
-        evaluate.rnns[0].weight_hh_l0.mul_(1.5)
-    with pytest.raises(recoup.errors.ChangedError, match=r"`rnns\.0\.weight_hh_l0`"):
-        loss.backward()
-
-
 def test_policies_are_of_the_uses():
     """Two models that share, each with a policy of its own; removal from one leaves the other."""
     first, second = LanguageModel(), LanguageModel()
@@ -242,7 +156,7 @@ def step_of(entry, made):
 
 def compared(model, x):
     """Compare with the closed form, whose gradient is the sum of both uses."""
-    raw = model.embedding.weight.detach().clone().requires_grad_()
+    raw = model.embedding.get_parameter("weight").detach().clone().requires_grad_()
     with recorded() as made:
         logits = model(x)
     uses = {"embedding": raw, "decoder": raw}
@@ -254,8 +168,12 @@ def compared(model, x):
     model.zero_grad()
     logits.sin().sum().backward()
     want.sin().sum().backward()
-    torch.testing.assert_close(model.embedding.weight.grad, raw.grad, rtol=1e-5, atol=1e-6)
-    assert model.decoder.weight.grad is model.embedding.weight.grad
+    torch.testing.assert_close(
+        model.embedding.get_parameter("weight").grad, raw.grad, rtol=1e-5, atol=1e-6
+    )
+    assert (
+        model.decoder.get_parameter("weight").grad is model.embedding.get_parameter("weight").grad
+    )
     return made
 
 
@@ -266,7 +184,7 @@ def test_only_the_embedding():
     assert len(made) == 1
     # The decoder's own: it is the raw parameter, and takes part in the gradient of dropped entries.
     dropped = mask(model.embedding.get_parameter("weight"), made[0]) == 0
-    assert torch.count_nonzero(model.embedding.weight.grad[dropped]) > 0
+    assert torch.count_nonzero(model.embedding.get_parameter("weight").grad[dropped]) > 0
 
 
 def test_only_rows_of_the_embedding():
@@ -318,12 +236,12 @@ def test_ties_last(applied_first):
         return recoup.weight_dropout(model, r"embedding\.weight", axes=(1,))
 
     def is_tied(model):
-        return model.embedding.weight is model.decoder.weight
+        return model.embedding.get_parameter("weight") is model.decoder.get_parameter("weight")
 
     model = LanguageModel(tied=False)
     if applied_first:
         apply(model)
-    model.decoder.weight = model.embedding.weight
+    model.decoder.weight = model.embedding.get_parameter("weight")
     if not applied_first:
         apply(model)
     assert is_tied(model)
@@ -365,11 +283,13 @@ def test_what_torch_unties(way):
         if noisy:
             recoup.weight_dropout(model, r"embedding\.weight", p=1.0)
         UNTIES[way](model)
-        ties.append(model.decoder.weight is model.embedding.weight)
+        ties.append(
+            model.decoder.get_parameter("weight") is model.embedding.get_parameter("weight")
+        )
     assert ties == [False, False]
     model = model.to_empty(device="cpu")
-    model.decoder.weight = model.embedding.weight
-    nn.init.ones_(model.embedding.weight)
+    model.decoder.weight = model.embedding.get_parameter("weight")
+    nn.init.ones_(model.embedding.get_parameter("weight"))
     assert torch.count_nonzero(model(ids())) == 0
     assert torch.count_nonzero(model.decoder(torch.ones(1, WIDTH))) == VOCABULARY
     assert len(list(model.parameters())) == 1
@@ -379,8 +299,8 @@ def test_a_copy_is_tied_to_itself():
     model = reparametrize(LanguageModel())
     model(ids())
     other = copy.deepcopy(model)
-    assert other.embedding.weight is other.decoder.weight
-    assert other.embedding.weight is not model.embedding.weight
+    assert other.embedding.get_parameter("weight") is other.decoder.get_parameter("weight")
+    assert other.embedding.get_parameter("weight") is not model.embedding.get_parameter("weight")
     with same_draw(1):
         a = model(x := ids())
     with same_draw(1):

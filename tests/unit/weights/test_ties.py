@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import io
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import recoup
-from recoup.weights import applied, remove
+from recoup.weights import applied
 from tests.unit.weights.plain_run import PlainRun, recorded
 
 
@@ -47,50 +44,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", ["own", "same"])
-def test_names_of_one_call(kind, tied):
-    model = KINDS[kind](Tied().double(), pattern=r".*weight", tied=tied)
-    rows, table = weights_used(model)
-    assert torch.allclose(rows, table, atol=1e-8) is (tied == "same")
-    with recorded() as made:
-        model(ids()).sum().backward()
-    assert len(made) == (1 if tied == "same" else 2)
-    assert len(applied(model)) == 2
-
-
 @pytest.mark.parametrize("kind", ["dropout", "rows", "noise"])
 def test_gradients_are_those_of_one_weight(kind):
     run = PlainRun(Tied(), lambda m: KINDS[kind](m, pattern=r".*weight", tied="same"))
     run.compare(ids())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_calls(kind):
-    """Each on a part: until a backward, their draw is one."""
-    model = Tied().double()
-    for part in (model.embedding, model.decoder):
-        KINDS[kind](part, tied="same")
-    for _ in range(2):
-        rows, table = weights_used(model)
-        assert torch.allclose(rows, table, atol=1e-8)
-        with recorded() as made:
-            model(ids()).sum().backward()
-        assert len(made) == 1
-    if kind == "learned":
-        assert model.embedding.weight_std is model.decoder.weight_std
-        assert len(list(model.parameters())) == 2
-
-
-def test_copies_and_pickles_share_too():
-    model = recoup.weight_dropout(Tied().double(), r".*weight", tied="same")
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert torch.allclose(*weights_used(other), atol=1e-8)
-    remove(model, r"decoder\.weight")
-    torch.testing.assert_close(weights_used(model)[1], model.decoder.weight.detach())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -101,18 +58,6 @@ def test_a_compiled_model_shares_too():
         with recorded() as made:
             compiled(ids()).sum().backward()
         assert len(made) == 1
-
-
-@pytest.mark.parametrize("is_by_row", [True, False])
-def test_whichever_use_is_first(is_by_row):
-    """The embedding draws by row, or not; the decoder follows, and the other way round."""
-    model = Tied().double()
-    parts = [model.embedding, model.decoder]
-    for part in parts if is_by_row else parts[::-1]:
-        recoup.weight_noise(part, std=0.5, tied="same")
-    assert applied(model)[0].reparametrization.draws_by_row is is_by_row
-    rows, table = weights_used(model)
-    assert torch.allclose(rows, table, atol=1e-8)
 
 
 def test_bad_input():

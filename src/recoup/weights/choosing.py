@@ -1,0 +1,207 @@
+"""Choosing parameters of a tree: by patterns, types of modules, functions, or lists of these."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as Ddp
+from torch.nn.parameter import is_lazy
+
+from recoup._core.stand_ins import check_has_own_forward
+from recoup.weights.module import check_is_plain, weights_of
+from recoup.weights.reparametrization import Reparametrization
+
+__all__ = [
+    "ANY_WEIGHT",
+    "Named",
+    "Where",
+    "check",
+    "check_is_module",
+    "matching",
+    "named",
+    "note_sharing",
+    "suited",
+]
+
+ANY_WEIGHT = r"(.*[._])?weight(_[^.]*)?"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Where = str | type[nn.Module] | Callable[[str, nn.Parameter, nn.Module], bool] | Sequence[Any]
+
+
+class Named(NamedTuple):
+    """A parameter by its qualified name, and by its name in the module that owns it."""
+
+    name: str
+    owner: nn.Module
+    key: str
+    parameter: nn.Parameter
+
+
+def matching(module: nn.Module, where: Where, argument: str = "pattern") -> list[Named]:
+    """Return the parameters that `where` chooses, those of a shared module once.
+
+    Args:
+        module: the tree.
+        where: a regular expression that matches the whole of a qualified name, a type of modules
+            (whose weights are chosen), a function from a qualified name, the parameter and the
+            module that owns it to a bool, or a list of these.
+        argument: the name of `where` in error messages.
+
+    Raises:
+        ValueError: when `where`, or an entry of it, is none of these or chooses nothing.
+    """
+    return [each for each, _ in _chosen(module, where, argument)]
+
+
+def suited(module: nn.Module, where: Where) -> list[Named]:
+    """Return the parameters to reparametrize.
+
+    A pattern or a type leaves out what has no floating-point type, is frozen, or was added by a
+    reparametrization. A parameter that a name in full or a function chooses is meant.
+    """
+    chosen = _chosen(module, where, "pattern")
+    found = [each for each, is_meant in chosen if is_meant or _unsuited(each) is None]
+    if not found:
+        each = chosen[0][0]
+        raise ValueError(
+            f"`{each.name}` {_unsuited(each)}, and `pattern` matches nothing else. Choose "
+            "floating-point parameters that require a gradient, or give the name in full."
+        )
+    return found
+
+
+def _unsuited(each: Named) -> str | None:
+    if each.parameter.dtype not in _DTYPES:
+        return f"is {each.parameter.dtype}"
+    if not each.parameter.requires_grad:
+        return "requires no gradient"
+    return "belongs to a reparametrization" if _is_added(each) else None
+
+
+def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
+    """Return what `where` chooses, and whether it means just that parameter."""
+    check_is_module(module)
+    candidates = list(named(module))
+    entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
+    found: dict[int, bool] = {}  # by the place among the candidates
+    for entry in entries:
+        is_function = _is_function(entry)
+        chooses = _choice(entry, argument)
+        places = [place for place, each in enumerate(candidates) if chooses(each)]
+        if not places:
+            names = ", ".join(each.name for each in candidates[:8]) or "none"
+            raise ValueError(
+                f"`{argument}` {getattr(entry, '__name__', repr(entry))} matches no parameter of "
+                f"{type(module).__name__}. It must match the whole of a qualified name; there are: "
+                f"{names}{', ...' if len(candidates) > 8 else ''}"
+            )
+        for place in places:
+            is_meant = is_function or entry == candidates[place].name
+            found[place] = found.get(place, False) or is_meant
+    if not found:
+        raise ValueError(f"`{argument}` is {where!r}, which chooses nothing. Give one pattern.")
+    uses: dict[tuple[int, str], tuple[Named, bool]] = {}
+    for place in sorted(found):
+        each = candidates[place]
+        uses.setdefault((id(each.owner), each.key), (each, found[place]))
+    return list(uses.values())
+
+
+def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
+    """Return, as a function, whether an entry of `where` chooses a parameter."""
+    given: object = entry
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        kind = given
+        is_weight = re.compile(ANY_WEIGHT).fullmatch
+        return lambda each: (
+            isinstance(each.owner, kind) and bool(is_weight(each.key)) and not _is_added(each)
+        )
+    if _is_function(entry) and not isinstance(entry, type):
+        return lambda each: bool(entry(each.name, each.parameter, each.owner))
+    try:
+        pattern: re.Pattern[str] = re.compile(cast("str", entry))
+        pattern.fullmatch("")  # a pattern of bytes compiles, too
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"`{argument}` is {entry!r}, but must be a regular expression, a type of modules, a "
+            f"function of (name, parameter, module), or a list of these: {error}."
+        ) from None
+    return lambda each: pattern.fullmatch(each.name) is not None
+
+
+def _is_function(entry: object) -> bool:
+    return callable(entry) and not isinstance(entry, type)
+
+
+def _is_added(each: Named) -> bool:
+    """Whether it is the magnitude of a weight norm, or the deviation of a weight's noise."""
+    weights = weights_of(each.owner)
+    return any(each.key == step.added(weight.key) for weight in weights for step in weight.steps)
+
+
+def named(module: nn.Module) -> Iterator[Named]:
+    """Yield the parameters of a tree, each under all of its names."""
+    named_modules = cast("Any", module.named_modules)  # torch's annotation is incomplete
+    modules: Iterator[tuple[str, nn.Module]] = named_modules(remove_duplicate=False)
+    for prefix, owner in modules:
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield Named(f"{prefix}.{key}" if prefix else key, owner, key, parameter)
+
+
+# -- checks ------------------------------------------------------------------------------------
+
+
+def check_is_module(module: object) -> None:
+    """Raise if `module` is not a module."""
+    if not isinstance(module, nn.Module):
+        got = module.__name__ if isinstance(module, type) else type(module).__name__
+        raise ValueError(f"`module` is {got}, but must be an nn.Module (an instance, not a class).")
+
+
+_sharing: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]]
+_sharing = weakref.WeakKeyDictionary()  # the modules that have the same parameters, by each of them
+
+
+def note_sharing(module: nn.Module, other: nn.Module) -> None:
+    """Note that two modules have their dictionaries of parameters in common."""
+    _sharing.setdefault(module, weakref.WeakSet()).add(other)
+    _sharing.setdefault(other, weakref.WeakSet()).add(module)
+
+
+def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
+    """Raise if `step` cannot be applied to a parameter of the tree `module`."""
+    name, owner, key, parameter = each
+    for part in (module, owner):
+        check_has_own_forward(part)
+    if is_lazy(parameter) or parameter.dtype not in _DTYPES:
+        got = "has no shape yet" if is_lazy(parameter) else f"is {parameter.dtype}"
+        raise ValueError(
+            f"`{name}` {got}, and {step.kind} needs floating-point numbers of 16 bits or more: "
+            "run a batch through a lazy layer first, and leave other types out."
+        )
+    if step.adds_parameters or not any(hasattr(part, "unshard") for part in module.modules()):
+        check_is_plain(parameter, name)
+    is_in_ddp = any(isinstance(part, Ddp) for part in module.modules())
+    if step.adds_parameters and (is_in_ddp or _sharing.get(owner)):
+        raise ValueError(
+            f"{step.kind} adds a parameter to `{name}`, which DistributedDataParallel would not "
+            "reduce, and a twin (recoup.weights.twin) would not use. Apply it before you make them."
+        )
+    if step.added(key) and hasattr(owner, step.added(key)):
+        raise ValueError(
+            f"`{step.added(name)}` exists already, which is what {step.kind} would call the "
+            "parameter that it adds. Rename it, or let `pattern` leave this weight out."
+        )
+    weight = next((weight for weight in weights_of(owner) if weight.key == key), None)
+    for other in () if weight is None else weight.steps:
+        if step.is_same_as(other):
+            raise ValueError(
+                f"`{name}` has {other!r} already. Change it by recoup.weights.update, or call "
+                "recoup.weights.remove first."
+            )

@@ -1,0 +1,139 @@
+"""Steps: what one draw belongs to, and the contexts that a user enters.
+
+NOTE [ One draw a step ]
+
+Rule 1. A step begins and ends with the forward of a module that a reparametrization was applied to,
+        or with `step(model)`; the outermost one counts. In it a weight is drawn at its first read,
+        and every other read has that draw. What is read outside of steps has a draw of its own.
+Rule 2. `same_draw` around reads and forwards gives them one draw; the innermost one counts.
+Rule 3. The innermost `disabled` or `enabled` takes precedence, and over training mode, too.
+Rule 4. A seed is drawn for a step, or for a read outside of steps; that of a weight is a hash of it
+        and of the name of the weight. So eager and compiled code have the same draws.
+Rule 5. Frames are in force in one thread. Code that runs again has recorded draws (see `weight`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any
+
+from torch import Tensor, nn
+
+from recoup._core.compile import never_compiled
+from recoup._core.rng import draw_seed
+from recoup.weights.reparametrization import Application, Drawn, Reparametrization
+
+__all__ = ["Draws", "Frame", "Override", "SameDraw", "Step", "leave", "local", "overriding"]
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []  # in force in this thread, the innermost last
+        self.raw_of: nn.Module | None = None  # whose weights are read as they are (see `module`)
+        self.lists: dict[int, list[Tensor]] = {}  # on which recurrent layers run, by their ids
+
+
+local = _Local()
+
+
+class Frame:
+    """A step or a user's context, in force in a thread from entering to leaving it."""
+
+    @never_compiled
+    def __enter__(self) -> None:
+        local.frames.append(self)
+
+    @never_compiled
+    def __exit__(self, *error: object) -> None:
+        leave(self)
+
+
+def leave(frame: Frame) -> None:
+    """Take a frame out of force; contexts of generators may end in another order."""
+    frames = local.frames
+    for index in reversed(range(len(frames))):
+        if frames[index] is frame:
+            del frames[index]
+            return
+
+
+class Draws:
+    """Draws that several reads share.
+
+    Args:
+        seed: of all of them; drawn at the first one if None.
+        counts: whether it is a step that schedules count.
+    """
+
+    def __init__(self, seed: int | None = None, *, counts: bool = False) -> None:
+        self.seed = seed
+        self.counts = counts
+        self.drawn: dict[Reparametrization, Drawn] = {}
+        self._steps: dict[Application, int] = {}
+        self._num_named: dict[str, int] = {}
+
+    def draw(self, step: Reparametrization, path: str, *, is_training: bool) -> Drawn:
+        """Draw for the weight that is called `path`."""
+        application = step.application
+        count = self._steps.get(application)
+        if count is None:  # the number of this step is the same for all weights
+            count = self._steps[application] = application.step
+            application.step += self.counts and is_training and application.counts
+        magnitude, seed = step.magnitude(count), 0
+        if magnitude:
+            if self.seed is None:
+                self.seed = draw_seed()
+            name = f"{path} {step.kind}"
+            again = self._num_named[name] = self._num_named.get(name, -1) + 1
+            text = f"{self.seed} {name} {again}".encode()
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+        drawn = self.drawn[step] = Drawn(step, seed, magnitude)
+        return drawn
+
+
+class Step(Draws, Frame):
+    """A step (See Rule 1).
+
+    Args:
+        owner: the module whose forward it is; None for a block of the user's.
+        applications: those whose draws belong to it.
+
+    Attributes:
+        made: by weight, what was computed (see `weight`).
+        last: the weight that was computed last, which is most often read again at once.
+    """
+
+    def __init__(
+        self, owner: nn.Module | None, applications: tuple[Application, ...] | list[Application]
+    ) -> None:
+        super().__init__(None, counts=True)
+        self.owner = owner
+        self.applications = applications
+        self.made: dict[object, Any] = {}
+        self.last: Tensor | None = None
+
+
+class SameDraw(Draws, Frame):
+    """Draws that last for several steps (See Rule 2)."""
+
+
+class Override(Frame):
+    """Noise turned on or off for some weights (See Rule 3)."""
+
+    def __init__(self, weights: frozenset[object], *, is_on: bool) -> None:
+        self.weights = weights
+        self.is_on = is_on
+
+    @never_compiled
+    def __enter__(self) -> None:
+        overriding.append(self)
+        super().__enter__()
+
+    @never_compiled
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        overriding.remove(self)
+
+
+overriding: list[Override] = []  # of all threads, each as often as it was entered
