@@ -1,9 +1,8 @@
-"""Draws on a GPU: the laws, by one kernel and by operators; a kernel makes no temporaries."""
+"""Draws on a GPU: the laws, and the bytes of temporaries."""
 
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,19 +16,8 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Around the ends of what a thread, and a program, of a kernel write.
 SHAPES = ((), (0,), (1,), (3,), (5,), (16,), (64, 64), (4095,), (4097,), (2**20 + 5,), (1024, 1024))
 SEEDS = (0, 7, 2**32 + 1, 2**63 - 1)
-
-
-@pytest.fixture(params=["kernel", "operators"])
-def way(request, monkeypatch):
-    """Draw by the kernels, and by torch's operators."""
-    if request.param == "operators":
-        monkeypatch.setattr(draws, "_kernels", lambda device: None)
-    elif find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    return request.param
 
 
 def weight(shape, dtype=torch.float32):
@@ -44,18 +32,10 @@ def normals(numel, seed):
     return draws.noised(torch.zeros(numel, device=CUDA), seed, 1.0)
 
 
-def test_kernels_are_used_where_triton_is_installed():
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    device = torch.empty(0, device=CUDA).device
-    assert draws._kernels(device) is not None
-    assert draws._kernels(device) is draws._kernels(device)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3, 0.5, 65535 / 65536, 1.0])
-def test_dropped_is_weight_times_scales(way, shape, dtype, p):
+def test_dropped_is_weight_times_scales(shape, dtype, p):
     w = weight(shape, dtype)
     raw = w.clone()
     for seed in SEEDS:
@@ -70,7 +50,7 @@ def test_dropped_is_weight_times_scales(way, shape, dtype, p):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_noised_is_weight_plus_noise(way, shape, dtype):
+def test_noised_is_weight_plus_noise(shape, dtype):
     w = weight(shape, dtype)
     raw = w.clone()
     for seed in SEEDS:
@@ -82,7 +62,7 @@ def test_noised_is_weight_plus_noise(way, shape, dtype):
     assert torch.equal(w, found)
 
 
-def test_dtype_does_not_change_which_entries_are_dropped(way):
+def test_dtype_does_not_change_which_entries_are_dropped():
     kept = mask((5000,), 6, 0.3) != 0
     for dtype in DTYPES:
         found = mask((5000,), 6, 0.3, dtype)
@@ -92,7 +72,7 @@ def test_dtype_does_not_change_which_entries_are_dropped(way):
 
 
 @pytest.mark.parametrize("axes", [(), (0,), (1,), (0, 2)])
-def test_axes_and_layouts(way, axes):
+def test_axes_and_layouts(axes):
     w = weight((70, 30, 90))
     shape = tuple(1 if axis in axes else size for axis, size in enumerate(w.shape))
     expected = w * mask(shape, 3, 0.4)
@@ -105,7 +85,7 @@ def test_axes_and_layouts(way, axes):
     assert torch.equal(transposed, expected)
 
 
-def test_a_weight_that_is_not_aligned(way):
+def test_a_weight_that_is_not_aligned():
     w = weight((2**16 + 3,))
     expected = draws.dropped(w[3:].clone(), 3, 0.4), draws.noised(w[3:].clone(), 3, 0.4)
     assert torch.equal(draws.dropped(w[3:], 3, 0.4), expected[0])
@@ -119,7 +99,7 @@ def correlation(a, b):
 
 
 @pytest.mark.parametrize("draw", [lambda n, seed: mask((n,), seed, 0.5), normals])
-def test_entries_and_seeds_do_not_depend_on_each_other(way, draw):
+def test_entries_and_seeds_do_not_depend_on_each_other(draw):
     numel = 2**20
     found = draw(numel, 17)
     for lag in (1, 2, 3, 4, 8, 512, 1024, 2048, 4096, 2**19):
@@ -132,13 +112,13 @@ def test_entries_and_seeds_do_not_depend_on_each_other(way, draw):
 
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.5, 0.9])
-def test_the_share_of_dropped_entries_is_p(way, p):
+def test_the_share_of_dropped_entries_is_p(p):
     numel, exact = 2**22, round(p * 65536) / 65536
     num_dropped = (mask((numel,), 3, p) == 0).sum().item()
     assert abs(num_dropped - numel * exact) < 4.5 * math.sqrt(numel * exact * (1 - exact))
 
 
-def test_noise_is_gaussian(way):
+def test_noise_is_gaussian():
     numel = 2**22
     x = normals(numel, 1).double()
     assert abs(x.mean()) < 4 / math.sqrt(numel)
@@ -149,7 +129,7 @@ def test_noise_is_gaussian(way):
     assert (steps - found).abs().max().item() * math.sqrt(numel) < 1.95
 
 
-def test_no_random_state_moves(way):
+def test_no_random_state_moves():
     w = weight((2**16,))
     cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state()
     draws.dropped(w, 1, 0.5)
@@ -166,17 +146,7 @@ def peak_beyond(call):
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_kernels_make_nothing_but_the_result():
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    w = weight((2**24,))
-    assert peak_beyond(lambda: draws.dropped(w, 2, 0.5)) == 0
-    assert peak_beyond(lambda: draws.noised(w, 2, 0.5)) == 0
-    assert peak_beyond(lambda: draws.dropped(w, 2, 0.5)) == w.nbytes
-
-
-def test_operators_make_no_mask_of_the_whole_weight(monkeypatch):
-    monkeypatch.setattr(draws, "_kernels", lambda device: None)
+def test_no_mask_of_the_whole_weight_is_made():
     w = weight((2**25,))
     # Pieces of 4 Mi entries: words, a mask, and what operators convert on the way.
     assert peak_beyond(lambda: draws.dropped(w, 2, 0.3)) <= 2**22 * 12
@@ -184,7 +154,7 @@ def test_operators_make_no_mask_of_the_whole_weight(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_draws_run_where_the_weight_is(way):
+def test_draws_run_where_the_weight_is():
     w = weight((5000,))
     other = w.to("cuda:1")
     assert torch.equal(draws.dropped(other, 1, 0.5).to(CUDA), draws.dropped(w, 1, 0.5))

@@ -204,7 +204,7 @@ def test_presets_build_what_they_say(texts, path):
     run = texts.main(["-c", str(path), *QUIET, *options, *texts.tiny[-1:]], run=False)
     network = run.model.network
     assert network.dropout_kind == ("independent" if "standard" in path.stem else "locked")
-    assert network.decoder.weight is network.embedding.weight
+    assert network.decoder.weight is network.embedding.get_parameter("weight")
     applied = {each.name for each in recoup.weights.applied(network)}
     assert ("layers.0.weight_hh_l0" in applied) == ("standard" not in path.stem)
     assert len(network.layers) == (2 if path.stem == "tiny" or "standard" in path.stem else 3)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -390,19 +389,6 @@ def test_no_buffer_is_as_large_as_a_large_weight(threads, numel, draw, dtype):
     assert 0 < measured.peak_bytes <= 256 * 1024
 
 
-@pytest.mark.slow
-def test_kernels_are_not_imported_for_the_cpu():
-    done = run("""
-        import sys
-        import torch
-        from recoup.weights import draws
-
-        draws.dropped(torch.ones(1024, 1024), 1, 0.5)
-        assert "recoup.weights.kernels" not in sys.modules
-    """)
-    assert done.returncode == 0, done.stderr
-
-
 # --- errors --------------------------------------------------------------------------------------
 
 
@@ -541,81 +527,3 @@ def test_std_scales_the_noise(numel):
         noise = noised_(torch.zeros(numel), 5, std) / std
         torch.testing.assert_close(noise, normals(numel, 5), rtol=1e-5, atol=1e-6)
         assert torch.equal(draws.noised(w, 5, std), w + noised_(torch.zeros(numel), 5, std))
-
-
-# --- the kernels, interpreted --------------------------------------------------------------------
-
-KERNELS = """
-    import math
-    import torch
-    from recoup.weights import kernels
-
-    NUM, WORD = kernels._NUM_COUNTS, 2**32 - 1
-
-
-    def philox(seed, count):
-        x, k = [count, 0, 0, 0], [seed & WORD, seed >> 32]
-        for _ in range(10):
-            p, q = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
-            x = [(q >> 32) ^ x[1] ^ k[0], q & WORD, (p >> 32) ^ x[3] ^ k[1], p & WORD]
-            k = [(k[0] + 0x9E3779B9) & WORD, (k[1] + 0xBB67AE85) & WORD]
-        return x
-
-
-    def is_kept(index, seed, num_dropped):
-        program, rest = divmod(index, 8 * NUM)
-        half, rest = divmod(rest, 4 * NUM)
-        count, lane = divmod(rest, 4)
-        word = philox(seed, program * NUM + count)[2 * half + lane // 2]
-        return (word >> (16 * (lane % 2))) & 0xFFFF >= num_dropped
-
-
-    def fraction(word, width):
-        return (word - 2**width if word >> (width - 1) else word) / 2 ** (width - 1)
-
-
-    def normal(index, seed, width):
-        program, rest = divmod(index, 128 // width * NUM)
-        number, count = divmod(rest, NUM)
-        a, b, c, d = philox(seed, program * NUM + count)
-        if width == 64:
-            bits, turn = a << 32 | b, c << 32 | d
-        else:
-            bits, turn = (a, b) if number < 2 else (c, d)
-        radius = math.sqrt(-2 * math.log(abs(fraction(bits | 1, width))))
-        angle = math.pi * fraction(turn, width)
-        return radius * (math.sin(angle) if number % 2 else math.cos(angle))
-
-
-    tolerances = {torch.float32: 1e-5, torch.float64: 1e-12, torch.float16: 2e-3}
-    for dtype, tolerance in tolerances.items():
-        for numel in (0, 1, 3, 16, 4999):
-            w = torch.randn(numel, dtype=torch.float64).to(dtype)
-            for seed, num_dropped in ((0, 19661), (2**63 - 1, 32768), (7, 65535)):
-                scale = torch.tensor(1.5, dtype=dtype).item()
-                scales = torch.full_like(w, torch.nan)
-                kernels.write_scales(scales, seed, num_dropped, scale)
-                expected = [scale * is_kept(i, seed, num_dropped) for i in range(numel)]
-                assert scales.tolist() == expected
-                found = torch.full_like(w, torch.nan)
-                kernels.drop(w, found, seed, num_dropped, scale)
-                assert torch.equal(found, w * scales)
-            noise = torch.zeros_like(w)
-            kernels.add_noise(noise, noise, seed, 0.5)
-            width = 64 if dtype is torch.float64 else 32
-            expected = torch.tensor(
-                [0.5 * normal(i, seed, width) for i in range(numel)], dtype=torch.float64
-            )
-            torch.testing.assert_close(noise.double(), expected, rtol=tolerance, atol=tolerance)
-            found = torch.full_like(w, torch.nan)
-            kernels.add_noise(w, found, seed, 0.5)
-            assert torch.equal(found, w + noise)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(find_spec("numpy") is None, reason="Triton's interpreter needs numpy")
-def test_kernels_draw_from_philox():
-    done = run(KERNELS, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
