@@ -31,13 +31,14 @@ from recoup._core.captured import parts_of
 from recoup._core.chain_run import changes_kept_input
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.executor import Executor
-from recoup._core.lazy_values import HasTensor, keep
+from recoup._core.lazy_values import keep
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.module_marks import is_in_place, mark_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
 from recoup._core.region import Region, State
 from recoup._core.saved_tensors import (
     Kept,
+    Packed,
     as_leaves,
     check_hooks_work,
     is_transformed,
@@ -103,12 +104,12 @@ class Call:
         self.tensors, self._tree = flatten_arguments(args, kwargs)
         self.has_run = False
         self._linked: Sequence[int] | None = None
-        self._outside: list[tuple[int, HasTensor, bool]] = []
+        self._outside: list[tuple[int, Packed, bool]] = []
         self._places: list[int] | None = None  # where each tensor is first, if one is there twice
         self.picks: Sequence[int] | None = None
         self.output: Any = None
         self._returned: tuple[list[weakref.ref[Tensor]], Tree] | None = None  # if it is inverted
-        self._passed_by: list[HasTensor | None] = []  # of these tensors; None if in the state
+        self._passed_by: list[Packed | None] = []  # of these tensors; None if in the state
         self._tree_again = self._tree  # with copies of what a run may change
         given = () if self._tree.is_flat else self._tree.others()
         self.code, self.modules = parts_of(fn if module is None else module, given)
@@ -281,7 +282,7 @@ class LoneRegion(Region):
         super().__init__(call, call.tensors)
         self._stops = stops
         self.lock = threading.RLock()
-        self._kept: list[HasTensor] = []
+        self._kept: list[Packed] = []
         pair = pair_in_force()
         name = f"The input of {call.name}"
         for value in call.tensors:

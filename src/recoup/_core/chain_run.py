@@ -40,12 +40,19 @@ from torch import Tensor, nn
 from recoup._core.drift_comparison import DriftComparison
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.inverted_region import InvertedRegion
-from recoup._core.lazy_values import HasTensor, keep
+from recoup._core.lazy_values import keep
 from recoup._core.offload import Away, Traffic
 from recoup._core.outcome import mismatch
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.region import Region, Stage, State
-from recoup._core.saved_tensors import Kept, detached, pair_in_force, storage_address, versions_of
+from recoup._core.saved_tensors import (
+    Kept,
+    Packed,
+    detached,
+    pair_in_force,
+    storage_address,
+    versions_of,
+)
 from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
@@ -96,7 +103,7 @@ class Run:
         self.lock = threading.RLock()
         self.stages: list[Stage] = []  # that were entered so far
         self._regions: list[Region | None] = []  # of the stages that may run again
-        self._kept: dict[int, tuple[HasTensor, ...]] = {}  # states, by the stage they enter
+        self._kept: dict[int, tuple[Packed, ...]] = {}  # states, by the stage they enter
         self._storages: set[int] = set()  # of these states
         self.outputs: list[tuple[int, weakref.ref[Output]]] = []
         self._traffic: dict[str, Traffic] = {}  # by where offloaded states wait
@@ -171,7 +178,7 @@ class Run:
 
     def _keep_input(self, index: int, state: State) -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
-        kept: list[HasTensor] = []
+        kept: list[Packed] = []
         for value in state:
             self._storages.add(storage_address(value))
             kept.append(Kept(value, name, pair) if index else keep(value, name, pair))  # Rule 9

@@ -32,6 +32,7 @@ from recoup._core.compile import never_compiled
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import (
     Kept,
+    Packed,
     Pair,
     is_in_backward,
     is_transformed,
@@ -42,10 +43,10 @@ from recoup._core.saved_tensors import (
     unpack,
     version_of,
 )
-from recoup._core.value_sources import HasTensor, Source
+from recoup._core.value_sources import Source
 from recoup.errors import RecoupError
 
-__all__ = ["HasTensor", "Source", "Value", "as_value", "keep", "marked", "read_anew"]
+__all__ = ["Source", "Value", "as_value", "keep", "marked", "read_anew"]
 
 _plainly = torch._C.DisableTorchFunctionSubclass
 _NESTED = frozenset((tuple, list, dict))
@@ -146,7 +147,7 @@ def read_anew(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def keep(tensor: Tensor, name: str, pair: Pair | None) -> HasTensor:
+def keep(tensor: Tensor, name: str, pair: Pair | None) -> Packed:
     """Return a slot of the source if `tensor` is a value, else the tensor kept (See Rule 4)."""
     if isinstance(tensor, Value) and _is_here(tensor._recoup_within, _hooks()):
         source = tensor._recoup_source
@@ -260,7 +261,7 @@ class _Seam:
         self._func = func
 
     @never_compiled
-    def pack(self, tensor: Tensor) -> HasTensor:
+    def pack(self, tensor: Tensor) -> Packed:
         if tensor.layout is torch.strided:
             value = self.storages.get(tensor.untyped_storage()._cdata)
             owned, cast = tensor, None

@@ -30,11 +30,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from recoup._core.lazy_values import HasTensor, Source
+from recoup._core.lazy_values import Source
 from recoup._core.memory_layout import Geometry, geometry_of
 from recoup._core.operators import map_instances
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import grad_mode, version_of
+from recoup._core.saved_tensors import Packed, grad_mode, version_of
 from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup.errors import ReplayError
 from recoup.regions.operator_draws import Draw, Draws
@@ -89,7 +89,7 @@ class Memory:
 
     def __init__(self, num_bytes: int, made_as: Layout | None = None, *, is_own: bool) -> None:
         self.num_bytes, self.made_as, self.is_own = num_bytes, made_as, is_own
-        self.kept: dict[Layout | None, Tensor | HasTensor] = {}
+        self.kept: dict[Layout | None, Tensor | Packed] = {}
         self.source: tuple[Source | None, object] = None, None
 
     def whole(self, dtype: torch.dtype) -> Layout:

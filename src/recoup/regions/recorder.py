@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode
-from recoup._core.lazy_values import HasTensor, Value, marked, read_anew
+from recoup._core.lazy_values import Value, marked, read_anew
 from recoup._core.operators import OperatorTraits, has_schema, map_instances, traits_of
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import Kept, Pair
+from recoup._core.saved_tensors import Kept, Packed, Pair
 from recoup._core.sketch import sketch_of
 from recoup.errors import ReplayError
 from recoup.regions.operator_draws import Draws
@@ -169,7 +169,7 @@ class OpRecorder(DispatchMode):
         memory.kept.clear()
 
     @never_compiled
-    def pack(self, tensor: Tensor) -> HasTensor:
+    def pack(self, tensor: Tensor) -> Packed:
         """Keep a tensor that an operator within the block saves, unless the block makes it."""
         memory = self._to_be_made(tensor)
         if memory is None:
@@ -219,7 +219,7 @@ class OpRecorder(DispatchMode):
                 if sketch is not None and layout.dtype is not torch.uint8:
                     self._block.sketches[memory] = layout, sketch
 
-    def _keep(self, memory: Memory, tensor: Tensor, how: str) -> HasTensor:
+    def _keep(self, memory: Memory, tensor: Tensor, how: str) -> Packed:
         """Keep a tensor from outside, or have its source make it again (See Rule 5)."""
         source, hooks = memory.source
         asks_others = isinstance(source, MemorySource) and source.block.asks_other_sources
