@@ -36,6 +36,9 @@ __all__ = [
     "update",
 ]
 
+# What DistributedDataParallel, torch.compile and trainers call the model within them.
+_WRAPPERS = frozenset(("module", "_orig_mod", "_forward_module"))
+
 
 def apply_to(
     module: nn.Module, where: Where, make: Callable[[], Reparametrization], *, tied: str = "own"
@@ -68,7 +71,9 @@ def apply_to(
         weights = attach(each.owner).weights
         if each.key not in weights:
             name = f"`{each.name}` of {type(module).__name__}"
-            weights[each.key] = ParametrizedWeight(each.key, each.name, name)
+            # A draw is the same, whether a model was wrapped before or after this.
+            parts = [part for part in each.name.split(".") if part not in _WRAPPERS]
+            weights[each.key] = ParametrizedWeight(each.key, ".".join(parts), name)
         weights[each.key].add(step)
         if tied == "same":
             share(step, each)

@@ -125,6 +125,8 @@ class ParametrizedWeight:
     @never_compiled
     def read(self, module: nn.Module, raw: Tensor) -> Tensor:
         """Return the weight as it is used here and now; the raw one if nothing is applied."""
+        if not is_plain(raw) and not any(type(frame) is Step for frame in local.frames):
+            return raw  # FSDP2 looks at its parts between steps
         drawn = self.drawn(module, raw)
         return self._computed(module, raw, drawn) if drawn else raw
 
