@@ -61,7 +61,8 @@ def test_a_twin_of_a_model_that_is_wrapped(found, when):
 
 
 @pytest.mark.parametrize(
-    ("when", "message"), [("before", "mixed torch.Tensor and DTensor"), ("after", "a sharded model")]
+    ("when", "message"),
+    [("before", "mixed torch.Tensor and DTensor"), ("after", "a sharded model")],
 )
 def test_a_twin_of_a_model_that_is_sharded(found, when, message):
     for said in both(found, f"fsdp twin {when}"):

@@ -111,9 +111,9 @@ def check_is_plain(weight: Tensor, name: str) -> None:
     """Raise if a weight is sharded, and nobody will gather it."""
     if not is_plain(weight):
         raise ValueError(
-            f"`{name}` is a {type(weight).__name__}, of which this rank has a part, and a draw is "
-            "one of the whole weight. Leave it out; or call this before FSDP2 (fully_shard), which "
-            "gathers weights for their forward."
+            f"`{name}` is a {type(weight).__name__}, of which this rank has a part (tensor "
+            "parallelism, FSDP2), and a draw is one of the whole weight. Leave it out; or call this "
+            "before fully_shard, which gathers weights for their forward."
         )
 
 
