@@ -112,8 +112,8 @@ def check_is_plain(weight: Tensor, name: str) -> None:
     if not is_plain(weight):
         raise ValueError(
             f"`{name}` is a {type(weight).__name__}, of which this rank has a part (tensor "
-            "parallelism, FSDP2), and a draw is one of the whole weight. Leave it out; or call this "
-            "before fully_shard, which gathers weights for their forward."
+            "parallelism, FSDP2), and a draw is one of the whole weight. Leave it out; or call "
+            "this before fully_shard, which gathers weights for their forward."
         )
 
 
