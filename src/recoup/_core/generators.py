@@ -33,7 +33,7 @@ _cpu_state = torch.default_generator.get_state
 @functools.cache
 def _accelerator() -> Any:
     """Return the module of the accelerator of this machine; None without one."""
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else torch.get_device_module(device)
 
 
