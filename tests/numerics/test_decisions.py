@@ -451,3 +451,30 @@ def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
         for _ in range(2):
             held = held_after(lambda code=code: recoup.checkpoint(code, x)).num_bytes
         assert held - x.nbytes == expected
+
+
+def called(module, x):
+    return module(x)
+
+
+class Seen(nn.Module):
+    """Notes how many dispatch modes its forward runs under; decides if told to."""
+
+    def __init__(self, decides):
+        super().__init__()
+        self.decides = decides
+        self.num_modes = []
+
+    def forward(self, x):
+        self.num_modes.append(num_dispatch_modes())
+        return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
+
+
+def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
+    blocks = [Seen(decides=True), Seen(decides=False)]
+    for _ in range(3):
+        x = torch.randn(8, requires_grad=True)
+        for block in blocks:
+            recoup.checkpoint(called, block, x).sum().backward()
+    assert blocks[0].num_modes[2:] == [1] * 4
+    assert blocks[1].num_modes[2:] == [0] * 4

@@ -144,6 +144,7 @@ class _Mode(DispatchMode):
     """A mode in which operators go through `run`."""
 
     supports_higher_order_operators = True
+    looks = True  # at each operator, whether it may draw
 
     def __init__(self, run: Callable[[str, Any, Any, dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -154,11 +155,16 @@ class _Mode(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        return self._run(_decides(func), func, args, kwargs or {})
+        name = _decides(func)
+        if not name and not self.looks:  # most operators, for speed
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._run(name, func, args, kwargs or {})
 
 
 class _ModeOfCompiled(_Mode):
     """The same, which lets compiled code run (See Rule 4)."""
+
+    looks = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -98,6 +98,8 @@ class Surroundings(Draws):
         if modules:
             self._note(modules)
         self._code = list(map(weakref.ref, (code, *self._modules)))
+        # What it does is noted of the modules alone: blocks may share the code that calls them.
+        self._root = self._code[1 : 1 + len(modules)] or self._code
         modes = [True in self._modes, *self._modes]
         others = list(map(operator.not_, modes))
         self._seen = (
@@ -106,10 +108,10 @@ class Surroundings(Draws):
         )
         (training, trained), (evaluated, rest) = self._seen
         is_known = training.issuperset(trained) and evaluated.issuperset(rest)
-        self._is_looking = not is_known or self._code[0] in _finds
+        self._is_looking = not is_known or not _finds.isdisjoint(self._root)
         self.kept_outputs: KeptOutputs | None = None
-        self._may_draw = self._is_looking or not _draws.isdisjoint(self._code)
-        if keeps_outputs and (self._is_looking or not _decides.isdisjoint(self._code)):
+        self._may_draw = self._is_looking or not _draws.isdisjoint(self._root)
+        if keeps_outputs and (self._is_looking or not _decides.isdisjoint(self._root)):
             self.kept_outputs = KeptOutputs(is_looking=self._is_looking)
 
     def _note(self, roots: Sequence[nn.Module]) -> None:
@@ -208,7 +210,8 @@ class Surroundings(Draws):
             places.extend(found)
             before.extend((each, each.detach().clone()) for _, _, each in found)
             self._code.append(weakref.ref(module))
-            _add(_finds, self._code[:1])
+            if module._parameters or module._buffers or module._modules:  # else it is a function
+                _add(_finds, self._root)
 
         return _removed(nn.modules.module.register_module_forward_pre_hook(begins))
 
@@ -221,11 +224,11 @@ class Surroundings(Draws):
                 _add(_counts, [weakref.ref(module)])
         kept = self.kept_outputs
         if kept is None or kept.may_draw:
-            _add(_draws, self._code)
+            _add(_draws, self._root)
         else:  # another thread has moved the generators, if they were
             self.has_foreign, self._start = False, None
         if kept is not None and kept.are_any:
-            _add(_decides, self._code)
+            _add(_decides, self._root)
         elif kept is not None:
             self.kept_outputs = None
             self._has_mode = True

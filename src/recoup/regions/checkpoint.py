@@ -37,7 +37,7 @@ def checkpoint(
     Kept: the tensors in the arguments, wherever they are nested, 5 KB of random state if `fn` draws
     from a default generator, what it decides by numbers (the indices of a `topk`, a byte each; the
     bits of a comparison), a copy of the buffers that it changes, and a few sums by which the second
-    run is compared with the first. Backward pays one more run of `fn`, and 100 to 200 microseconds.
+    run is compared with the first. Backward pays one more run of `fn`, and some 100 microseconds.
     In a graph of torch.compile it is torch's own checkpoint, and nothing is compared. A drop-in
     replacement for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that raises an
     error where torch's function is silently wrong. It takes the same keywords; as in torch, a

@@ -51,7 +51,7 @@ def tiled(
 
     Kept: the tensors in the arguments, and 5 KB of random state for each tile that draws. What `fn`
     makes between arguments and result is alive for one tile only, in forward and in backward.
-    Backward pays one more run of `fn`, and 100 to 200 microseconds a tile. The gradient of a
+    Backward pays one more run of `fn`, and some 100 microseconds a tile. The gradient of a
     weight is summed over the tiles, which takes three times its bytes for a moment. For a loss over
     a large vocabulary, `tiled_loss` spares both. A graph of torch.compile breaks at a loss in
     tiles; without `reduction`, tiles are torch's own checkpoints in it, and nothing is checked.
