@@ -50,17 +50,12 @@ def ways_of(callables: Mapping[str, Any], otherwise: Otherwise) -> tuple[Way, ..
 
 
 def executor_for(
-    memory: Memory,
-    callables: Mapping[str, Any],
-    ways: Sequence[Way] | None,
-    guard: DriftGuard,
-    *,
-    in_groups: bool = True,
+    memory: Memory, callables: Mapping[str, Any], ways: Sequence[Way] | None, guard: DriftGuard
 ) -> Executor:
-    """Return the executor for `memory` and these callables; raise if one lacks an inverse."""
+    """Return the executor, in groups, for these callables; raise if one lacks an inverse."""
     ways = None if ways is None else guard.ways(ways)
     schedule = schedule_for(memory, len(callables), ways)
-    executor = Executor(schedule, guard=guard, in_groups=in_groups)
+    executor = Executor(schedule, guard=guard, in_groups=True)
     for index, (name, fn) in enumerate(callables.items()):
         if index in executor.prepared.inverted and not has_inverse(fn):
             raise NotInvertibleError(

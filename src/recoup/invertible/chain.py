@@ -17,6 +17,7 @@ from recoup.errors import ConvergenceError
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain_stages import (
     ModuleStage,
+    StageGroup,
     check_defined,
     module_stage,
     state_of,
@@ -172,7 +173,14 @@ class Chain(HasMemoryMode, InvertibleModule):
             links[stage.name] = stage.module
             ways.append("invert" if stage.module.inverts_in_backward else "recompute")
         executor = self._ready_executor(links, tuple(ways))
-        state, log_dets = executor.execute(stages, state_of(x, context))
+        groups: list[ModuleStage | StageGroup] = []
+        for each in executor.groups:
+            several = stages[each.start : each.stop]
+            groups.append(several[0] if len(several) == 1 else StageGroup(several))
+        state, values = executor.execute(groups, state_of(x, context))
+        log_dets: list[Tensor | None] = []
+        for value in values:
+            log_dets += value if isinstance(value, list) else (value,)
         return self._to_pair(x, context, state, log_dets)
 
     def _forward_plainly(self, x: Tensor, context: Tensor | None) -> tuple[Any, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from recoup.invertible.rearrange import Split
 
 __all__ = [
     "ModuleStage",
+    "StageGroup",
     "check_defined",
     "module_stage",
     "state_of",
@@ -101,6 +103,34 @@ class _ChainStage(ModuleStage):
     def _before(self, state: State) -> tuple[Any, State]:
         start = len(state) - self.module.num_early
         return (*state[start:], state[0]), state[1:start]
+
+
+class StageGroup:
+    """Several modules as one stage, because the schedule treats all of them alike.
+
+    Args:
+        stages: the stages, two or more; none of them is inverted.
+    """
+
+    compares = True
+
+    def __init__(self, stages: Sequence[ModuleStage]) -> None:
+        self._stages = stages
+        self.name = f"{stages[0].name} to {stages[-1].name}"
+        self.code, self.is_in_place = stages[0].code, stages[0].is_in_place
+        self.modules = [stage.module for stage in stages]
+
+    def forward(self, state: State) -> tuple[State, list[Tensor]]:
+        """Return the state after the last module, and the log-determinants of all."""
+        log_dets: list[Tensor] = []
+        for stage in self._stages:
+            state, value = stage.forward(state)
+            log_dets.append(value)
+        return state, log_dets
+
+    def inverse(self, state: State) -> State:
+        """Raise NotImplementedError: a schedule that inverts treats each stage by itself."""
+        raise NotImplementedError
 
 
 def module_stage(name: str, module: InvertibleModule, context: Tensor | None) -> ModuleStage:

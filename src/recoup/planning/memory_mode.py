@@ -21,8 +21,6 @@ __all__ = ["HasMemoryMode"]
 class HasMemoryMode(nn.Module):
     """A chain of modules whose `memory` and `drift` may be changed at any time."""
 
-    _runs_in_groups = False  # whether callables that a schedule treats alike run as one stage
-
     def _set_memory_mode(self, memory: Memory, drift: Drift) -> None:
         self._drift = DriftGuard.of(drift)
         self._budget = Budget()
@@ -67,9 +65,7 @@ class HasMemoryMode(nn.Module):
         """
         key = (len(links), ways, self._drift, self._drift.kept)
         if self._executor is None or self._executor[0] != key:
-            in_groups = self._runs_in_groups
-            executor = executor_for(self._memory, links, ways, self._drift, in_groups=in_groups)
-            self._executor = (key, executor)
+            self._executor = (key, executor_for(self._memory, links, ways, self._drift))
         return self._executor[1]
 
     def extra_repr(self) -> str:

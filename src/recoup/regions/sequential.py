@@ -82,8 +82,6 @@ class Sequential(HasMemoryMode, nn.Sequential):
     Revolve".
     """
 
-    _runs_in_groups = True
-
     def __init__(
         self,
         *modules: Any,
