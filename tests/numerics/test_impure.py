@@ -264,3 +264,34 @@ def test_a10_no_needless_error(region, what):
         return torch.autograd.grad(y.sum(), parameters)
 
     assert_like_plain(step, region, errors=())
+
+
+class Scales(nn.Module):
+    """Multiplies by the next number that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.used = itertools.count(1), []
+
+    def forward(self, x):
+        self.used.append(next(self.numbers))
+        return x * self.used[-1]
+
+
+@pytest.mark.parametrize("memory", ["inputs", "sqrt", "log", 1, 2, 3])
+@pytest.mark.parametrize("place", [0, 3, 7, 12, 15])
+def test_a_state_that_is_made_again_is_compared(memory, place):
+    """The only residual of a linear layer is its input."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(5, 5) for _ in range(16)]
+    blocks[place] = scales = Scales()
+    model, x = recoup.Sequential(*blocks, memory=memory), torch.randn(3, 5)
+    parameters = list(model.parameters())
+    try:
+        found = torch.autograd.grad(model(x).sum(), parameters)
+    except RecoupError:
+        return
+    scales.numbers = iter(scales.used[:1])
+    wanted = torch.autograd.grad(nn.Sequential(*blocks)(x).sum(), parameters)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)

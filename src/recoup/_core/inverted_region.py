@@ -46,7 +46,7 @@ class InvertedRegion(Region):
         self._shapes = [value.shape for value in state]
         self._strides = strides_of(state)
 
-    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
+    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
         """Run the call and leave slots where it and its networks would have kept residuals."""
         recording = Recording(self, owner)
         with self.surroundings.first(), recording, self._evaluations.recording(self, owner):

@@ -19,8 +19,8 @@ Rule 4. The graph is followed as residuals are saved, from the node that made th
 Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
         sketched when the run has ended, or where it is stopped. One that was changed in place since
         is an error in backward anyway, if it is used.
-Rule 6. An input, or a view of all of it, is given back rather than made again. It must be one in
-        the second run, too.
+Rule 6. An input that is given back, or a view of all of it, must be one in the second run, too. An
+        input that is made again, as most states of a chain are, is a residual like any other.
 Rule 7. On CPU sketches are compared at once. Elsewhere they are compared when backward ends, before
         it returns, since a comparison waits for the device.
 Rule 8. What this cannot see: a difference below the tolerance; one that comes to nothing on its way

@@ -261,7 +261,9 @@ class Region(Residuals):
         way: the way that a census reports, "recompute" or "invert".
     """
 
-    __slots__ = ("changes_input", "input_versions", "inputs", "requires_grad", "stage")
+    __slots__ = (
+        *("_has_advanced", "changes_input", "input_versions", "inputs", "requires_grad", "stage"),
+    )
 
     def __init__(self, stage: Stage, state: State, index: int = 0, way: Way = "recompute") -> None:
         surroundings = Surroundings(
@@ -274,7 +276,7 @@ class Region(Residuals):
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
-        self.changes_input = False
+        self.changes_input = self._has_advanced = False
         self.inputs: State | None = None  # of the last run that filled slots
         self.input_versions: list[int] = []
 
@@ -288,11 +290,17 @@ class Region(Residuals):
             self.changes_input = versions_of(state) != versions
         return result
 
-    def record(self, state: State, owner: Owner) -> tuple[State, Any]:
-        """Run the call and leave slots where it would have kept residuals; `owner` fills them."""
+    def record(self, state: State, owner: Owner, *, is_kept: bool = True) -> tuple[State, Any]:
+        """Run the call and leave slots where it would have kept residuals; `owner` fills them.
+
+        Args:
+            state: the input.
+            owner: fills the slots.
+            is_kept: whether later runs are given the input itself, not one that is made again.
+        """
         stage = self.stage
-        kept = getattr(stage, "kept_nodes", ())
-        recording = Recording(self, owner, state, kept, follows=stage.compares)
+        kept, given = getattr(stage, "kept_nodes", ()), state if is_kept else ()
+        recording = Recording(self, owner, given, kept, follows=stage.compares)
         surroundings = self.surroundings
         try:
             versions = list(map(_version, state))
@@ -339,6 +347,7 @@ class Region(Residuals):
 
         dropped = Residuals(self.surroundings, self.index, self.way)
         recording = Recording(dropped, Untaped(dropped, fill))
+        self._has_advanced = True
         with self.surroundings.restored(), grad_mode(True), recording:
             output, _ = self.stage.forward(self._inputs(state))
         return detached(output)
@@ -356,22 +365,23 @@ class Region(Residuals):
         surroundings = self.surroundings
         while True:
             inputs = as_leaves(state, self.requires_grad)
-            if self.changes_input:
+            if self.changes_input or self.stage.is_in_place:  # the first run may go on
                 inputs = _copied(inputs)
             filling = Filling(residuals or self, inputs, stops=not needs_output)
             output: State = ()
             try:
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
-            except ReplayError:
-                if not surroundings.decides_anew():
+            except (ReplayError, ChangedError):
+                # A state that was made with these decisions may have been used already.
+                if self._has_advanced or not surroundings.decides_anew():
                     raise
             else:
                 return detached(output) if needs_output else ()
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
-        return _copied(inputs) if self.changes_input else inputs
+        return _copied(inputs) if self.changes_input or self.stage.is_in_place else inputs
 
 
 def _copied(inputs: State) -> State:
@@ -550,9 +560,9 @@ class Filling:
                     raise mismatch(surroundings, _DRAWN_ELSEWHERE)
             is_good = kind is None or is_filled
         finally:
+            self._inputs = ()  # a copy that was changed in place holds the hooks, and they this
             if not is_good:
                 residuals.forget()
-                self._inputs = ()
         return is_filled
 
     @never_compiled

@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import threading
+import weakref
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -565,3 +566,18 @@ def test_a_buffer_that_forward_changes_only_later_is_an_error_once():
 def test_transforms_of_torch_say_so():
     with pytest.raises(RecoupError, match=r"torch\.func"):
         torch.func.grad(lambda x: recoup.checkpoint(torch.sin, x).sum())(torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.SiLU])
+def test_a_region_that_begins_in_place_is_freed(kind, no_collector):
+    block, alive = nn.Sequential(kind(inplace=True), nn.Linear(8, 8)), []
+    for _ in range(3):
+        h = torch.randn(4, 8, requires_grad=True) * 1.0
+        handle = block[1].register_forward_pre_hook(
+            lambda module, args: alive.append(weakref.ref(args[0].untyped_storage()))
+        )
+        recoup.checkpoint(block, h).sum().backward()
+        handle.remove()
+        del h
+    assert len(alive) == 6
+    assert all(ref() is None for ref in alive)
