@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
@@ -113,3 +114,19 @@ def assert_same_step(got: Step, want: Step, rtol: float = 0.0):
     assert_same_tensors(got.gradients, want.gradients, rtol)
     assert_same_tensors(got.buffers, want.buffers)
     assert torch.equal(got.stream, want.stream), "the random stream differs"
+
+
+class Operators(TorchDispatchMode):
+    """A context that notes the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *names):
+        """How many operators with these names ran."""
+        return sum(map(self.names.count, names))

@@ -41,6 +41,7 @@ from recoup._core.saved_tensors import (
     Packed,
     as_leaves,
     check_hooks_work,
+    copies_of,
     is_transformed,
     pair_in_force,
     versions_of,
@@ -285,16 +286,13 @@ class LoneRegion(Region):
         self._kept: list[Packed] = []
         pair = pair_in_force()
         name = f"The input of {call.name}"
-        for value in call.tensors:
+        for value in copies_of(call.tensors) if call.is_in_place else call.tensors:
             is_plain = type(value) is Tensor
             self._kept.append(Kept(value, name, pair) if is_plain else keep(value, name, pair))
 
     def run(self, call: Call) -> Any:
         """Run the call for the first time, and return its result."""
-        state = call.tensors
-        if call.is_in_place:
-            state = tuple([value.clone() for value in state])
-        self.record(state, self)
+        self.record(call.tensors, self)
         if self.changes_input and not call.is_in_place:
             raise changes_kept_input(call)
         output, call.output = call.output, None  # it may hold a reference to the call

@@ -14,7 +14,7 @@ from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
 from recoup._core.module_marks import are_in_place, mark_of, marks_of
 from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.region import State
-from recoup._core.saved_tensors import storage_address
+from recoup._core.saved_tensors import storage_id
 from recoup.errors import NotInvertibleError, ReplayError
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
@@ -151,11 +151,9 @@ class _Segment:
     def forward(self, state: State) -> tuple[State, None]:
         trees, place = self._trees, self._place
         value = state[0] if trees[place] is BARE else trees[place].unflatten(state)
-        is_first = True
         for fn, is_in_place, returns_log_det in self._parts:
-            if is_in_place and not is_first:
+            if is_in_place and not self.is_in_place:  # else a copy is kept
                 value = _spared(value, state)
-            is_first = False
             given, value = value, fn(value)
             if returns_log_det:
                 value = value_of(fn, value, given)
@@ -181,6 +179,6 @@ class _Segment:
 def _spared(value: Any, state: State) -> Any:
     """Return a value to be changed in place, or copies where the schedule may keep its tensors."""
     tensors, tree = flatten(value)
-    if set(map(storage_address, state)).isdisjoint(map(storage_address, tensors)):
+    if set(map(storage_id, state)).isdisjoint(map(storage_id, tensors)):
         return value
     return tree.unflatten(tuple([tensor.clone() for tensor in tensors]))

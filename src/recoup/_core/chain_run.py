@@ -29,6 +29,7 @@ Rule 9. A value that a stage returns and that is not kept could be made again by
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,9 +49,10 @@ from recoup._core.region import Region, Stage, State
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
+    copies_of,
     detached,
     pair_in_force,
-    storage_address,
+    storage_id,
     versions_of,
 )
 from recoup._core.tiers import tier_for
@@ -136,15 +138,17 @@ class Run:
         self.stages.append(stage)
         self._regions.append(None)
         before, is_taped, is_run_again = schedule.steps[index]
+        given = copies_of(state) if before and stage.is_in_place else state  # what is kept
         for action in before:
             if isinstance(action, Drop):
                 if action.index != 0 and schedule.restarts:  # the others begin a restart
                     self._kept.pop(action.index, None)
             elif isinstance(action, Offload):
-                self._send_input(index, state, action.to)
+                self._send_input(index, given, action.to)
             elif index not in self._kept:
-                self._keep_input(index, state)
-        if stage.is_in_place and not self._storages.isdisjoint(map(storage_address, state)):
+                self._keep_input(index, given)
+        is_shared = stage.is_in_place and not self._storages.isdisjoint(map(storage_id, state))
+        if is_shared and not self._has_parted(state):  # an earlier stage has passed on what is kept
             state = tuple([value.clone() for value in state])
         if is_taped and not is_run_again:
             return stage.forward(state)
@@ -177,11 +181,19 @@ class Run:
             wanted = (at for at, each in regions if each is not None and each.are_wanted)
             self._drift.end_forward(next(wanted, num_stages))
 
+    def _has_parted(self, state: State) -> bool:
+        """Whether copies of `state` are kept from now on where it was kept itself."""
+        storages = set(map(storage_id, state))
+        for kept in itertools.chain(*self._kept.values()):
+            if type(kept) is not Kept or not kept.has_parted(storages):
+                return False
+        return True
+
     def _keep_input(self, index: int, state: State) -> None:
         pair, name = pair_in_force(), f"The input of {self.stages[index].name}"  # See Rule 3
         kept: list[Packed] = []
         for value in state:
-            self._storages.add(storage_address(value))
+            self._storages.add(storage_id(value))
             kept.append(Kept(value, name, pair) if index else keep(value, name, pair))  # Rule 9
         self._kept[index] = tuple(kept)
 
@@ -189,7 +201,7 @@ class Run:
         if pair_in_force() is not None:  # it decides where states are (See Rule 3)
             self._keep_input(index, state)
             return
-        self._storages.update(map(storage_address, state))
+        self._storages.update(map(storage_id, state))
         self._kept[index] = tuple(self._sent(state, f"The input of {self.stages[index].name}", to))
 
     def _sent(self, state: State, name: str, to: str) -> list[Away | Kept]:
@@ -363,7 +375,11 @@ class Run:
         away = self._away.get(index)
         if state is None and away is not None:
             state = detached(value.get() for value in away)
-        elif state is None:
+        elif state is not None:
+            for kept in self._kept.get(index, ()):
+                if type(kept) is Kept:
+                    kept.check()
+        else:
             # The pair beneath may give it once only (torch's checkpoint does).
             found: list[Tensor] = []
             for kept in self._kept[index]:

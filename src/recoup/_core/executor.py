@@ -24,7 +24,7 @@ from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.prepared_schedule import Prepared
 from recoup._core.region import Stage, State
-from recoup._core.saved_tensors import check_hooks_work, storage_address
+from recoup._core.saved_tensors import check_hooks_work, storage_id
 from recoup._core.shared_evaluation import answers
 from recoup.errors import ScheduleError
 from recoup.schedules import Invert, Schedule
@@ -109,14 +109,14 @@ def _sweep(run: Run, stages: Sequence[Stage], state: State) -> Result:
 
 
 def _sweep_to_values(run: Run, stages: Sequence[Stage], state: State) -> Result:
-    given = set(map(storage_address, state))
+    given = set(map(storage_id, state))
     last, beside = run.sweep(stages, state)
     return tuple([_as_value(run, place, each, given) for place, each in enumerate(last)]), beside
 
 
 def _as_value(run: Run, place: int, value: Tensor, given: set[int]) -> Tensor:
     """Return `value` marked as a value, if it is a plain tensor with new memory (See Rule 2)."""
-    if type(value) is not Tensor or value.is_sparse or storage_address(value) in given:
+    if type(value) is not Tensor or value.is_sparse or storage_id(value) in given:
         return value
     source = _Output(run, value)
     run.outputs.append((place, weakref.ref(source)))

@@ -39,7 +39,7 @@ from recoup._core.saved_tensors import (
     pair_in_force,
     pop_down_to,
     push_pair,
-    storage_address,
+    storage_id,
     unpack,
     version_of,
 )
@@ -88,7 +88,7 @@ class Value(Tensor):
                     return result
                 value = cast("Value", first)
                 is_view = type(result) is Tensor and result.layout is torch.strided
-                is_view = is_view and storage_address(result) == storage_address(value)
+                is_view = is_view and storage_id(result) == storage_id(value)
                 return marked(result, value._recoup_source) if is_view else result
             seam = _Seam(func, args, kwargs)
             push_pair(seam.pack, unpack)

@@ -26,15 +26,16 @@ Rule 7. A second run whose output is not needed stops at the last slot that auto
         tensor that nothing has made or written to yet may be filled after it is saved, by the
         kernel that it is given to; the run then goes on to its next save. So it does if draws are
         left to make.
-Rule 8. A region may change its input in place, as an in-place activation does. Its later runs then
-        get a copy.
+Rule 8. A region may change its input in place, as an in-place activation does. The first run
+        changes the tensor of the caller, as plain code does; what is kept for later runs is a copy
+        from before, and each of them gets a copy of that.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol, Self
 
@@ -59,6 +60,7 @@ from recoup._core.saved_tensors import (
     push_pair,
     requires_grad_of,
     set_grad_enabled,
+    storage_id,
     unpack,
     versions_of,
     when_backward_ends,
@@ -241,6 +243,19 @@ class Residuals:
             slot = ref()
             if slot is not None:
                 slot.value = None
+
+    def part_from(self, counted: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Copy the values that lie in buffers, which are about to be given other values.
+
+        Args:
+            counted: the buffers, with the values that the first run found.
+        """
+        storages = {storage_id(buffer) for buffer, _ in counted}
+        for ref in self.slots:
+            slot = ref()
+            if slot is not None and slot.value is not None and storage_id(slot.value) in storages:
+                slot.value = slot.value.clone()
+                slot.version = 0
 
     @property
     def are_wanted(self) -> bool:
@@ -548,17 +563,19 @@ class Filling:
         else:
             pop_down_to(self._beneath)
         residuals, made, self._made = self._residuals, self._made, []  # their graph holds the hooks
+        surroundings = residuals.surroundings
         is_filled = isinstance(value, Filled) and value.residuals is residuals
         is_good = False
         try:
             if (kind is None or is_filled) and residuals.outcome is not None:
-                surroundings = residuals.surroundings
                 if kind is None and not self._stops and self._num_saves != len(residuals.slots):
                     raise self._another_number()
                 compare(residuals.outcome, made, self._inputs, surroundings)
                 if surroundings.has_foreign and not surroundings.has_drawn_all:
                     raise mismatch(surroundings, _DRAWN_ELSEWHERE)
             is_good = kind is None or is_filled
+            if is_good and surroundings.counted:
+                residuals.part_from(surroundings.counted)
         finally:
             self._inputs = ()  # a copy that was changed in place holds the hooks, and they this
             if not is_good:

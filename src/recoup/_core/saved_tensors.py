@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, Protocol, cast
@@ -36,6 +36,7 @@ __all__ = [
     "backward_id",
     "changed_in_place",
     "check_hooks_work",
+    "copies_of",
     "detached",
     "frame_in_force",
     "grad_mode",
@@ -52,7 +53,7 @@ __all__ = [
     "saving",
     "set_grad_enabled",
     "set_versions",
-    "storage_address",
+    "storage_id",
     "unpack",
     "untransformed",
     "version_of",
@@ -202,7 +203,7 @@ def check_hooks_work() -> None:
         )
 
 
-def storage_address(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Return what tells the storage of `tensor` from others; 0 if it has none of its own."""
     if tensor.layout is not torch.strided:
         return 0
@@ -263,6 +264,11 @@ def as_leaves(tensors: Iterable[Tensor], requires_grad: Iterable[bool]) -> tuple
     return tuple(leaves)
 
 
+def copies_of(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return copies of tensors that are about to be changed; a parameter stays itself."""
+    return tuple([t if isinstance(t, nn.Parameter) else t.detach().clone() for t in tensors])
+
+
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
     """Set the version counters of `tensors`."""
     _autograd._unsafe_set_version_counter(tensors, versions)
@@ -314,6 +320,21 @@ class Kept:
         if not packed.is_inference() and packed._version != self._version:
             raise changed_in_place(self._name)  # See Rule 2
         return packed
+
+    def has_parted(self, storages: Container[int]) -> bool:
+        """Whether the tensor may be changed: from now on a copy is kept, if it lies in `storages`.
+
+        It may not if a pair of hooks has it.
+        """
+        if self._unpack is None and storage_id(self._packed) in storages:
+            self._packed = self.get().clone()
+            self._version = 0
+        return self._unpack is None
+
+    def check(self) -> None:
+        """Raise if the tensor was changed in place, unless a pair of hooks has it."""
+        if self._unpack is None:
+            self.get()
 
 
 def changed_in_place(name: str) -> ChangedError:

@@ -26,12 +26,7 @@ from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.pytree import tensors_in
 
-__all__ = ["StorageTracker", "bytes_of", "storage_id", "storages_of"]
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return a number that is unique among the storages alive, and never 0."""
-    return tensor.untyped_storage()._cdata
+__all__ = ["StorageTracker", "bytes_of", "storages_of"]
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:

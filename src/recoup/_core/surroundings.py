@@ -86,7 +86,7 @@ class Surroundings(Draws):
         self._has_mode = num_dispatch_modes() > 0
         self._global_hooks = (*_hooks_before.values(), *_hooks_after.values())
         # Buffers, with the values before; None if they are not known.
-        self._counted: list[tuple[Tensor, Tensor | None]] = []
+        self.counted: list[tuple[Tensor, Tensor | None]] = []
         self._replaced: list[Place] = []  # buffers that the first run assigned anew
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
@@ -152,12 +152,12 @@ class Surroundings(Draws):
         places = self._buffers_that_may_count()
         with _BUFFERS if places else nullcontext():
             before = [(each, each.detach().clone()) for _, _, each in places]
-            self._counted = [*before]
+            self.counted = [*before]
             with self._finding(before, places), self.recording(), mode:
                 yield
             self._replaced = [each for each in places if each[0].get(each[1]) is not each[2]]
             if self._is_looking:
-                self._counted = [pair for pair in before if not torch.equal(*pair)]
+                self.counted = [pair for pair in before if not torch.equal(*pair)]
                 self._has_looked()
 
     def has_run(self) -> None:
@@ -168,14 +168,14 @@ class Surroundings(Draws):
             self.look_again()
         if not self.buffers or versions_of(self.buffers) == self._buffer_versions:
             return
-        counted = {id(buffer) for buffer, _ in self._counted}
+        counted = {id(buffer) for buffer, _ in self.counted}
         before = dict(zip(map(id, self.buffers), self._buffer_versions, strict=True))
         for module in self._modules:  # one that has begun to count since it was looked at
             own = [each for each in module._buffers.values() if each is not None]
             changed = [each for each in own if version_of(each) != before.get(id(each))]
             if changed and counted.isdisjoint(map(id, own)):
                 _add(_counts, [weakref.ref(module)])
-                self._counted += [(buffer, None) for buffer in own]
+                self.counted += [(buffer, None) for buffer in own]
 
     def _buffers_that_may_count(self) -> list[Place]:
         """Return the buffers that the run may change (See Rule 5)."""
@@ -217,7 +217,7 @@ class Surroundings(Draws):
 
     def _has_looked(self) -> None:
         """Note what the first run showed about its code."""
-        changed = {id(buffer) for buffer, _ in self._counted}
+        changed = {id(buffer) for buffer, _ in self.counted}
         changed.update(id(buffers.get(name)) for buffers, name, _ in self._replaced)
         for module in self._modules if changed else ():
             if not changed.isdisjoint(map(id, module._buffers.values())):
@@ -258,7 +258,7 @@ class Surroundings(Draws):
         """Return a context for a later run."""
         is_in_mode = self._has_mode and not num_dispatch_modes()
         settings = self._settings
-        is_any = self._counted or self._replaced or self.kept_outputs
+        is_any = self.counted or self._replaced or self.kept_outputs
         if is_in_mode or is_any or settings[0] or settings[2]:
             return self._restored()
         return self.replaying() if settings == _settings() else self._restored()
@@ -270,14 +270,14 @@ class Surroundings(Draws):
             mode = self.kept_outputs.repeating()
         elif self._has_mode and not num_dispatch_modes():
             mode = InMode(PassingMode())
-        buffers, replaced = [buffer for buffer, _ in self._counted], self._replaced
+        buffers, replaced = [buffer for buffer, _ in self.counted], self._replaced
         with _with(self._settings), _BUFFERS if buffers or replaced else nullcontext():
             after = [buffer.detach().clone() for buffer in buffers]
             others = [owners.get(name) for owners, name, _ in replaced]
             try:
                 for owners, name, buffer in replaced:
                     owners[name] = buffer
-                known = [(buffer, value) for buffer, value in self._counted if value is not None]
+                known = [(buffer, value) for buffer, value in self.counted if value is not None]
                 _put([buffer for buffer, _ in known], [value for _, value in known])
                 with self.replaying(), mode:
                     yield

@@ -42,8 +42,7 @@ from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.operators import has_schema, map_instances, traits_of
 from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
-from recoup._core.saved_tensors import Kept, Pair, num_nodes, pair_in_force
-from recoup._core.storage_tracking import storage_id
+from recoup._core.saved_tensors import Kept, Pair, num_nodes, pair_in_force, storage_id
 from recoup.errors import ReplayError
 from recoup.planning.work import is_costly, is_mask
 

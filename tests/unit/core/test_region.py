@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup._core import region
@@ -24,8 +23,8 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain, Flip, InvertibleConv1x1
 from recoup.planning.keeping import KeepingCall
-from recoup.schedules import Advance, Drop, Keep, Load, Reverse, Schedule, Tape
-from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
+from recoup.schedules import Advance, Drop, Keep, Load, Reverse, Schedule, Tape, revolve
+from tests.oracle import Operators, assert_same_step, hooks_in_force, loss_of_all, run_step
 from tests.zoo import chain_of, conv_norm, dense, invertible_chain_of, leaf, transformer
 
 
@@ -48,18 +47,6 @@ def plainly(fn, *args):
 
 def is_second_run():
     return torch._C._current_graph_task_id() != -1
-
-
-class Operators(TorchDispatchMode):
-    """A context that notes the names of operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 class Checkpointed(nn.Sequential):
@@ -581,3 +568,60 @@ def test_a_region_that_begins_in_place_is_freed(kind, no_collector):
         del h
     assert len(alive) == 6
     assert all(ref() is None for ref in alive)
+
+
+def in_place():
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "recompute", "inputs", "sqrt", "log", 1])
+def test_the_tensor_of_the_caller_is_changed_in_place_as_by_plain_code(way):
+    torch.manual_seed(0)
+    model = nn.Sequential(in_place(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6))
+    ways = {
+        "checkpoint": lambda h: recoup.checkpoint(model, h),
+        "recompute": recoup.recompute(model),
+    }
+    ours = ways.get(way) or recoup.Sequential(*model, memory=way)
+    steps = []
+    for fn in (model, ours):
+        x = torch.linspace(-2, 2, 24).view(4, 6).requires_grad_()
+        h = x * 1.0
+        y = fn(h) + h  # which the activation has changed
+        y.square().sum().backward()
+        steps.append((y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())))
+        model.zero_grad()
+    for a, b in zip(*steps, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+class Counts(nn.Module):
+    """Multiplies by a buffer that each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.ones(()))
+
+    def forward(self, x):
+        self.n.add_(1)
+        return x * self.n
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "recompute", "inputs"])
+def test_a_buffer_that_is_a_residual_and_changes_before_backward(way):
+    module, x = Counts(), torch.ones(3, requires_grad=True)
+    chain = recoup.Sequential(module, nn.Identity(), memory="inputs")
+    ways = {"checkpoint": lambda x: recoup.checkpoint(module, x), "inputs": chain}
+    fn = ways.get(way) or recoup.recompute(module)
+    first, _ = fn(x), fn(x)
+    first.sum().backward()
+    assert x.grad.tolist() == [2.0] * 3  # what it multiplied by
+    assert int(module.n) == 3
+
+
+def test_a_kept_input_that_a_hook_of_backward_changes():
+    x, blocks = torch.randn(3, 5), [nn.Linear(5, 5) for _ in range(3)]
+    loss = recoup.Sequential(*blocks, memory=revolve(3, 1))(x).sum()
+    blocks[1].weight.register_hook(lambda gradient: (x.add_(1), None)[1])
+    with pytest.raises(ChangedError, match="The input of module `0`"):
+        loss.backward()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
@@ -20,7 +19,7 @@ from recoup.planning.keeping import KeepingCall, PackedMask
 from recoup.planning.work import is_costly
 from recoup.regions.checkpoint import run_again
 from tests.alive import held_after
-from tests.oracle import assert_same_step, hooks_in_force, run_step
+from tests.oracle import Operators, assert_same_step, hooks_in_force, run_step
 from tests.zoo import leaf
 
 EVERY = frozenset(range(1000))
@@ -31,21 +30,6 @@ def keeping(fn, *args, keeps=EVERY, **kwargs):
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     return run_again(KeepingCall("the call", fn, args, kwargs, None, keeps))
-
-
-class Ran(TorchDispatchMode):
-    """A context that lists operators by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    def of(self, *names):
-        return sum(self.names.count(name) for name in names)
 
 
 class Keeping(nn.Module):
@@ -147,7 +131,7 @@ def test_a_recurrent_layer():
 def test_kept_operators_do_not_run_again(keeps, num_run):
     net, x = nn.Sequential(*mlp(), nn.Linear(6, 6)).double(), leaf(4, 6)
     y = keeping(net, x, keeps=keeps)
-    with Ran() as ran:
+    with Operators() as ran:
         y.sum().backward()
     assert ran.of("addmm") in (num_run, num_run + 1)  # the last one is not needed
 
@@ -164,7 +148,7 @@ def test_masks_are_kept_as_bits_and_not_drawn_again(dtype):
     for call in (keeping, lambda fn, x: fn(x)):
         torch.manual_seed(1)
         y = call(fn, x)
-        with Ran() as ran:
+        with Operators() as ran:
             results.append((y, *torch.autograd.grad(y.square().sum(), x), torch.rand(2)))
         assert ran.of("bernoulli_") == 0
     for a, b in zip(*results, strict=True):
@@ -465,7 +449,7 @@ def test_kept_operators_do_not_run_again_under_autocast():
     x = torch.randn(4, 6, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = keeping(lambda y: linear(linear(y).tanh()).sigmoid(), linear(x))
-    with Ran() as ran:
+    with Operators() as ran:
         y.float().sum().backward()
     assert ran.of("addmm") == 0
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
@@ -25,7 +24,7 @@ from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.regions.operator_draws import Draws
 from tests.alive import no_collector
-from tests.oracle import hooks_in_force
+from tests.oracle import Operators, hooks_in_force
 
 recomputing, aten = recoup.recomputing, torch.ops.aten
 SIZE = 48
@@ -386,18 +385,6 @@ def test_gradients_of_every_kind():
 # -- what runs again -------------------------------------------------------------------------------
 
 
-class Seen(TorchDispatchMode):
-    """The names of the operators that run within."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 AGAIN = [  # what makes the values, how many of them are used, and how often what runs again
     (lambda a: (a.sin(), a.detach().cosh()), 1, {"sin": 1, "cosh": 0}),
     (lambda a: a * (torch.rand(6, 6), torch.rand(6, 6))[1], 1, {"rand": 2}),
@@ -417,7 +404,7 @@ def test_what_runs_again(make, num_used, want):
         made = make(a)
     made = made if isinstance(made, tuple) else (made,)
     loss = sum(w.sum() for w in made) + sum((w * w).sum() for w in made[:num_used])
-    with Seen() as seen:
+    with Operators() as seen:
         loss.backward()
     assert {op: seen.names.count(op) for op in want} == want
 
