@@ -16,7 +16,8 @@ from recoup._core.pytree import BARE, Tree, flatten
 from recoup._core.region import State
 from recoup._core.saved_tensors import storage_id
 from recoup.errors import NotInvertibleError, ReplayError
-from recoup.schedules import Way
+from recoup.schedules import Invert, Way
+from recoup.schedules.grouping import groups_of, on_groups
 from recoup.schedules.memory import Memory, schedule_for
 
 __all__ = ["Otherwise", "executor_for", "run_through", "value_of", "ways_of"]
@@ -55,14 +56,17 @@ def executor_for(
     """Return the executor, in groups, for these callables; raise if one lacks an inverse."""
     ways = None if ways is None else guard.ways(ways)
     schedule = schedule_for(memory, len(callables), ways)
-    executor = Executor(schedule, guard=guard, in_groups=True)
+    inverted = {action.index for action in schedule.actions if isinstance(action, Invert)}
+    if not inverted:
+        groups = groups_of(schedule)
+        return Executor(on_groups(schedule, groups), guard=guard, groups=groups)
     for index, (name, fn) in enumerate(callables.items()):
-        if index in executor.prepared.inverted and not has_inverse(fn):
+        if index in inverted and not has_inverse(fn):
             raise NotInvertibleError(
                 f"The schedule inverts {name}, which has no method `inverse`. Define one, or use "
                 "a schedule that tapes or recomputes this stage."
             )
-    return executor
+    return Executor(schedule, guard=guard)
 
 
 def run_through(

@@ -2,8 +2,8 @@
 
 NOTE [ One executor ]
 
-Rule 1. Stages that the schedule always treats alike run as one stage: a segment of `sqrt` is one
-        region, and its states are not handed over one by one.
+Rule 1. Stages that a schedule always treats alike are given as one stage: a segment of `sqrt` is
+        one region, and its states are not handed over one by one (see `schedules/grouping`).
 Rule 2. The last state may itself be a value that is not kept: a second run of the last stage makes
         it again, together with the residuals, in one run.
 """
@@ -27,8 +27,7 @@ from recoup._core.region import Stage, State
 from recoup._core.saved_tensors import check_hooks_work, storage_id
 from recoup._core.shared_evaluation import answers
 from recoup.errors import ScheduleError
-from recoup.schedules import Invert, Schedule
-from recoup.schedules.grouping import groups_of, on_groups
+from recoup.schedules import Schedule
 
 __all__ = ["Executor", "Result"]
 
@@ -42,10 +41,7 @@ class Executor:
         schedule: the schedule.
         stops: whether a second run ends with the last residual where its output is not needed.
         guard: the drift guard of the chain; None if inverses are not checked.
-        in_groups: whether stages that the schedule treats alike are given as one (See Rule 1).
-
-    Attributes:
-        groups: the stages of the schedule that each stage which is given stands for.
+        groups: the stages that each stage of the schedule stands for; None if it is one by itself.
     """
 
     __slots__ = ("groups", "guard", "prepared")
@@ -56,12 +52,10 @@ class Executor:
         *,
         stops: bool = True,
         guard: DriftGuard | None = None,
-        in_groups: bool = False,
+        groups: Sequence[range] | None = None,
     ) -> None:
-        self.groups = [range(index, index + 1) for index in range(schedule.num_stages)]
-        if in_groups and not any(isinstance(action, Invert) for action in schedule.actions):
-            self.groups = groups_of(schedule)
-            schedule = on_groups(schedule, self.groups)
+        singles = [range(index, index + 1) for index in range(schedule.num_stages)]
+        self.groups = singles if groups is None else groups
         self.prepared = Prepared(schedule, stops=stops)
         self.guard = guard if self.prepared.inverted else None
 

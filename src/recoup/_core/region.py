@@ -36,7 +36,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from operator import attrgetter
 from typing import Any, Protocol, Self
 
 import torch
@@ -55,6 +54,7 @@ from recoup._core.saved_tensors import (
     grad_mode,
     num_nodes,
     pair_in_force,
+    plain_version,
     pop_down_to,
     pop_pair,
     push_pair,
@@ -186,7 +186,6 @@ class Slot:
 
 
 _new_slot: Callable[[type[Slot]], Slot] = object.__new__
-_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class _KeptParameter:
@@ -318,7 +317,7 @@ class Region(Residuals):
         recording = Recording(self, owner, given, kept, follows=stage.compares)
         surroundings = self.surroundings
         try:
-            versions = list(map(_version, state))
+            versions = list(map(plain_version, state))
         except RuntimeError:  # inference tensors have none, and are not saved either
             versions = []
         with surroundings.first(), recording:
@@ -327,7 +326,7 @@ class Region(Residuals):
             except RuntimeError as error:
                 self._explain(error)
                 raise
-            self.changes_input = bool(versions) and list(map(_version, state)) != versions
+            self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
             if stage.compares:
                 self.outcome = recording.ended()
         if surroundings.buffers or surroundings.has_foreign:

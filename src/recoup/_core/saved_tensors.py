@@ -45,6 +45,7 @@ __all__ = [
     "is_transformed",
     "num_nodes",
     "pair_in_force",
+    "plain_version",
     "pop_down_to",
     "pop_pair",
     "push_pair",
@@ -75,7 +76,8 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 is_graph_retained: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 # Returns the number of graph nodes that this thread has made.
 num_nodes: Callable[[], int] = _autograd._get_sequence_nr
-_version: Callable[[Tensor], int] = attrgetter("_version")
+# Returns the version of a tensor, without a Python frame; raises for an inference tensor.
+plain_version: Callable[[Tensor], int] = attrgetter("_version")
 requires_grad_of: Callable[[Tensor], bool] = attrgetter("requires_grad")
 # Within it, neither function modes nor tensor subclasses see the operators.
 without_torch_function: Any = torch._C.DisableTorchFunction
@@ -240,7 +242,7 @@ def version_of(tensor: Tensor) -> int:
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version of each tensor; 0 for an inference tensor."""
     try:
-        return list(map(_version, tensors))
+        return list(map(plain_version, tensors))
     except RuntimeError:  # some have none
         return list(map(version_of, tensors))
 

@@ -260,7 +260,7 @@ def _difference(plus: Sequence[Tensor], minus: Sequence[Tensor]) -> float:
 
 
 def _finite(value: Tensor) -> Tensor:
-    """Return the values in a row, in at least 32 bits; what is not finite is a number, too."""
+    """Return the values in one dimension, in at least 32 bits, with numbers for nan and inf."""
     real = torch.view_as_real(value) if value.is_complex() else value
     wide = real.to(torch.promote_types(real.dtype, torch.float32))
     return wide.nan_to_num(nan=3.0, posinf=2.0, neginf=-2.0).flatten()

@@ -30,7 +30,7 @@ Reduction = Literal["none", "mean", "sum"]
 
 @dataclass(frozen=True)
 class Cut:
-    """How calls are cut: the arguments of `tiled` beside the function.
+    """The way in which calls are cut: all arguments of `tiled` but the function.
 
     Raises:
         ValueError: when one of them is not what it must be.
@@ -111,7 +111,7 @@ class Tiles:
 
     @property
     def kind(self) -> Hashable:
-        """What two calls have in common that are cut alike."""
+        """The same for two calls that are cut alike."""
         return (self.cut.reduction, self.dim, *self.is_split, *(t.dim() for t in self.tensors))
 
     def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

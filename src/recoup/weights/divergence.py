@@ -1,4 +1,4 @@
-"""What noisy weights cost: their divergence from a prior, as variational inference counts it."""
+"""The divergence of noisy weights from a prior, as variational inference counts it."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def restore_class(module: nn.Module) -> None:
 
 
 def check_is_plain(weight: Tensor, name: str) -> None:
-    """Raise if a weight is sharded, and nobody will gather it."""
+    """Raise if this rank has a part of a weight, and nothing will gather the whole."""
     if not is_plain(weight):
         raise ValueError(
             f"`{name}` is a {type(weight).__name__}, of which this rank has a part (tensor "

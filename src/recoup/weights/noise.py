@@ -263,7 +263,7 @@ class Deviations:
                 )
 
     def parameter_for(self, weight: Tensor) -> nn.Parameter:
-        """Return the deviation of a weight, a new one if nobody shares it."""
+        """Return the deviation of a weight: a new one, unless another weight shares it."""
         if isinstance(self.std, nn.Parameter):
             return self.std
         key = 0 if self._learned == "model" else id(weight)

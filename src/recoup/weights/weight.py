@@ -6,7 +6,7 @@ Rule 1. In a step (see `steps`), or where a graph is built, a read of the attrib
         reparametrized weight if its module trains or the reparametrization has the mode "always";
         whoever reads it. In evaluation, and without a graph outside of steps, it is the parameter.
         A norm is no noise: every read computes it.
-Rule 2. What is computed is a `Value`, which nobody keeps for backward. It stands for the parameter,
+Rule 2. The computed weight is a `Value`, which no operator keeps for backward. It stands for the parameter,
         so that a write to it is an error.
 Rule 3. A weight lives as long as its readers hold it, or until the step computes another one. Where
         it is read again, it is computed again, and then lives as long as the step; its gradients
@@ -60,7 +60,7 @@ _MOST = 512  # places in the random stream that are remembered
 
 
 class _Made(NamedTuple):
-    """What a step computed, and what it was computed from."""
+    """A weight that a step computed, and what it was computed from."""
 
     weight: weakref.ref[Tensor]
     kept: Tensor | None  # the weight, where the step keeps it alive (See Rule 3)
