@@ -6,8 +6,8 @@ Rule 1. In a step (see `steps`), or where a graph is built, a read of the attrib
         reparametrized weight if its module trains or the reparametrization has the mode "always";
         whoever reads it. In evaluation, and without a graph outside of steps, it is the parameter.
         A norm is no noise: every read computes it.
-Rule 2. The computed weight is a `Value`, which no operator keeps for backward. It stands for the parameter,
-        so that a write to it is an error.
+Rule 2. The computed weight is a `Value`, which no operator keeps for backward. It stands for the
+        parameter, so that a write to it is an error.
 Rule 3. A weight lives as long as its readers hold it, or until the step computes another one. Where
         it is read again, it is computed again, and then lives as long as the step; its gradients
         flow to the node of the first one, so that they are summed before they are scaled, as those
