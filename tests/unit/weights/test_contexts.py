@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 
 import pytest
 import torch
@@ -720,3 +721,32 @@ def test_the_noise_of_a_seed_goes_by_qualified_names_alone():
             outputs.append(model(x))
     assert torch.equal(*outputs)
     assert not torch.equal(outputs[0], layer(x))
+
+
+def test_weights_of_one_name_have_draws_of_their_own():
+    """As two layers that something was applied to, in one context, or what a wrapper is called."""
+    layers = [recoup.weight_noise(nn.Linear(8, 8, bias=False), std=1.0) for _ in range(2)]
+    for layer in layers:
+        nn.init.zeros_(layer.get_parameter("weight"))
+    with same_draw(seed=0):
+        first, second = (layer(torch.eye(8)).detach() for layer in layers)
+    assert not torch.equal(first, second)
+    with same_draw(seed=0):
+        assert torch.equal(layers[0](torch.eye(8)), first)
+
+
+def test_an_exception_that_is_held_holds_no_weight():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            made.extend(weakref.ref(self.layer.weight) for _ in range(2))
+            raise KeyError("x")
+
+    made, model = [], recoup.weight_noise(Fails(), r"layer\.weight")
+    with pytest.raises(KeyError) as caught:
+        model(torch.ones(1, 4))
+    assert caught.value.__traceback__ is not None
+    assert [ref() for ref in made] == [None, None]

@@ -714,3 +714,13 @@ def test_training_is_that_of_a_network_that_is_written_out(learned):
     moved = (ours[0].weight_std - 0.1).abs().max()
     assert moved > 0.01
     torch.testing.assert_close(ours[2].weight_std, theirs.stds[1])
+
+
+@pytest.mark.parametrize("learned", [None, "row"])
+def test_the_divergence_of_a_relative_deviation(learned):
+    torch.manual_seed(0)
+    layer = recoup.weight_noise(nn.Linear(6, 4), std=0.5, relative=True, learned=learned)
+    raw = layer.get_parameter("weight").detach()
+    std = 0.5 * raw.square().mean().sqrt()
+    want = kl_of_torch(Normal(raw, std.expand_as(raw)), Normal(0.0, 1.0)).sum()
+    torch.testing.assert_close(kl_divergence(layer, prior_std=1.0), want)
