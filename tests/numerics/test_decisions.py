@@ -478,3 +478,36 @@ def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
             recoup.checkpoint(called, block, x).sum().backward()
     assert blocks[0].num_modes[2:] == [1] * 4
     assert blocks[1].num_modes[2:] == [0] * 4
+
+
+class SharedOnce(nn.Module):
+    """Makes a mask in its first run, before it decides by the same operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6))
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = self.weight > 0
+        return torch.where(x > 0, x, 0.3 * x) * self.mask.float().mean()
+
+
+@pytest.mark.parametrize("memory", [1, 2, "log", "sqrt", "inputs"])
+@pytest.mark.parametrize("place", [0, 5, 9])
+def test_a_chain_over_a_cached_mask_is_right_or_an_error(memory, place):
+    """A state that was made with the decisions of another call shows in the stages above it."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(6, 6) for _ in range(12)]
+    blocks[place] = module = SharedOnce()
+    x, others = torch.randn(4, 6), [block for block in blocks if block is not module]
+    parameters = [parameter for block in others for parameter in block.parameters()]
+    model = recoup.Sequential(*blocks, memory=memory)
+    try:
+        found = torch.autograd.grad(model(x).sum(), parameters)
+    except ReplayError:
+        return
+    wanted = torch.autograd.grad(nn.Sequential(*blocks)(x).sum(), parameters)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -275,9 +275,7 @@ class Region(Residuals):
         way: the way that a census reports, "recompute" or "invert".
     """
 
-    __slots__ = (
-        *("_has_advanced", "changes_input", "input_versions", "inputs", "requires_grad", "stage"),
-    )
+    __slots__ = ("changes_input", "input_versions", "inputs", "requires_grad", "stage")
 
     def __init__(self, stage: Stage, state: State, index: int = 0, way: Way = "recompute") -> None:
         surroundings = Surroundings(
@@ -290,7 +288,7 @@ class Region(Residuals):
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
-        self.changes_input = self._has_advanced = False
+        self.changes_input = False
         self.inputs: State | None = None  # of the last run that filled slots
         self.input_versions: list[int] = []
 
@@ -361,7 +359,6 @@ class Region(Residuals):
 
         dropped = Residuals(self.surroundings, self.index, self.way)
         recording = Recording(dropped, Untaped(dropped, fill))
-        self._has_advanced = True
         with self.surroundings.restored(), grad_mode(True), recording:
             output, _ = self.stage.forward(self._inputs(state))
         return detached(output)
@@ -387,8 +384,7 @@ class Region(Residuals):
                 with surroundings.restored(), filling:
                     output, _ = self.stage.forward(inputs)
             except (ReplayError, ChangedError):
-                # A state that was made with these decisions may have been used already.
-                if self._has_advanced or not surroundings.decides_anew():
+                if not surroundings.decides_anew():
                     raise
             else:
                 return detached(output) if needs_output else ()

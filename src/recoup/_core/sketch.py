@@ -11,7 +11,7 @@ Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference
 Rule 3. Kernels may round otherwise in a second run: threads add in another order. So two tensors
         count as equal if they differ, as vectors, by less than `tolerance` of their length. In half
         precision that is so much that two rows of like weights might change places unseen. So these
-        have a second sketch with other weights.
+        have 17 columns: a row of a tensor that moves comes to stand in others.
 Rule 4. What has no numbers of its own cannot be compared, and neither can what is not finite.
 """
 
@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = ["Sketch", "difference", "numbers_of", "sketch_of", "tolerance_of"]
 
 _COLUMNS = 16
+_OF_HALVES = 17  # columns (See Rule 3)
 _FEW = 64  # entries, which are a sketch themselves
 _ROWS = 256
-_BLOCK = _COLUMNS * _ROWS
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
-_PIECE = 8 * _BLOCK  # of tensors that are converted first
-_SEED, _OTHER_SEED = 16, 61
+_PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first
+_SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
 _HALVES = frozenset((torch.float16, torch.bfloat16))
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -132,17 +132,13 @@ def _sums_of_any(tensor: Tensor) -> Tensor:
     flat = _flat(tensor.resolve_neg())
     if flat.dtype in _OWN:
         return _sums(flat)
+    columns = _OF_HALVES if flat.dtype in _HALVES else _COLUMNS
     if flat.dtype in _HALVES and not flat.is_cpu:
-        return torch.cat([_sums(flat), _sums(flat, _OTHER_SEED)])  # See Rule 3
+        return _sums(flat, columns)
     # Kernels of the CPU are slow in half precision, and integers must be told apart exactly.
     wide = torch.float32 if flat.dtype.is_floating_point else torch.float64
     pieces = cast("Iterable[Tensor]", torch.split(flat, _PIECE))
-    parts: list[Tensor] = []
-    for piece in pieces:
-        numbers = piece.to(wide)
-        part = _sums(numbers)
-        is_half = flat.dtype in _HALVES
-        parts.append(torch.cat([part, _sums(numbers, _OTHER_SEED)]) if is_half else part)
+    parts = [_sums(piece.to(wide), columns) for piece in pieces]
     weights = _weights(len(parts), wide, flat.device)
     return parts[0] if len(parts) == 1 else weights @ torch.stack(parts)
 
@@ -156,23 +152,23 @@ def _flat(tensor: Tensor) -> Tensor:
     return dense.view(-1) if dense.is_contiguous() else tensor.reshape(-1)
 
 
-def _sums(flat: Tensor, seed: int = _SEED) -> Tensor:
+def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
     """Return the weighted sums of the columns (See Rules 1 and 2)."""
-    num, kind = flat.numel(), (flat.dtype, flat.device, seed)
+    num, kind, block = flat.numel(), (flat.dtype, flat.device), columns * _ROWS
     found: Tensor | None = None
-    if num > _COLUMNS * _MOST_ROWS:
-        num_blocks, num = divmod(num, _BLOCK)
-        blocks = flat[: num_blocks * _BLOCK] if num else flat
-        whole = _weights(num_blocks, *kind) @ blocks.view(num_blocks, _BLOCK)
-        found = _weights(_ROWS, *kind) @ whole.view(_ROWS, _COLUMNS)
-        flat = flat[num_blocks * _BLOCK :] if num else flat
-    num_rows, num_left = divmod(num, _COLUMNS)
+    if num > columns * _MOST_ROWS:
+        num_blocks, num = divmod(num, block)
+        blocks = flat[: num_blocks * block] if num else flat
+        whole = _weights(num_blocks, *kind) @ blocks.view(num_blocks, block)
+        found = _weights(_ROWS, *kind) @ whole.view(_ROWS, columns)
+        flat = flat[num_blocks * block :] if num else flat
+    num_rows, num_left = divmod(num, columns)
     if num_rows:
-        rows = flat[: num_rows * _COLUMNS] if num_left else flat
-        part = _weights(num_rows, *kind) @ rows.view(num_rows, _COLUMNS)
+        rows = flat[: num_rows * columns] if num_left else flat
+        part = _weights(num_rows, *kind) @ rows.view(num_rows, columns)
         found = part if found is None else found.add_(part)
     if num_left:
-        found = flat.new_zeros(_COLUMNS) if found is None else found
+        found = flat.new_zeros(columns) if found is None else found
         found[:num_left].add_(flat[num - num_left :], alpha=1.25)
     if found is None:
         raise AssertionError("a tensor without entries has no sketch")
@@ -180,15 +176,15 @@ def _sums(flat: Tensor, seed: int = _SEED) -> Tensor:
 
 
 @functools.lru_cache(2**12)
-def _weights(num: int, dtype: torch.dtype, device: torch.device, seed: int = _SEED) -> Tensor:
+def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     num_made = max(_MOST_ROWS, 2 ** math.ceil(math.log2(num)))
-    return _table(num_made, dtype, device, seed)[:num]
+    return _table(num_made, dtype, device)[:num]
 
 
 @functools.cache
-def _table(num: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+def _table(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights of either sign between a half and one and a half."""
-    generator = torch.Generator().manual_seed(seed + num)
+    generator = torch.Generator().manual_seed(_SEED + num)
     found = torch.rand(num, generator=generator, dtype=torch.float64).add_(0.5)
     signs = torch.randint(2, (num,), generator=generator).mul_(2).sub_(1)
     return found.mul_(signs).to(device, dtype)

@@ -15,10 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup._core import region
 from recoup._core.call import Call, LoneRegion, run_again
+from recoup._core.callable_chain import executor_for, run_through
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain, Flip, InvertibleConv1x1
@@ -625,3 +628,56 @@ def test_a_kept_input_that_a_hook_of_backward_changes():
     blocks[1].weight.register_hook(lambda gradient: (x.add_(1), None)[1])
     with pytest.raises(ChangedError, match="The input of module `0`"):
         loss.backward()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "recompute", "inputs"])
+def test_a_weight_that_changes_and_shows_in_no_residual(way):
+    """The input of a linear layer stays the same, and its gradient is that of another weight."""
+    layer, x = nn.Linear(5, 5), torch.randn(3, 5, requires_grad=True)
+    chain = recoup.Sequential(layer, nn.Identity(), memory="inputs")
+    ways = {"checkpoint": lambda x: recoup.checkpoint(layer, x), "inputs": chain}
+    loss = (ways.get(way) or recoup.recompute(layer))(x).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(ChangedError, match=r"A parameter that .* was changed in place"):
+        loss.backward()
+
+
+def test_in_place_code_in_a_chain_within_a_checkpoint():
+    """The pair of hooks around has the kept input, of which no copy can be made later."""
+    torch.manual_seed(0)
+    chain = recoup.Sequential(in_place(), in_place(), memory="inputs")
+
+    def code(x):
+        h = x * 1.0
+        return chain(h) + h
+
+    x = torch.linspace(-2, 2, 24).view(4, 6).requires_grad_()
+    chain.memory = "linear"
+    wanted = torch.autograd.grad(code(x).square().sum(), x)
+    chain.memory = "inputs"
+    for run in (recoup.checkpoint, partial(torch_checkpoint, use_reentrant=False)):
+        found = torch.autograd.grad(run(code, x).square().sum(), x)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_segment_is_looked_at_if_any_of_its_functions_is_new():
+    num_modes = []
+
+    def first(x):
+        return x.sin()
+
+    def second(x):
+        return x.cos()
+
+    def new(x):
+        num_modes.append(torch._C._len_torch_dispatch_stack())
+        return x.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    for functions in ((first, second, second), (first, new, second)):
+        named = {str(place): fn for place, fn in enumerate(functions)}
+        executor = executor_for("sqrt", named, None, DriftGuard())
+        assert len(executor.groups) < 3
+        run_through(executor, named, x).sum().backward()
+    assert num_modes[0] == 1
