@@ -28,14 +28,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from recoup._core.captured import parts_of
-from recoup._core.chain_run import changes_kept_input
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.executor import Executor
 from recoup._core.lazy_values import keep
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.module_marks import is_in_place, mark_of
 from recoup._core.pytree import BARE, Tree, flatten, flatten_arguments
-from recoup._core.region import Region, State
+from recoup._core.region import Region, changes_kept_input
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
@@ -47,6 +46,7 @@ from recoup._core.saved_tensors import (
     versions_of,
 )
 from recoup._core.shared_evaluation import answers
+from recoup._core.slots import State
 from recoup._core.snapshots import copied, is_left_alone
 from recoup.errors import ReplayError, ScheduleError
 from recoup.schedules import constant

@@ -13,8 +13,8 @@ from recoup._core.executor import Executor
 from recoup._core.log_det_pairs import Direction, check_pair, has_inverse
 from recoup._core.module_marks import are_in_place, mark_of, marks_of
 from recoup._core.pytree import BARE, Tree, flatten
-from recoup._core.region import State
 from recoup._core.saved_tensors import storage_id
+from recoup._core.slots import State
 from recoup.errors import NotInvertibleError, ReplayError
 from recoup.schedules import Invert, Way
 from recoup.schedules.grouping import groups_of, on_groups

@@ -38,14 +38,14 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from recoup._core.drift_comparison import DriftComparison
+from recoup._core.drift_comparison import DriftComparison, check_can_run_alone
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.inverted_region import InvertedRegion
 from recoup._core.lazy_values import keep
 from recoup._core.offload import Away, Traffic
 from recoup._core.outcome import mismatch
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.region import Region, Stage, State
+from recoup._core.region import Region, Stage, changes_kept_input
 from recoup._core.saved_tensors import (
     Kept,
     Packed,
@@ -55,17 +55,19 @@ from recoup._core.saved_tensors import (
     storage_id,
     versions_of,
 )
+from recoup._core.slots import State
+from recoup._core.surroundings import Surroundings
 from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
 
-__all__ = ["Output", "Run", "changes_kept_input"]
+__all__ = ["Output", "Run"]
 
 
 class Output(Protocol):
     """A tensor of the last state that a second run of the last stage makes again."""
 
-    def take(self, output: Tensor) -> None:
+    def take(self, output: Tensor, surroundings: Surroundings) -> None:
         """Take the tensor that a second run has made."""
         ...
 
@@ -212,11 +214,6 @@ class Run:
 
     # -- backward --------------------------------------------------------------------------
 
-    @property
-    def last(self) -> Region:
-        """The region of the last stage."""
-        return self._region(len(self.stages) - 1)
-
     def fill_slots(self, index: int) -> None:
         """Fill the slots of stage `index`, in backward or before forward has ended."""
         schedule = self._schedule
@@ -362,7 +359,7 @@ class Run:
         for place, ref in self.outputs:
             source = ref()
             if source is not None and output:
-                source.take(output[place])
+                source.take(output[place], region.surroundings)
         return ()  # nothing is run from the last state
 
     def _advance(self, index: int) -> None:
@@ -409,7 +406,7 @@ class Run:
                 'drift="raise".'
             )
         start = max(sources)
-        self._check_alone(start, index)
+        check_can_run_alone(self.stages[start:index], self.stages[index].name)
         self._advance_from(start, index, drift.keep_from_now_on(index))
         drift.mark_exact(index)
         region, state = self._region_at(index)
@@ -417,16 +414,6 @@ class Run:
         if not drift.is_exact(index, state) or not drift.is_exact(index + 1, output):
             raise mismatch(region.surroundings, "what it is given, or returns, is another tensor")
         return state
-
-    def _check_alone(self, start: int, stop: int) -> None:
-        """Raise if a stage is sharded: other ranks may see no drift, and would not run it again."""
-        for stage in self.stages[start:stop]:
-            if any(hasattr(part, "unshard") for one in stage.modules for part in one.modules()):
-                raise DriftError(
-                    f"The inverse of {self.stages[stop].name} drifted, and its input cannot be "
-                    f"computed again: {stage.name} is sharded, so that all ranks must run it "
-                    'together. Bound the scale of the layers, or use memory="sqrt".'
-                )
 
     def _state_at(self, index: int) -> State:
         if self._at != index:
@@ -453,14 +440,6 @@ class Run:
                 "sweep and keeps no state after it. Add a Keep of that state to the sweep."
             )
         return region
-
-
-def changes_kept_input(stage: Stage) -> ReplayError:
-    """Return the error of a stage that changes an input which the schedule keeps."""
-    return ReplayError(
-        f"{stage.name} changes its input in place, but the schedule keeps that input. "
-        "Let it change a clone (for an activation, set inplace=False)."
-    )
 
 
 _EXECUTES: dict[type, Callable[[Run, Any, int], None]] = {

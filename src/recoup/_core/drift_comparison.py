@@ -15,16 +15,18 @@ Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is n
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.region import State
+from recoup._core.region import Stage
 from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
+from recoup._core.slots import State
+from recoup.errors import DriftError
 
-__all__ = ["DriftComparison"]
+__all__ = ["DriftComparison", "check_can_run_alone"]
 
 
 class DriftComparison:
@@ -125,6 +127,22 @@ class DriftComparison:
                 worst = max(worst, _distance(sketch, value))
                 self._least = max(self._least, torch.finfo(value.dtype).eps)
         return worst
+
+
+def check_can_run_alone(stages: Sequence[Stage], drifted: str) -> None:
+    """Raise if a stage is sharded: other ranks may see no drift, and would not run it again.
+
+    Args:
+        stages: the stages that would run again.
+        drifted: the name of the stage whose inverse drifted.
+    """
+    for stage in stages:
+        if any(hasattr(part, "unshard") for one in stage.modules for part in one.modules()):
+            raise DriftError(
+                f"The inverse of {drifted} drifted, and its input cannot be computed again: "
+                f"{stage.name} is sharded, so that all ranks must run it together. Bound the scale "
+                'of the layers, or use memory="sqrt".'
+            )
 
 
 def _sketch_of(value: Tensor) -> Sketch | None:

@@ -23,9 +23,11 @@ from recoup._core.lazy_values import Source, as_value
 from recoup._core.memory_layout import geometry_of, laid_out
 from recoup._core.outcome import Outcome, compare, outcome_of
 from recoup._core.prepared_schedule import Prepared
-from recoup._core.region import Stage, State
+from recoup._core.region import Stage
 from recoup._core.saved_tensors import check_hooks_work, storage_id
 from recoup._core.shared_evaluation import answers
+from recoup._core.slots import State
+from recoup._core.surroundings import Surroundings
 from recoup.errors import ScheduleError
 from recoup.schedules import Schedule
 
@@ -131,11 +133,11 @@ class _Output(Source):
         if run.stages[-1].compares:
             self._outcome = outcome_of([(0, output, output._version)], ())
 
-    def take(self, output: Tensor) -> None:
+    def take(self, output: Tensor, surroundings: Surroundings) -> None:
         # Outer hooks may have returned the inputs in another memory layout.
         output = laid_out(output, self._geometry)
         if self._outcome:
-            compare(self._outcome, [(0, output)], (), self._run.last.surroundings)
+            compare(self._outcome, [(0, output)], (), surroundings)
         self.give(output)
 
     def make(self) -> None:

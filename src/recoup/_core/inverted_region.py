@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from recoup._core.memory_layout import in_order, strides_of
-from recoup._core.region import Filling, Owner, Recording, Region, Residuals, Stage, State
+from recoup._core.region import Region, Stage
 from recoup._core.saved_tensors import detached, grad_mode, versions_of
 from recoup._core.shared_evaluation import Evaluations
+from recoup._core.slots import Filling, Owner, Recording, Residuals, State
 from recoup.errors import ReplayError
 
 __all__ = ["InvertedRegion"]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.pytree import Tree, flatten
-from recoup._core.region import Filling, Owner, Recording, Residuals, Untaped
+from recoup._core.region import Untaped
 from recoup._core.rng import SeededCall
 from recoup._core.saved_tensors import (
     as_leaves,
@@ -39,6 +39,7 @@ from recoup._core.saved_tensors import (
     requires_grad_of,
     versions_of,
 )
+from recoup._core.slots import Filling, Owner, Recording, Residuals
 from recoup.errors import ReplayError
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.drift_guard import Drift
 from recoup._core.generators import generators_restored
-from recoup._core.region import State
+from recoup._core.slots import State
 from recoup.errors import ConvergenceError
 from recoup.invertible.actnorm import ActNorm
 from recoup.invertible.chain_stages import (

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from recoup._core.log_det_pairs import check_pair, has_inverse
-from recoup._core.region import State
+from recoup._core.slots import State
 from recoup.errors import NotInvertibleError
 from recoup.invertible.contract import InvertibleModule
 from recoup.invertible.rearrange import Split

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
-from recoup._core.region import State
 from recoup._core.saved_tensors import is_in_backward
+from recoup._core.slots import State
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import (
     CallOutputs,

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from recoup._core.call import Call
 from recoup._core.compile import is_compiled
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.region import State
+from recoup._core.slots import State
 from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, timeline
 from recoup.planning.blocks import Block

@@ -32,8 +32,8 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.generators import fingerprint
 from recoup._core.pytree import flatten
-from recoup._core.region import State
 from recoup._core.saved_tensors import is_in_backward, pair_in_force, saving
+from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block

@@ -13,8 +13,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from recoup._core.call import Call
-from recoup._core.region import State
 from recoup._core.saved_tensors import is_in_backward
+from recoup._core.slots import State
 from recoup.memory import format_bytes
 from recoup.memory.step_line import PHASES, StepLine
 from recoup.memory.step_recorder import BlockCall, StepRecorder

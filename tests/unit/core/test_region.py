@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
-from recoup._core import region
+from recoup._core import slots
 from recoup._core.call import Call, LoneRegion, run_again
 from recoup._core.callable_chain import executor_for, run_through
 from recoup._core.drift_guard import DriftGuard
@@ -33,7 +33,7 @@ from tests.zoo import chain_of, conv_norm, dense, invertible_chain_of, leaf, tra
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch):
-    monkeypatch.setattr(region, "_WORTH_A_STOP", 0)
+    monkeypatch.setattr(slots, "_WORTH_A_STOP", 0)
 
 
 @pytest.fixture
@@ -160,14 +160,14 @@ def test_code_that_catches_every_error(ends):
 
 def test_what_stops_another_region_passes():
     another = LoneRegion(Call("another", plainly, (), {}), stops=True)
-    other = region.Residuals(another.surroundings, 0, "recompute")
+    other = slots.Residuals(another.surroundings, 0, "recompute")
 
     def fn(x):
         if is_second_run():
-            raise region.Filled(other)
+            raise slots.Filled(other)
         return x.sin()
 
-    with pytest.raises(region.Filled, match=r"another"):
+    with pytest.raises(slots.Filled, match=r"another"):
         recoup.checkpoint(fn, leaf(4)).sum().backward()
 
 

@@ -1,0 +1,437 @@
+"""The slots: what autograd holds in the place of residuals, and the runs that leave and fill them.
+
+NOTE [ Slots ]
+
+Rule 1. In the first run of a region a `Slot` takes the place of each tensor that autograd saves. A
+        parameter, or a view of one, is kept, since it is alive anyway. Autograd holds the slots,
+        the slots hold the region and its owner, and the region holds its slots weakly: a residual
+        that autograd has dropped is not made again.
+Rule 2. Unpacking the first empty slot makes the region run again; the second run makes the same
+        saves in the same order and fills the slots. The owner of the region does that, since it
+        alone knows where the inputs come from. Code may take a gradient itself while its first run
+        goes on; then the region runs again as far as it has come.
+Rule 3. A slot returns its value once and drops it, so that memory falls during backward as it does
+        in a plain run, also with retain_graph. If it is unpacked again, the region runs again; if
+        that happens in one backward (a function that reads `ctx.saved_tensors` twice), the values
+        that this makes once more are dropped when it ends.
+Rule 4. Values are detached: the graph of a second run is freed with it. Autograd does not check the
+        version of a tensor that went through hooks, so a slot does.
+Rule 5. What a second run makes is compared with the first (NOTE [ What is compared ]) before any of
+        it is used.
+Rule 6. A second run whose output is not needed stops at the last slot that autograd still holds, by
+        an exception. (An `Exception`, since module hooks that are always called, FSDP2's among
+        them, are not called for any other.) Code that catches it is stopped at its next save. A
+        tensor that nothing has made or written to yet may be filled after it is saved, by the
+        kernel that it is given to; the run then goes on to its next save. So it does if draws are
+        left to make.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from recoup._core.compile import never_compiled
+from recoup._core.outcome import Frontier, Outcome, compare, mismatch
+from recoup._core.save_observer import Way, current
+from recoup._core.saved_tensors import (
+    Kept,
+    Pair,
+    backward_id,
+    changed_in_place,
+    num_nodes,
+    pair_in_force,
+    pop_down_to,
+    pop_pair,
+    push_pair,
+    set_grad_enabled,
+    storage_id,
+    unpack,
+    when_backward_ends,
+)
+from recoup._core.surroundings import Surroundings
+from recoup.errors import ChangedError, ReplayError
+
+__all__ = [
+    "Filled",
+    "Filling",
+    "Owner",
+    "Recording",
+    "Residuals",
+    "Slot",
+    "State",
+]
+
+State = tuple[Tensor, ...]
+# Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
+# smaller than this, the remaining operators take less.
+_WORTH_A_STOP = 4096
+
+
+class Owner(Protocol):
+    """The object that runs regions again: it knows where their inputs come from."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock that is held while a region of this owner is filled."""
+        ...
+
+    def fill_slots(self, index: int) -> None:
+        """Run region `index` again, and fill its slots."""
+        ...
+
+
+class Slot:
+    """The object that autograd saves in place of a tensor."""
+
+    __slots__ = (
+        "__weakref__",
+        "_owner",
+        "_residuals",
+        "_task",
+        "dtype",
+        "shape",
+        "value",
+        "version",
+    )
+
+    # `Recording` sets these: a call of `__init__` for each saved tensor would cost too much.
+    _residuals: Residuals
+    _owner: Owner
+    _task: int  # the backward that took the value last
+    version: int
+    value: Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @never_compiled
+    def get(self) -> Tensor:
+        """Return the residual, made again if it is not here (See Rules 2 and 3)."""
+        with self._owner.lock:
+            if self.value is None:
+                if self._task == backward_id() != -1:
+                    when_backward_ends(self._residuals.forget)
+                self._owner.fill_slots(self._residuals.index)
+            value, self.value, self._task = self.value, None, backward_id()
+        name = self._residuals.surroundings.name
+        if value is None:
+            raise ReplayError(
+                f"Running {name} again did not save a tensor of shape {tuple(self.shape)} that the "
+                "first run saved. A region must do the same when it runs again: look for outside "
+                "state that it reads, such as a counter or a cache."
+            )
+        if not value.is_inference() and value._version != self.version:
+            raise ChangedError(
+                f"A tensor of shape {tuple(self.shape)} that {name} saved for backward was changed "
+                "in place by a later operator in it, so that its gradient would be wrong. Use an "
+                "operator that is not in place (for an activation, inplace=False)."
+            )
+        return value
+
+
+_new_slot: Callable[[type[Slot]], Slot] = object.__new__
+
+
+class _KeptParameter:
+    """A parameter, or a view of one, that a region has saved."""
+
+    __slots__ = ("surroundings", "tensor", "version")
+
+    surroundings: Surroundings
+    tensor: Tensor
+    version: int
+
+    @never_compiled
+    def get(self) -> Tensor:
+        """Return the tensor; raise if it was changed in place since it was saved."""
+        if self.tensor._version != self.version:
+            name = f"A parameter that {self.surroundings.name} uses"
+            raise changed_in_place(name)
+        return self.tensor
+
+
+_new_kept: Callable[[type[_KeptParameter]], _KeptParameter] = object.__new__
+
+
+class Residuals:
+    """The residuals of one run of a call: the slots that stand for them, and what they must be.
+
+    Args:
+        surroundings: those of the call.
+        index: the number by which the owner of its region knows it.
+        way: the way that a census reports, "recompute" or "invert".
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "index",
+        "is_worth_a_stop",
+        "outcome",
+        "slots",
+        "surroundings",
+        "way",
+    )
+
+    def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
+        self.surroundings = surroundings
+        self.index = index
+        self.way: Way = way
+        self.slots: list[weakref.ref[Slot]] = []
+        self.outcome: Outcome | None = None  # None while the first run goes on
+        self.is_worth_a_stop = False  # whether any residual is large
+
+    def forget(self) -> None:
+        """Drop the values in the slots."""
+        for ref in self.slots:
+            slot = ref()
+            if slot is not None:
+                slot.value = None
+
+    def part_from(self, counted: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Copy the values that lie in buffers, which are about to be given other values.
+
+        Args:
+            counted: the buffers, with the values that the first run found.
+        """
+        storages = {storage_id(buffer) for buffer, _ in counted}
+        for ref in self.slots:
+            slot = ref()
+            if slot is not None and slot.value is not None and storage_id(slot.value) in storages:
+                slot.value = slot.value.clone()
+                slot.version = 0
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether autograd still holds any slot."""
+        for ref in self.slots:  # noqa: SIM110 - without a generator, for speed
+            if ref() is not None:
+                return True
+        return False
+
+
+class Recording(Frontier):
+    """A context for the first run of a region, in which residuals become slots.
+
+    Args:
+        residuals: the residuals.
+        owner: fills the slots.
+        inputs: those of the run.
+        kept: the numbers of nodes whose outputs later runs are given.
+        follows: whether the run is followed, to be compared with later ones.
+    """
+
+    __slots__ = ("_beneath", "_follows", "_owner", "_residuals", "pair")
+
+    _beneath: Pair | None
+    pair: Pair | None
+    follows_history = True
+
+    def __init__(
+        self,
+        residuals: Residuals,
+        owner: Owner,
+        inputs: State = (),
+        kept: Container[int] = (),
+        *,
+        follows: bool = False,
+    ) -> None:
+        self._residuals = residuals
+        self._owner = owner
+        self._follows = follows
+        self.inputs, self.kept = inputs, kept
+        self.outcome, self.waiting, self.seen = {}, {}, set()
+
+    @never_compiled
+    def __enter__(self) -> None:
+        self._beneath = pair = pair_in_force()
+        outer: Any = None if pair is None else getattr(pair[0], "__self__", None)
+        # A region around this one passes what is not its own to the pair beneath it.
+        self.pair = outer.pair if type(outer) in (Recording, Filling) else pair
+        push_pair(self._packed, unpack)
+
+    @never_compiled
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        if kind is None:
+            pop_pair()
+        else:
+            pop_down_to(self._beneath)
+        self.waiting, self.inputs, self.outcome = {}, (), {}  # the hooks live as long as the graph
+
+    @never_compiled
+    def _packed(self, tensor: Tensor) -> Slot | Kept | _KeptParameter:
+        residuals = self._residuals
+        base = tensor._base
+        if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
+            base is not None and isinstance(base, nn.Parameter)
+        ):
+            if self.pair is not None:
+                name = f"A parameter that {residuals.surroundings.name} uses"
+                return Kept(tensor, name, self.pair)
+            kept = _new_kept(_KeptParameter)
+            kept.tensor, kept.version = tensor, tensor._version
+            kept.surroundings = residuals.surroundings
+            return kept
+        slot = _new_slot(Slot)
+        slot._residuals, slot._owner, slot._task = residuals, self._owner, -1
+        slot.value, slot.version = None, 0
+        slot.shape, slot.dtype = tensor.shape, tensor.dtype
+        if self._follows:
+            waiting, node, number = self.waiting, tensor.grad_fn, num_nodes() - 1
+            if node is not None and waiting:
+                self.follow(node, number)
+            version = 0 if tensor.is_inference() else tensor._version
+            found = (len(residuals.slots), tensor, version)
+            if number in waiting:
+                waiting[number].append(found)
+            else:
+                waiting[number] = [found]
+        residuals.slots.append(weakref.ref(slot))
+        if tensor.numel() >= _WORTH_A_STOP:
+            residuals.is_worth_a_stop = True
+        if current.observer is not None:
+            current.observer.saved(tensor, slot, residuals.way)
+        return slot
+
+
+class Filled(Exception):  # noqa: N818 - it is no error
+    """The exception that ends a second run which has filled its slots (See Rule 6)."""
+
+    def __init__(self, residuals: Residuals) -> None:
+        super().__init__(residuals.surroundings.name)
+        self.residuals = residuals
+
+
+class Filling:
+    """A context for a second run of a region, which fills its slots.
+
+    Args:
+        residuals: the residuals.
+        inputs: the inputs of the run.
+        stops: whether the run may end when the last slot is filled.
+    """
+
+    __slots__ = (
+        "_beneath",
+        "_grad_mode",
+        "_inputs",
+        "_last",
+        "_made",
+        "_num_saves",
+        "_residuals",
+        "_stops",
+    )
+
+    _beneath: Pair | None
+    follows_history = True
+    pair = None  # that is given what is not of the region: nobody, in a run of its own
+
+    def __init__(self, residuals: Residuals, inputs: State, *, stops: bool = False) -> None:
+        self._residuals = residuals
+        self._inputs = inputs
+        self._num_saves = 0
+        self._made: list[tuple[int, Tensor]] = []  # residuals that are compared
+        self._last = _last_of(residuals) if stops and residuals.is_worth_a_stop else -1
+        self._stops = False  # at the next save
+        self._grad_mode = False
+
+    def __enter__(self) -> Self:
+        self._grad_mode = torch.is_grad_enabled()
+        self._beneath = pair_in_force()
+        push_pair(self._packed, _itself)
+        set_grad_enabled(True)
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
+        set_grad_enabled(self._grad_mode)
+        if kind is None:
+            pop_pair()
+        else:
+            pop_down_to(self._beneath)
+        residuals, made, self._made = self._residuals, self._made, []  # their graph holds the hooks
+        surroundings = residuals.surroundings
+        is_filled = isinstance(value, Filled) and value.residuals is residuals
+        is_good = False
+        try:
+            if (kind is None or is_filled) and residuals.outcome is not None:
+                if kind is None and not self._stops and self._num_saves != len(residuals.slots):
+                    raise self._another_number()
+                compare(residuals.outcome, made, self._inputs, surroundings)
+                if surroundings.has_foreign and not surroundings.has_drawn_all:
+                    raise mismatch(surroundings, _DRAWN_ELSEWHERE)
+            is_good = kind is None or is_filled
+            if is_good and surroundings.counted:
+                residuals.part_from(surroundings.counted)
+        finally:
+            self._inputs = ()  # a copy that was changed in place holds the hooks, and they this
+            if not is_good:
+                residuals.forget()
+        return is_filled
+
+    @never_compiled
+    def _packed(self, tensor: Tensor) -> Tensor:
+        base = tensor._base
+        if (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)) or (
+            base is not None and isinstance(base, nn.Parameter)
+        ):
+            return tensor
+        residuals, place = self._residuals, self._num_saves
+        if self._stops:
+            raise Filled(residuals)
+        self._num_saves = place + 1
+        value = tensor.detach()
+        # A save too many is counted, and reported when the run has ended.
+        slot = residuals.slots[place]() if place < len(residuals.slots) else None
+        if slot is not None:
+            if slot.shape != tensor.shape or slot.dtype is not tensor.dtype:
+                raise self._another(slot, tensor)
+            slot.value = value
+            slot.version = 0 if value.is_inference() else value._version
+        if residuals.outcome is not None and place in residuals.outcome:
+            self._made.append((place, tensor))
+        if place == self._last and residuals.surroundings.has_drawn_all:
+            self._stops = True
+            if _is_settled(tensor) or any(tensor is each for each in self._inputs):
+                raise Filled(residuals)
+        return value
+
+    def _another(self, slot: Slot, tensor: Tensor) -> Exception:
+        return mismatch(
+            self._residuals.surroundings,
+            f"it made a {tensor.dtype} of shape {tuple(tensor.shape)} where the first run made a "
+            f"{slot.dtype} of shape {tuple(slot.shape)}",
+        )
+
+    def _another_number(self) -> Exception:
+        num_first = len(self._residuals.slots)
+        what = f"it saved {self._num_saves} values where the first run saved {num_first}"
+        return mismatch(self._residuals.surroundings, what)
+
+
+_DRAWN_ELSEWHERE = (
+    "it left torch's default generator elsewhere than the first run. Another thread draws from it "
+    "meanwhile, and either's numbers would be wrong: give that thread a torch.Generator of its "
+    "own, or let this one wait"
+)
+
+
+def _is_settled(tensor: Tensor) -> bool:
+    """Whether an operator has made a tensor, or has written to it (See Rule 6)."""
+    return tensor.grad_fn is not None or (not tensor.is_inference() and tensor._version > 0)
+
+
+def _last_of(residuals: Residuals) -> int:
+    """Return the place of the last save that a second run must come to; -1 if there is none."""
+    last = max(residuals.outcome) if residuals.outcome else -1
+    for place in range(len(residuals.slots) - 1, last, -1):
+        if residuals.slots[place]() is not None:
+            return place
+    return last
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
