@@ -125,29 +125,23 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
     calls = own.measured.calls
     candidates = _candidates(own, device, backend)
     eager = [each[0] for each in candidates]
-    work = sum(call.work for call in calls)
-    rate = sum(each.run_seconds for each in eager) / work if work else 0.0
-    # In seconds: `rate` is those of a unit of counted work.
-    moved = own.step.place.work_per_byte
-    costs = [cost.scaled(rate) for cost in price(own.measured, moved)]
-    timed = own.repriced(calls, costs, sum(each.seconds for each in eager))
+    eager_seconds = sum(each.seconds for each in eager)
     codes: dict[int, _Codes] = {}
     for call, each in zip(calls, candidates, strict=True):
         if id(call.module) not in codes and _pays(each):
             codes[id(call.module)] = _chosen(each[1:])
     if not codes:
-        return [timed]
+        return [own]
     try:
-        return [_compiled(own, costs, rate, candidates, codes, device), timed]
+        return [_compiled(own, eager_seconds, candidates, codes, device), own]
     except (ChangedError, ReplayError) as error:
         warnings.warn(f"No block is compiled. {error}", stacklevel=5)
-        return [timed]
+        return [own]
 
 
 def _compiled(
     own: PricedBlocks,
-    own_costs: Sequence[Cost],
-    rate: float,
+    eager_seconds: float,
     candidates: Sequence[Sequence[_Candidate]],
     codes: dict[int, _Codes],
     device: torch.device,
@@ -158,10 +152,12 @@ def _compiled(
     step = replace(own.step)  # with a verification of its own
     measured = measure_blocks(step, own.blocks, device, again)
     _check(own, step.verification, measured.outcome, device)
-    reference = [cost.scaled(rate) for cost in price(measured, step.place.work_per_byte)]
+    measured.seconds_per_work = own.measured.seconds_per_work
+    reference = price(measured, step.place.work_per_byte)
     calls: list[MeasuredCall] = []
     costs: list[Cost] = []
     seconds = 0.0
+    own_costs = price(own.measured, step.place.work_per_byte)
     for call, each, cost, between in zip(
         own.measured.calls, candidates, own_costs, reference, strict=False
     ):
@@ -174,7 +170,8 @@ def _compiled(
             calls.append(replace(call, codes=found.of_tapes, code_again=found.again))
             costs.append(found.cost(each, between))
             seconds += min(one.seconds for one in each if one.code is found.of_tapes[0])
-    made = own._replace(step=step, code=code, code_again=again)
+    made = own._replace(step=step, code=code, code_again=again, plain_bytes=None)
+    seconds = max(own.seconds - eager_seconds + seconds, seconds)  # with the rest of the step
     return made.repriced(calls, [*costs, reference[-1]], seconds)
 
 
@@ -229,6 +226,8 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
             return [candidates[:1] for candidates in found]
         if any(len(each.calls) != len(calls) for each in steps):
             continue  # it is no code for the same results
+        for each in steps:
+            each.seconds_per_work = own.measured.seconds_per_work
         kept, again = (
             largest_costs_among_ranks(step.model, price(each, step.place.work_per_byte))
             for each in (steps[-1], _from_held_inputs(steps[-1]))

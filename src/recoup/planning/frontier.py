@@ -108,7 +108,7 @@ class Frontier:
     @property
     def points(self) -> tuple[FrontierPoint, ...]:
         """The plans, from the least bytes to the most; those that are slower are left out."""
-        whole = min(k.kept_seconds for k in self._kinds if not k.is_compiled)
+        whole = self._plain_seconds
         found = sorted(
             (
                 FrontierPoint(
@@ -128,6 +128,12 @@ class Frontier:
             if not best or point.relative_time < best[-1].relative_time:
                 best.append(point)
         return tuple(best)
+
+    @property
+    def _plain_seconds(self) -> float:
+        """The time of a step that keeps every residual, without tiles and compiled blocks."""
+        kinds = [each for each in self._kinds if not each.is_compiled]
+        return next((k for k in kinds if k.step.tiled is None), self._kinds[-1]).kept_seconds
 
     @functools.cached_property
     def least_bytes(self) -> int:
@@ -187,8 +193,9 @@ class Frontier:
         difference: DifferentStepError | None = None
         found: list[tuple[Plan, PricedBlocks]] = []
         least_cost = math.inf
+        is_compiling = any(kind.is_compiled for kind in self._kinds)
         for kind, cost in fastest_first(self._kinds, budget_bytes - self.standing_bytes):
-            if found and not (kind.is_timed and cost <= _CLOSE * least_cost):
+            if found and not (is_compiling and cost <= _CLOSE * least_cost):
                 break
             try:
                 plan = verified(kind, self._device, budget_bytes, self.standing_bytes)
@@ -226,7 +233,7 @@ class Frontier:
         """
         from recoup.planning.figure import Line, draw_frontier
 
-        whole = min(k.kept_seconds for k in self._kinds if not k.is_compiled) or 1.0
+        whole = self._plain_seconds or 1.0
         lines = [
             Line(
                 ("compiled blocks" if kind.is_compiled else "blocks as they are")

@@ -71,7 +71,10 @@ def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -
         return kind
     for index, (work, num_bytes) in measured.items():
         costs[index] = replace(
-            costs[index], is_invertible=True, invert_seconds=work, invert_bytes=num_bytes
+            costs[index],
+            is_invertible=True,
+            invert_seconds=kind.measured.seconds_per_work * work,
+            invert_bytes=num_bytes,
         )
     whole = kind.points[-1]  # which keeps no input of calls without residuals
     points = [

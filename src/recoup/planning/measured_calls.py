@@ -27,7 +27,9 @@ class MeasuredCall:
         output_bytes: bytes of its output.
         unheld_bytes: the part of `state_bytes` that its residuals do not hold; 0 for blocks' own
             code (Rule 3 of NOTE [ Measured steps ]).
-        work: the counted work of one forward.
+        work: the counted work of one forward; once it is timed, the seconds of a second run.
+        num_operators: the operators of one forward.
+        seconds_in_mode: what the mode that keeps products takes in both runs.
         before: the span that ends when the call begins.
         forward: the span of its forward.
         until_again: the span that ends when its second run begins in backward; None if there is no
@@ -56,6 +58,8 @@ class MeasuredCall:
     output_bytes: int = 0
     unheld_bytes: int = 0
     work: float = 0.0
+    num_operators: int = 0
+    seconds_in_mode: float = 0.0
     before: Span = field(default_factory=Span)
     forward: Span = field(default_factory=Span)
     until_again: Span | None = None
@@ -96,12 +100,11 @@ class Measured:
     Args:
         calls: the calls of blocks, in the order of forward.
         between: the span from the end of the last call to the first second run.
-        work: the counted work of the step without second runs, as of one that keeps all residuals;
-            None if it was not counted (Rule 4 of NOTE [ Measured steps ]).
+        seconds_per_work: the seconds of a unit of counted work; 1 until the step is timed.
         outcome: the outcome of the step.
     """
 
     calls: list[MeasuredCall] = field(default_factory=list[MeasuredCall])
     between: Span = field(default_factory=Span)
-    work: float | None = None
+    seconds_per_work: float = 1.0
     outcome: Outcome | None = None

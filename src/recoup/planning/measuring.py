@@ -11,15 +11,13 @@ Rule 2. Bytes are counted as `measure` counts them, and read where blocks begin 
 Rule 3. Compiled code may keep a copy of an argument, in another memory layout, in place of the
         argument. So it is noted which arguments are among its residuals. Those that other calls
         were given, too, count as held, since these may hold them.
-Rule 4. Work is counted, not timed, so that every process arrives at the same plan; that of backward
-        is counted with that of the step. Compiled code does not run while work is counted, so of a
-        step with any, only second runs are counted. What it saves no count shows, so plans over
-        compiled blocks time all codes of a block.
+Rule 4. The work of operators is counted in the same step, to divide the time of a block among them.
+        Compiled code does not run while work is counted, so plans over compiled blocks time all
+        codes of a block instead.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -40,7 +38,7 @@ from recoup.planning.blocks import Block
 from recoup.planning.compiling import BlockCode
 from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
 from recoup.planning.measured_calls import Measured, MeasuredCall
-from recoup.planning.step import Step
+from recoup.planning.step import Step, now
 from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter
 
@@ -69,14 +67,9 @@ def measure_blocks(
     with step.rehearsed(), timeline(device) as line:
         names = {id(module): name for name, module in blocks}
         meter = _Meter(step, names, line, state_bytes, code)
-        counter = meter.counter()
-        is_counted = code is None and not any(map(is_compiled, step.model.modules()))
-        counting = counter.counting() if is_counted else nullcontext()
-        with followed([module for _, module in blocks], meter), counting:
+        with followed([module for _, module in blocks], meter):
             gradients = step.run()
         meter.step_ended()
-        if is_counted:
-            meter.measured.work = counter.work - meter.work_again
         meter.measured.outcome = outcome_of(step.model, gradients)
         step.forget()
     return meter.measured
@@ -94,7 +87,6 @@ class _Meter:
         code: BlockCode | None,
     ) -> None:
         self.measured = Measured()
-        self.work_again = 0.0  # of second runs
         self._code = code
         self._clock = 0.0  # at the end of the latest second run
         self._state_bytes = state_bytes  # bytes of a random state
@@ -139,7 +131,7 @@ class _Meter:
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
         found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
-        found.work = counter.work
+        found.work, found.num_operators = counter.work, counter.num_operators
         if self._code is None and not is_compiled(module):  # else nothing can be intercepted
             found.products = counter.products
         outputs = call.take_outputs()
@@ -160,19 +152,19 @@ class _Meter:
         self._ended(span)
         found = self.measured.calls[place]
         found.until_again = span
-        self._clock = self._now()
+        self._clock = now()
         return found
 
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
         """Record the span of the second run and the one after; empties `outputs`."""
-        begin, self._clock = self._clock, self._now()
+        begin, self._clock = self._clock, now()
         found.again_seconds = self._clock - begin
         found.again = self._line.mark()
         found.again_bytes = _bytes_of(outputs, set(storages_of(given)))
         outputs.clear()
         found.residuals = self._line.mark()
         self._latest = found
-        self._clock = self._now()
+        self._clock = now()
 
     def step_ended(self) -> None:
         """Record the last span."""
@@ -183,7 +175,7 @@ class _Meter:
             self.measured.between = span
         else:
             self._latest.after = span
-            self._latest.backward_seconds = self._now() - self._clock
+            self._latest.backward_seconds = now() - self._clock
         self._latest = None
 
     def noting(self, saved: WeakSet[torch.UntypedStorage]) -> AbstractContextManager[None]:
@@ -198,11 +190,6 @@ class _Meter:
             return pair[0](tensor)
 
         return saving(pack, pair[1])
-
-    def _now(self) -> float:
-        if self._code is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     def _drawn(self) -> int:
         """Return a fingerprint of the random stream; a mark keeps its memory out of the spans."""
@@ -244,7 +231,6 @@ class _MeasuredCall(Call):
         saved: WeakSet[torch.UntypedStorage] = WeakSet(storages_of(given))
         with counter.counting(), self._meter.noting(saved):
             outputs = list(super().forward(state)[0])
-        self._meter.work_again += counter.work
         held = saved | self.known | self._meter.given_again
         found.unheld_bytes = _bytes_of(given, held)
         self._meter.second_run_ended(found, outputs, state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -68,7 +67,7 @@ class Plan:
 
     Args:
         planned: the model and its blocks.
-        costs: the costs of the calls of blocks, and of the code after them, in any unit of time.
+        costs: the costs of the calls of blocks, and of the code after them, in seconds.
         points: the plans that are best for some budget, from the least bytes to the most.
         point: the one of them that the model follows.
         rehearsed_bytes: the peak of a step that followed it.
@@ -76,8 +75,7 @@ class Plan:
         budget_bytes: the budget.
         standing_bytes: the part of it that is alive before a step; 0 for a budget of "step".
         step_seconds: the time of a step that follows it.
-        kept_seconds: the time of the blocks where all keep their whole tapes, in the unit of the
-            costs.
+        kept_seconds: the time of the step that keeps all residuals.
         sizes: the sizes of the arguments of the step that was planned.
 
     Attributes:
@@ -109,12 +107,9 @@ class Plan:
         self.model = planned.model
         self.budget_bytes = budget_bytes
         self.standing_bytes = standing_bytes
-        work = kept_seconds + point.seconds - points[-1].seconds
-        is_timed = not work or any(call.codes for call in planned.calls)
-        rate = 1.0 if is_timed else step_seconds / work
         self.step_seconds = step_seconds
-        self.costs = tuple(cost.scaled(rate) for cost in costs)
-        self.frontier = tuple(replace(each, seconds=rate * each.seconds) for each in points)
+        self.costs = tuple(costs)
+        self.frontier = tuple(points)
         self.held_by_others = tuple(held_by_others(planned.model, planned.calls))
         self._advice = list(self.held_by_others)
         if planned.guard is None:
@@ -128,12 +123,10 @@ class Plan:
             )
         self.planned = planned
         self.replanner: Replanner | None = None
-        self._point = next(
-            found for found, each in zip(self.frontier, points, strict=True) if each is point
-        )
+        self._point = point
         self._rehearsed_bytes = rehearsed_bytes
         self._least_bytes = least_bytes
-        self._kept_seconds = rate * kept_seconds
+        self._kept_seconds = kept_seconds
         self.sizes = sizes
         self._forwards: WrappedForwards | None = None
 
@@ -171,6 +164,12 @@ class Plan:
     def predicted_peak_bytes(self) -> int:
         """The peak of a step as predicted from the cost of each block."""
         return self.standing_bytes + self._point.peak_bytes
+
+    @property
+    def predicted_time_ratio(self) -> float:
+        """The predicted time of a step, where 1 is the plain step."""
+        seconds = self._kept_seconds + self._point.seconds - self.frontier[-1].seconds
+        return seconds / self._kept_seconds if self._kept_seconds else 1.0
 
     @property
     def rehearsed_peak_bytes(self) -> int:

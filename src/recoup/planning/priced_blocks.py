@@ -34,8 +34,9 @@ from recoup.planning.pricing import price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
 from recoup.planning.skipped_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.step import Step, plain_outcome
+from recoup.planning.timing import times_of, with_times
 from recoup.planning.verification import Outcome, has_room
-from recoup.schedules import Cost, Point, frontier, simulate
+from recoup.schedules import Cost, Point, frontier, linear, simulate
 
 __all__ = [
     "PricedBlocks",
@@ -59,12 +60,11 @@ class PricedBlocks(NamedTuple):
         calls: the calls of blocks that were seen, in order.
         costs: the costs of these calls, and of the code after them.
         points: the plans that are best for some budget, from the least bytes to the most.
-        seconds: the time of the blocks where all keep their whole tapes, in the unit of the costs;
-            0 if work was counted, of which all kinds of blocks have the same.
+        seconds: the time of the step in which all calls that were seen keep their whole tapes.
         code: the code by which the blocks of the plain step run.
         code_again: the code by which blocks run that are run again.
         guard: the drift guard of blocks that are inverted; None if none may be.
-        more: what parts in tiles add to the time of a step, as a share of it.
+        plain_bytes: the peak of the step that keeps everything, if it was run.
     """
 
     step: Step
@@ -78,7 +78,7 @@ class PricedBlocks(NamedTuple):
     code: BlockCode = BlockCode()
     code_again: BlockCode = BlockCode()
     guard: DriftGuard | None = None
-    more: float = 0.0
+    plain_bytes: int | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -86,21 +86,14 @@ class PricedBlocks(NamedTuple):
         return isinstance(self.code, CodeByModule)
 
     @property
-    def is_timed(self) -> bool:
-        """Whether the costs are times, and not counted work."""
-        return self.seconds > 0
-
-    @property
     def kept_seconds(self) -> float:
         """The time of a step in which all blocks keep their whole tapes."""
-        if self.measured.work is None:
-            return self.seconds or 3 * self.points[-1].seconds  # backward takes twice a forward
         unseen = sum(call.work for call in self.calls if call.is_estimated)
-        return self.seconds or self.measured.work + 3 * unseen
+        return self.seconds + 3 * unseen  # backward takes twice a forward
 
     def seconds_of(self, point: Point) -> float:
         """Return the time of a step of the blocks that follows a plan."""
-        return (1 + self.more) * self.kept_seconds + point.seconds - self.points[-1].seconds
+        return self.kept_seconds + point.seconds - self.points[-1].seconds
 
     def num_forwards(self, point: Point) -> int:
         """Return the runs of blocks in a step that follows a plan, inverses included."""
@@ -117,12 +110,22 @@ class PricedBlocks(NamedTuple):
 
     def with_costs(self, costs: list[Cost]) -> PricedBlocks:
         """Return the same calls with other costs, and the plans for them."""
-        return self._replace(costs=costs, points=points_of(costs, self.step.place))
+        *points, whole = points_of(costs, self.step.place)
+        if self.plain_bytes is not None:
+            whole = replace(whole, peak_bytes=self.plain_bytes)
+            points = [point for point in points if point.peak_bytes < self.plain_bytes]
+        return self._replace(costs=costs, points=[*points, whole])
 
-    def plain_outcome(self) -> Outcome:
-        """Return the outcome of a step that keeps all residuals."""
+    def plain_outcome(self, device: torch.device, *, is_tiled: bool = False) -> tuple[Outcome, int]:
+        """Return the outcome and the peak of a step that keeps all residuals.
+
+        Args:
+            device: the device whose bytes are counted.
+            is_tiled: whether the parts that may run in tiles do so.
+        """
+        step = self.step if is_tiled else replace(self.step, tiled=None)
         with followed([module for _, module in self.blocks], _RunBy(self.code)):
-            return plain_outcome(replace(self.step, tiled=None))
+            return plain_outcome(step, device)
 
 
 def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
@@ -180,8 +183,6 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
         ValueError: no forward calls them.
     """
     step, measured, sequences = measure_most(step, blocks, device)
-    if measured.work is not None:
-        (measured.work,) = largest_among_ranks(step.model, [measured.work])
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
         raise ValueError(
@@ -190,8 +191,36 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
         )
     if measured.outcome is not None:
         step.verification.expect(measured.outcome, is_plain=False)
-    priced = PricedBlocks(step, blocks, measured, sequences, [], [], [])
-    return priced.repriced(measured.calls, price(measured, step.place.work_per_byte), 0.0)
+    return _timed(PricedBlocks(step, blocks, measured, sequences, [], [], []), device)
+
+
+def _timed(kind: PricedBlocks, device: torch.device) -> PricedBlocks:
+    """Return the blocks with the costs of the measured calls, in seconds, and the best plans."""
+    step, measured, plain_bytes = kind.step, kind.measured, None
+    costs = price(measured, None)
+    most_bytes = simulate(linear(len(costs)), costs=costs).peak_bytes
+    has_room = _has_room(step, device, most_bytes)
+    if has_room:
+        outcome, plain_bytes = kind.plain_outcome(device, is_tiled=True)
+        if step.tiled is None:
+            step.verification.expect(outcome, is_plain=True)
+    times = times_of(step, kind.blocks, measured.calls, has_room=has_room)
+    work = sum(call.work for call in measured.calls)
+    timed = zip(measured.calls, times.again, strict=True)
+    measured = replace(
+        measured,
+        calls=[with_times(call, seconds, times) for call, seconds in timed],
+        seconds_per_work=sum(times.again) / work if work else 0.0,
+    )
+    kind = kind._replace(measured=measured, plain_bytes=plain_bytes)
+    costs = price(measured, step.place.work_per_byte)
+    return kind.repriced(measured.calls, costs, times.plain)
+
+
+def _has_room(step: Step, device: torch.device, num_bytes: int) -> bool:
+    """Whether the system has room for a step that takes so many bytes, on all ranks."""
+    lacks_room = not has_room(device, num_bytes + num_bytes // 4)  # fragmentation
+    return not largest_among_ranks(step.model, [float(lacks_room)])[0]
 
 
 def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
@@ -202,11 +231,8 @@ def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
         device: the device whose bytes are counted.
     """
     verification = kind.step.verification
-    if not verification.is_plain:
-        most_bytes = kind.points[-1].peak_bytes
-        lacks_room = not has_room(device, most_bytes + most_bytes // 4)  # fragmentation
-        if not largest_among_ranks(kind.step.model, [float(lacks_room)])[0]:
-            verification.expect(kind.plain_outcome(), is_plain=True)
+    if not verification.is_plain and _has_room(kind.step, device, kind.points[-1].peak_bytes):
+        verification.expect(kind.plain_outcome(device)[0], is_plain=True)
     if verification.expected is None:
         outcome = _outcome_again(kind, device)
         if outcome is not None:
@@ -229,7 +255,7 @@ def expect_again(kind: PricedBlocks, device: torch.device) -> None:
     """
     step = kind.step
     if step.verification.is_plain:
-        step.verification.expect_again(kind.plain_outcome())
+        step.verification.expect_again(kind.plain_outcome(device)[0])
     is_coded = isinstance(kind.code_again, CodeByModule)
     if is_coded or not step.verification.is_plain:
         outcome = _outcome_again(kind, device)
@@ -253,13 +279,12 @@ def fastest_first(
         budget_bytes: the budget of a step.
 
     Returns:
-        Each kind with that cost, in the unit of `PricedBlocks.seconds`; infinite if none fits.
+        Each kind with that cost, in seconds; infinite if none fits.
     """
 
     def cost(kind: PricedBlocks) -> float:
         fitting = [point for point in kind.points if point.peak_bytes <= budget_bytes]
-        more = fitting[-1].seconds - kind.points[-1].seconds if fitting else math.inf
-        return kind.seconds + more + kind.more * kind.kept_seconds
+        return kind.seconds_of(fitting[-1]) if fitting else math.inf
 
     found = [(kind, cost(kind)) for kind in kinds]
     return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))

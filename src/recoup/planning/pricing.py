@@ -40,6 +40,8 @@ def price(measured: Measured, moved: float | None) -> list[Cost]:
         measured: the measurements of a step.
         moved: the work of offloading a byte; None if nothing is offloaded.
     """
+    if moved is not None:
+        moved *= measured.seconds_per_work
     beside = _beside(measured)
     beside = [*(b + _drawn(c) for b, c in zip(beside, measured.calls, strict=False)), beside[-1]]
     shared = [0, *(call.shared_bytes for call in measured.calls)]
@@ -133,7 +135,8 @@ def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -
     extra = kept - in_tape  # freed when the second run has used it
     return Thin(
         tape_bytes=call.state_bytes + kept,
-        seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
+        seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0)
+        + call.seconds_in_mode,
         tape_run_bytes=run_bytes + kept,
         reverse_bytes=max(missing + reverse - extra, again, 0),
     )

@@ -27,7 +27,7 @@ from recoup.planning.verification import (
     outcome_of,
 )
 
-__all__ = ["Observer", "Step", "device_of", "peak_of", "plain_outcome", "seconds_of"]
+__all__ = ["Observer", "Step", "device_of", "now", "peak_of", "plain_outcome", "seconds_of"]
 
 
 class Observer:
@@ -156,10 +156,16 @@ class Step:
             parameter.grad = None
 
 
-def plain_outcome(step: Step) -> Outcome:
-    """Run a step of a model that follows no plan, and return its outcome."""
-    with step.rehearsed():
-        return outcome_of(step.model, step.run())
+def plain_outcome(step: Step, device: torch.device) -> tuple[Outcome, int]:
+    """Run a step of a model that follows no plan, and return its outcome and its peak."""
+    with step.rehearsed(), timeline(device) as line:
+        gradients = step.run()
+        ran = line.mark()
+        outcome = outcome_of(step.model, gradients)
+        del gradients
+        step.forget()
+    (peak_bytes,) = largest_among_ranks(step.model, [ran.peak_bytes])
+    return outcome, int(peak_bytes)
 
 
 def peak_of(step: Step, device: torch.device, tolerance: float = 0.0) -> int:
@@ -189,11 +195,21 @@ def peak_of(step: Step, device: torch.device, tolerance: float = 0.0) -> int:
 def seconds_of(step: Step) -> float:
     """Return the seconds of a step of the model, which must have run once before."""
     with step.rehearsed():
-        begin = time.perf_counter()
+        begin = now()
         step.run()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
+        return now() - begin
+
+
+def now() -> float:
+    """Return a clock in seconds, when all that was asked of an accelerator is done.
+
+    Without one, that is the time of this thread, which works or waits for its kernels: other
+    programs do not count.
+    """
+    if not torch.accelerator.is_available():
+        return time.thread_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def device_of(model: nn.Module) -> torch.device:

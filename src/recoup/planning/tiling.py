@@ -13,12 +13,11 @@ from recoup.errors import ChangedError, GradientError
 from recoup.planning.forwards import PartsFollower
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks
 from recoup.planning.tiled_head import find_head
-from recoup.planning.tiled_mlps import TiledModules, find_mlps
+from recoup.planning.tiled_mlps import find_mlps
 
 __all__ = ["checked_tiles", "with_tiles"]
 
 _WORTH = 1 / 32  # of the least bytes: smaller logits are left alone
-_HEAD = 0.02  # of the time of a step, which a head in tiles adds
 _LESS = 0.97  # of the least bytes: parts that leave more are left alone
 
 
@@ -48,22 +47,20 @@ def with_tiles(
         return kinds  # FSDP2 gathers weights for the calls that it knows
     head = find_head(kind.step, kind.blocks, None if tiles is True else tiles)
     if head is not None and head.logits_bytes >= _WORTH * kind.points[0].peak_bytes:
-        found = _tiled(kind, head, _HEAD, device)
+        found = _tiled(kind, head, device)
         if found is not None:
             kinds.append(found)
     mlps = None if only_head else find_mlps(kind.step, kind.blocks)
     if mlps is not None:
         before = kinds[-1]
         both = mlps if before is kind else _Parts([before.step.tiled, mlps])
-        found = _tiled(kind, both, before.more + _once_more(kind, mlps), device)
+        found = _tiled(kind, both, device)
         if found is not None and found.points[0].peak_bytes <= _LESS * before.points[0].peak_bytes:
             kinds.append(found)
     return kinds
 
 
-def _tiled(
-    kind: PricedBlocks, parts: PartsFollower, more: float, device: torch.device
-) -> PricedBlocks | None:
+def _tiled(kind: PricedBlocks, parts: PartsFollower, device: torch.device) -> PricedBlocks | None:
     """Return the kind with parts in tiles, or None if they cannot run so or save nothing."""
     step = replace(kind.step, tiled=parts)
     if kind.measured.outcome is not None:  # of a step without tiles
@@ -75,14 +72,7 @@ def _tiled(
     if found.points[0].peak_bytes > _LESS * kind.points[0].peak_bytes:
         return None
     found.step.verification.allow_other_sums(parts.eps)  # known now
-    return found._replace(more=more)
-
-
-def _once_more(kind: PricedBlocks, mlps: TiledModules) -> float:
-    """Return the share of a step that one more run of MLPs takes, as their weights say."""
-    whole = sum(p.numel() for _, block in kind.blocks for p in block.parameters())
-    part = sum(p.numel() for module in mlps.modules for p in module.parameters())
-    return part / whole / 3 if whole else 0.0  # a step is three forwards
+    return found
 
 
 class _Parts:

@@ -1,0 +1,205 @@
+"""The times of a step: plain, with every block run again, and with the products of blocks kept.
+
+NOTE [ Times of a step ]
+
+Rule 1. Whole steps are timed, without counting bytes or work. What a step takes beyond the plain
+        one is what its blocks pay: their second runs, the hooks around them, the comparison, and
+        the mode that keeps products. So all of that is in the costs, and the three steps are
+        predicted as they were timed.
+Rule 2. What blocks pay is divided among them by the times of their second runs, one by one; calls
+        that are alike share the median of theirs. Within a block, products and other operators
+        share its time by their counted work. What the mode takes is divided by the operators that
+        it sees.
+Rule 3. The steps are run in turn, a few times if they are short, and the shortest time of each
+        counts, since other programs only make it longer.
+Rule 4. The plain step, and the one that keeps products, are run only if the system has room for
+        them. The plain step then takes what is left of the other one without its second runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from recoup._core.call import Call
+from recoup._core.slots import State
+from recoup.errors import ChangedError, ReplayError
+from recoup.planning.blocks import Block
+from recoup.planning.following import PlanFollower, PlannedModel
+from recoup.planning.measured_calls import MeasuredCall
+from recoup.planning.planned_stages import PlannedStage
+from recoup.planning.pricing import chosen_products
+from recoup.planning.ranks import largest_among_ranks
+from recoup.planning.step import Step, now, seconds_of
+from recoup.schedules import Reverse, Schedule, Tape, constant
+
+__all__ = ["Times", "times_of", "with_times"]
+
+_MOST_ROUNDS, _LEAST_ROUNDS = 10, 2
+_ENOUGH_SECONDS = 0.4  # for all rounds
+_SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
+_SECONDS_IN_MODE = 8e-6  # of an operator within the mode that keeps products, in both runs together
+
+
+class Times(NamedTuple):
+    """The times of a step, in seconds.
+
+    Args:
+        plain: of the step that keeps all residuals.
+        again: for each call, what its second run takes, with all that belongs to it.
+        of_operators: of an operator within the mode that keeps products.
+    """
+
+    plain: float
+    again: list[float]
+    of_operators: float
+
+
+def times_of(
+    step: Step, blocks: Sequence[Block], calls: Sequence[MeasuredCall], *, has_room: bool
+) -> Times:
+    """Time the steps of a model (See Rule 1).
+
+    Args:
+        step: the step.
+        blocks: the names and modules of the blocks.
+        calls: the measured calls of the blocks.
+        has_room: whether the plain step may be run (See Rule 4).
+    """
+    root = step.model if step.call is step.model else None
+    planned = PlannedModel(step.model, root, blocks, calls)
+    runs: list[dict[int, float]] = []  # the seconds of second runs in each step
+
+    def following(schedule: Schedule) -> Callable[[], AbstractContextManager[None]]:
+        def make(*args: Any) -> PlanFollower:
+            runs.append({})
+            return _Follower(runs[-1], *args)
+
+        return lambda: planned.followed(schedule, make=make)
+
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "again": following(constant([*["recompute"] * len(calls), "keep"]))
+    }
+    variants = [len(chosen_products(call)) for call in calls]
+    if has_room:
+        ways["plain"] = nullcontext
+    if has_room and any(variants):
+        tapes = [Tape(index, variant) for index, variant in enumerate([*variants, 0])]
+        reverses = [Reverse(tape.index) for tape in reversed(tapes)]
+        ways["products"] = following(Schedule(len(tapes), (*tapes, *reverses)))
+    seconds = _in_turn(step, ways)
+    again = _second_runs(step, calls, [run for run in runs if run])
+    sum_again = sum(again)
+    around = _SECONDS_OF_REGION * len(calls)
+    plain = seconds.get("plain", max(seconds["again"] - sum_again - around, sum_again))
+    scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
+    again = [scale * each for each in again]
+    of_operators = _SECONDS_IN_MODE
+    if math.isfinite(seconds.get("products", math.inf)):
+        priced = zip(calls, again, variants, strict=True)
+        expected = sum(_rest_of(call, taken, variant) for call, taken, variant in priced)
+        num_operators = sum(
+            call.num_operators for call, v in zip(calls, variants, strict=True) if v
+        )
+        of_operators = max(seconds["products"] - plain - expected, 0.0) / max(num_operators, 1)
+    again = largest_among_ranks(step.model, again)
+    return Times(plain, again, of_operators)
+
+
+def _rest_of(call: MeasuredCall, seconds: float, variant: int) -> float:
+    """Return the time that a second run takes without the products that a tape keeps."""
+    if not variant or not call.work:
+        return 0.0
+    kept = sum(call.products[place].work for place in chosen_products(call)[variant - 1])
+    return seconds * max(1 - kept / call.work, 0.0)
+
+
+def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
+    """Return a call whose work, and that of its products, is in seconds."""
+    rate = seconds / call.work if call.work else 0.0
+    products = [each._replace(work=rate * each.work) for each in call.products]
+    in_mode = times.of_operators * call.num_operators
+    return replace(call, work=seconds, products=products, seconds_in_mode=in_mode)
+
+
+def _in_turn(
+    step: Step, ways: dict[str, Callable[[], AbstractContextManager[Any]]]
+) -> dict[str, float]:
+    """Return the shortest time of the step in each way (See Rule 3)."""
+    seconds: dict[str, float] = {}
+    spent = 0.0
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and spent > _ENOUGH_SECONDS:
+            break
+        for name, entered in ways.items():
+            try:
+                with entered():
+                    taken = seconds_of(step)
+            except (ChangedError, ReplayError):
+                if name != "products":
+                    raise
+                taken = math.inf  # products are not kept
+            (taken,) = largest_among_ranks(step.model, [taken])
+            seconds[name] = min(taken, seconds.get(name, taken))
+            spent += taken
+    return seconds
+
+
+def _second_runs(
+    step: Step, calls: Sequence[MeasuredCall], runs: Sequence[dict[int, float]]
+) -> list[float]:
+    """Return the time of the second run of each call (See Rule 2)."""
+    alike: dict[object, list[int]] = {}
+    for index, call in enumerate(calls):
+        key = (type(call.module), call.state_bytes, call.output_bytes, call.own_bytes)
+        alike.setdefault(key, []).append(index)
+    found = [0.0] * len(calls)
+    for indices in alike.values():
+        taken = median(min((run.get(i, 0.0) for run in runs), default=0.0) for i in indices)
+        for index in indices:
+            found[index] = taken
+    return found
+
+
+class _Follower(PlanFollower):
+    """A follower whose calls are timed."""
+
+    def __init__(self, seconds: dict[int, float], *args: Any) -> None:
+        super().__init__(*args)
+        self._seconds = seconds
+
+    def _call_of(
+        self,
+        stage: PlannedStage,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Call:
+        name = f"block `{stage.name}`"
+        return _TimedCall(self._seconds, index, name, forward, args, kwargs, stage.module)
+
+
+class _TimedCall(Call):
+    """A call that notes how long its latest run takes: the second one, if there is one."""
+
+    __slots__ = ("_index", "_seconds")
+
+    def __init__(self, seconds: dict[int, float], index: int, *args: Any) -> None:
+        super().__init__(*args)
+        self._seconds = seconds
+        self._index = index
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Run the call."""
+        begin = now()
+        try:
+            return super().forward(state)
+        finally:
+            self._seconds[self._index] = now() - begin
