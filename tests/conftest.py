@@ -14,8 +14,11 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from recoup.invertible import DriftGuard
+from recoup.planning import priced_blocks
+from recoup.planning.timing import Times
 
 SEED = 20
+SECONDS_PER_WORK = 1e-10
 
 # The same examples in every run, and no deadline: machines differ, and benchmarks do the timing.
 hypothesis.settings.register_profile("recoup", deadline=None, derandomize=True)
@@ -102,6 +105,20 @@ def drift_is_no_way_out(request):
     is_to_drift = request.node.get_closest_marker("drifts") is not None
     with nullcontext() if is_to_drift else DriftGuard.strict():
         yield
+
+
+@pytest.fixture(autouse=True)
+def steady_times(request, monkeypatch):
+    """Let steps that are planned take the time of their counted work, whatever the clock says."""
+    if request.node.get_closest_marker("clocked") is not None:
+        return
+
+    def times_of(step, blocks, calls, *, has_room):
+        del step, blocks, has_room
+        seconds = [call.work * SECONDS_PER_WORK for call in calls]
+        return Times(3 * sum(seconds), seconds, 0.0)
+
+    monkeypatch.setattr(priced_blocks, "times_of", times_of)
 
 
 @pytest.fixture(autouse=True)

@@ -73,7 +73,7 @@ def give_steady_times(monkeypatch: Any) -> None:
     def times(own: Any, steps: Any) -> list[tuple[float, float]]:
         del own
         is_own = next(count) % (1 + len(compiling.SHARES)) == 0
-        most = 6.0 if is_own else 3.0
+        most = 3.0 if is_own else 2.0
         return [(1.0, most - c.own_bytes / (c.own_bytes + 2**18)) for c in steps[0].calls]
 
     monkeypatch.setattr(compiled_costs, "_times", times)

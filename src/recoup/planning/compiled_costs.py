@@ -67,6 +67,10 @@ class _Candidate(NamedTuple):
     run_seconds: float
     seconds: float
 
+    def scaled(self, rate: float) -> _Candidate:
+        """Return the same code with its times multiplied by a number."""
+        return self._replace(run_seconds=rate * self.run_seconds, seconds=rate * self.seconds)
+
     @property
     def moment_bytes(self) -> int:
         """The most bytes while it runs again and is reversed, beyond its input."""
@@ -124,8 +128,10 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
     """
     calls = own.measured.calls
     candidates = _candidates(own, device, backend)
-    eager = [each[0] for each in candidates]
-    eager_seconds = sum(each.seconds for each in eager)
+    # These were timed while bytes were counted; the blocks' own code was timed without, too.
+    counted_seconds = sum(each[0].run_seconds for each in candidates)
+    rate = sum(call.work for call in calls) / counted_seconds if counted_seconds else 0.0
+    candidates = [[each.scaled(rate) for each in several] for several in candidates]
     codes: dict[int, _Codes] = {}
     for call, each in zip(calls, candidates, strict=True):
         if id(call.module) not in codes and _pays(each):
@@ -133,7 +139,7 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
     if not codes:
         return [own]
     try:
-        return [_compiled(own, eager_seconds, candidates, codes, device), own]
+        return [_compiled(own, candidates, codes, device), own]
     except (ChangedError, ReplayError) as error:
         warnings.warn(f"No block is compiled. {error}", stacklevel=5)
         return [own]
@@ -141,7 +147,6 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
 
 def _compiled(
     own: PricedBlocks,
-    eager_seconds: float,
     candidates: Sequence[Sequence[_Candidate]],
     codes: dict[int, _Codes],
     device: torch.device,
@@ -156,7 +161,7 @@ def _compiled(
     reference = price(measured, step.place.work_per_byte)
     calls: list[MeasuredCall] = []
     costs: list[Cost] = []
-    seconds = 0.0
+    seconds = own.seconds
     own_costs = price(own.measured, step.place.work_per_byte)
     for call, each, cost, between in zip(
         own.measured.calls, candidates, own_costs, reference, strict=False
@@ -165,14 +170,13 @@ def _compiled(
         if found is None:
             calls.append(call)
             costs.append(cost)
-            seconds += each[0].seconds
         else:
             calls.append(replace(call, codes=found.of_tapes, code_again=found.again))
             costs.append(found.cost(each, between))
-            seconds += min(one.seconds for one in each if one.code is found.of_tapes[0])
+            whole = min(one.seconds for one in each if one.code is found.of_tapes[0])
+            seconds += whole - each[0].seconds
     made = own._replace(step=step, code=code, code_again=again, plain_bytes=None)
-    seconds = max(own.seconds - eager_seconds + seconds, seconds)  # with the rest of the step
-    return made.repriced(calls, [*costs, reference[-1]], seconds)
+    return made.repriced(calls, [*costs, reference[-1]], max(seconds, 0.0))
 
 
 def _check(

@@ -103,7 +103,6 @@ class Frontier:
         self._kinds = list(kinds)
         self._device = device
         self._state = _state_of(self.model)
-        self._is_new = True  # no plan was made
 
     @property
     def points(self) -> tuple[FrontierPoint, ...]:
@@ -155,16 +154,18 @@ class Frontier:
             ReplayError: the results of a planned step differ from those of the plain step.
         """
         budget_bytes = checked_budget(budget)
-        (least,) = largest_among_ranks(self.model, [-budget_bytes])
-        budget_bytes = -int(least)
         self._check_state()
+        # The parameters may have changed, and with them the gradients; or the random streams.
+        self._kinds = [with_new_step(kind) for kind in self._kinds]
+        return self.plan_now(budget_bytes)
+
+    def plan_now(self, budget_bytes: int) -> Plan:
+        """Return the plan for a budget; nothing has changed since the blocks were measured."""
+        (least,) = largest_among_ranks(self.model, [-budget_bytes])
         own = own_forwards(self.model)
         is_compiling = any(kind.is_compiled for kind in self._kinds)
         with suspended(own), uncollected(), recompiling() if is_compiling else nullcontext():
-            if not self._is_new:  # the parameters may have changed, and with them the gradients
-                self._kinds = [with_new_step(kind) for kind in self._kinds]
-            self._is_new = False
-            return self._fastest(budget_bytes)
+            return self._fastest(-int(least))
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.

@@ -48,6 +48,8 @@ __all__ = [
     "with_new_step",
 ]
 
+_NOISE = 1.03  # of times, which says nothing
+
 
 class PricedBlocks(NamedTuple):
     """Blocks with their costs and the best plans for them.
@@ -284,7 +286,8 @@ def fastest_first(
 
     def cost(kind: PricedBlocks) -> float:
         fitting = [point for point in kind.points if point.peak_bytes <= budget_bytes]
-        return kind.seconds_of(fitting[-1]) if fitting else math.inf
+        more = _NOISE if kind.step.tiled is not None else 1.0  # tiles round, so they have to pay
+        return more * kind.seconds_of(fitting[-1]) if fitting else math.inf
 
     found = [(kind, cost(kind)) for kind in kinds]
     return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))

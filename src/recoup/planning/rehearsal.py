@@ -32,7 +32,13 @@ from recoup._core.saved_tensors import version_of
 from recoup.errors import ReplayError
 from recoup.planning.state_snapshot import StateSnapshot, settings_restored
 
-__all__ = ["backward_within_model", "is_in_rehearsal", "rehearsal", "uncollected"]
+__all__ = [
+    "foreign_leaves",
+    "is_in_rehearsal",
+    "rehearsal",
+    "uncollected",
+    "without_gradients",
+]
 
 
 class _Here(threading.local):
@@ -69,7 +75,7 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
         generators_restored(),
         _streams_restored(),
         settings_restored(),
-        _without_gradients(parameters),
+        without_gradients(parameters),
         uncollected(),
     ):
         _here.num_rehearsals += 1
@@ -102,17 +108,10 @@ def _is_function(value: object) -> TypeGuard[Callable[..., Any]]:
     return callable(value) and not isinstance(value, nn.Module)
 
 
-def backward_within_model(model: nn.Module, losses: Sequence[Tensor]) -> dict[int, Tensor | None]:
-    """Call backward, and restore the gradients of leaves that are not parameters of `model`.
-
-    Returns:
-        The new gradients of these leaves, by the id of the leaf.
-    """
+def foreign_leaves(model: nn.Module, losses: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of the graph of a step that are not parameters of the model."""
     own = set(map(id, model.parameters()))
-    leaves = [leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]
-    with _without_gradients(leaves):
-        torch.autograd.backward(losses)
-        return {id(leaf): leaf.grad for leaf in leaves}
+    return [leaf for leaf in ends_of(losses).leaves if id(leaf) not in own]
 
 
 @contextmanager
@@ -133,7 +132,7 @@ def uncollected() -> Generator[None]:
 
 
 @contextmanager
-def _without_gradients(leaves: Iterable[Tensor]) -> Generator[None]:
+def without_gradients(leaves: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
     """Return a context in which leaves have neither gradients nor hooks (See Rules 1 and 2)."""
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     hooks = [(own, dict(own)) for leaf, _ in gradients for own in _hooks_of(leaf)]
@@ -142,7 +141,7 @@ def _without_gradients(leaves: Iterable[Tensor]) -> Generator[None]:
     for own, _ in hooks:
         own.clear()
     try:
-        yield
+        yield leaves
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient

@@ -218,9 +218,9 @@ def plan_of_call(
     """
     budget_bytes = checked_budget(budget)
     if not replan:
-        return frontier_of_call(model, call, args, kwargs, options).plan(budget_bytes)
+        return frontier_of_call(model, call, args, kwargs, options).plan_now(budget_bytes)
     others = OtherShapes(model, call, budget_bytes, options, frontier_of_call)
-    made = frontier_of_call(model, call, args, kwargs, options).plan(budget_bytes)
+    made = frontier_of_call(model, call, args, kwargs, options).plan_now(budget_bytes)
     made.replanner = Replanner(model, made, args, kwargs, others)
     return made
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from recoup.memory.timeline import timeline
 from recoup.planning.forwards import PartsFollower, followed
 from recoup.planning.offload_place import NOWHERE, OffloadPlace
 from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.rehearsal import backward_within_model, rehearsal
+from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
 from recoup.planning.verification import (
     DifferentStepError,
     Outcome,
@@ -79,19 +79,27 @@ class Step:
         """Return a context in which runs of the step leave no trace."""
         return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
 
-    def run(self) -> list[Tensor | None]:
-        """Run the step, and return the gradients of the arguments that require them."""
+    def run(self, seconds: list[float] | None = None) -> list[Tensor | None]:
+        """Run the step, and return the gradients of the arguments that require them.
+
+        Args:
+            seconds: a list to which the times of forward and of backward are appended.
+        """
         args, kwargs = self._arguments()
         given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
         if self.seed is not None:
             _seed_all(self.seed)
         parts = nullcontext() if self.tiled is None else followed(self.tiled.modules, self.tiled)
         with grad_mode(True), parts:
-            output = self.call(*args, **kwargs)
-            losses = self.losses(output)
+            with _timing(seconds):
+                output = self.call(*args, **kwargs)
+                losses = self.losses(output)
             if not self.holds_output:
                 output = None
-            gradients = backward_within_model(self.model, losses)
+            with without_gradients(foreign_leaves(self.model, losses)) as leaves:
+                with _timing(seconds):
+                    torch.autograd.backward(losses)
+                gradients = {id(leaf): leaf.grad for leaf in leaves}
         del output
         return [gradients.get(id(value)) for value in given]
 
@@ -194,10 +202,19 @@ def peak_of(step: Step, device: torch.device, tolerance: float = 0.0) -> int:
 
 def seconds_of(step: Step) -> float:
     """Return the seconds of a step of the model, which must have run once before."""
+    seconds: list[float] = []
     with step.rehearsed():
-        begin = now()
-        step.run()
-        return now() - begin
+        step.run(seconds)
+    return sum(seconds)
+
+
+@contextmanager
+def _timing(seconds: list[float] | None) -> Generator[None]:
+    """Return a context whose time is appended to `seconds`, if that is a list."""
+    begin = 0.0 if seconds is None else now()
+    yield
+    if seconds is not None:
+        seconds.append(now() - begin)
 
 
 def now() -> float:

@@ -37,12 +37,12 @@ from recoup.planning.planned_stages import PlannedStage
 from recoup.planning.pricing import chosen_products
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
-from recoup.schedules import Reverse, Schedule, Tape, constant
+from recoup.schedules import Reverse, Schedule, Tape, Way, constant
 
 __all__ = ["Times", "times_of", "with_times"]
 
 _MOST_ROUNDS, _LEAST_ROUNDS = 10, 2
-_ENOUGH_SECONDS = 0.4  # for all rounds
+_ENOUGH_SECONDS = 2.0  # for all rounds
 _SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
 _SECONDS_IN_MODE = 8e-6  # of an operator within the mode that keeps products, in both runs together
 
@@ -83,8 +83,9 @@ def times_of(
 
         return lambda: planned.followed(schedule, make=make)
 
+    recomputing: list[Way] = ["recompute"] * len(calls)
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "again": following(constant([*["recompute"] * len(calls), "keep"]))
+        "again": following(constant([*recomputing, "keep"]))
     }
     variants = [len(chosen_products(call)) for call in calls]
     if has_room:

@@ -13,6 +13,8 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError
+from recoup.planning import priced_blocks
+from recoup.planning.timing import Times
 from tests.planned_zoo import MODELS
 
 
@@ -318,21 +320,43 @@ def test_names_that_are_html_are_text_in_a_notebook():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fraction", [0, 1])
 def test_all_times_of_a_plan_are_seconds(monkeypatch, fraction):
-    """A step of 3 s, of which the runs of blocks have the share that was counted."""
+    """The costs are divided so that whole steps take what the clock said."""
     model, x = stack(), batch()
+    again = [0.5, 0.25, 0.25, 0.5, 0.25, 0.25]
+    times = Times(plain=6.0, again=again, of_operators=100.0)  # products do not pay
+    monkeypatch.setattr(priced_blocks, "times_of", lambda *args, **kwargs: times)
     whole = plan(model, x, "1 GiB")
-    monkeypatch.setattr("recoup.planning.verified_plan.seconds_of", lambda step: 3.0)
     made = plan(model, x, whole.most_bytes if fraction else whole.least_bytes)
-    assert made.step_seconds == 3.0
-    kept = made.frontier[-1].seconds
-    chosen = next(each for each in made.frontier if each.schedule == made.schedule)
-    assert made._kept_seconds + (chosen.seconds - kept) == pytest.approx(3.0)
-    assert 2 * kept < made._kept_seconds < 4 * kept  # with backward, and the loss
-    assert sum(cost.seconds for cost in made.costs) == pytest.approx(kept)
-    assert sum(row.seconds for row in made.blocks) == pytest.approx(chosen.seconds - kept)
+    assert [cost.seconds for cost in made.costs] == pytest.approx([*again, 0.0])
+    pays = sum(row.seconds for row in made.blocks)
+    assert pays > 0 or fraction
+    assert made.predicted_time_ratio == pytest.approx((6.0 + pays) / 6.0)
+    assert whole.predicted_time_ratio == 1.0
     for point in made.frontier:
         simulation = recoup.schedules.simulate(point.schedule, costs=made.costs)
         assert point.seconds == pytest.approx(simulation.seconds)
+
+
+@pytest.mark.clocked
+def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_plain_peak():
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in "abcd"]
+    model, x = nn.Sequential(*layers), torch.randn(8, 16, 32)
+    frontier = recoup.plan(model, x)
+    times = [point.relative_time for point in frontier.points]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1] == pytest.approx(1.0)
+
+    def plain_step():
+        output = model(x)  # which the loop holds while backward runs
+        output.abs().sum().backward()
+
+    peak = recoup.measure(plain_step, device="cpu", repeats=0).peak_bytes
+    assert frontier.points[-1].peak_bytes <= peak
+    made = frontier.plan(peak)
+    assert {row.way for row in made.blocks} == {"keep"}
+    assert made.predicted_time_ratio == pytest.approx(1.0)
+    assert made.step_seconds > 0
 
 
 @pytest.mark.slow
