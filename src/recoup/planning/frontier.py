@@ -80,16 +80,12 @@ class Frontier:
         >>> import recoup, torch
         >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "abcd"]
         >>> frontier = recoup.plan(torch.nn.Sequential(*blocks), torch.ones(256, 64))
-        >>> print(frontier)
+        >>> print(frontier)  # doctest: +ELLIPSIS
         Plans for Sequential: 4 blocks, from 352.5 KiB to 640 KiB (step), as predicted
         <BLANKLINE>
              peak  time  forwards  blocks
           640 KiB  1.00         4  as they are
-          576 KiB  1.08         5  as they are
-          448 KiB  1.16         6  as they are
-        416.5 KiB  1.24         7  as they are
-          384 KiB  1.32         8  as they are
-        352.5 KiB  1.49        10  as they are
+        ...
         >>> plan = frontier.plan("600 KiB")
         >>> plan.rehearsed_peak_bytes <= 600 * 2**10
         True
