@@ -11,6 +11,7 @@ from torch import nn
 
 from recoup._core.log_det_pairs import has_inverse
 from recoup._core.module_marks import mark_of
+from recoup.planning.module_groups import groups_of
 
 __all__ = [
     "Block",
@@ -112,7 +113,8 @@ def find_blocks(model: nn.Module) -> list[Block]:
     The search goes from the model down. Where a list or sequence holds several modules of one class
     that have submodules, every child of it with submodules is a block. If there is no such list,
     sibling modules with submodules whose class appears more than once are blocks. If there are none
-    of these either, every child of a sequence of more than two modules is one.
+    of these either, the modules of a sequence of more than two are, in groups (NOTE [ Groups of
+    modules ]).
     """
     blocks = list(_of_lists(model, "")) or list(_side_by_side(model, "")) or list(_links(model, ""))
     return [(name, module) for name, module in blocks if name]
@@ -244,16 +246,23 @@ def _side_by_side(module: nn.Module, path: str) -> Iterator[Block]:
     children = _children(module, path)
     counts = Counter(type(child) for _, child in children)
     for name, child in children:
-        if counts[type(child)] > 1 and _has_parts(child):
+        if counts[type(child)] > 1 and _has_parts(child) and not _is_sequence(child):
             yield name, child
         else:
             yield from _side_by_side(child, name)
 
 
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether a module is a sequence whose groups are better blocks than itself."""
+    return isinstance(module, nn.Sequential) and len(groups_of(module)) > 2
+
+
 def _links(module: nn.Module, path: str) -> Iterator[Block]:
     children = _children(module, path)
     if isinstance(module, nn.Sequential) and len(children) > 2:
-        yield from children
+        groups = groups_of(module)
+        named = ((f"{path}.{name}" if path else name, group) for name, group in groups)
+        yield from named if len(groups) > 2 else children
         return
     for name, child in children:
         yield from _links(child, name)

@@ -23,6 +23,7 @@ import gc
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_traced, uncompiled
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
+from recoup.planning.module_groups import ModuleGroup, run_groups
 
 __all__ = [
     "CallOutputs",
@@ -89,12 +91,22 @@ class _WrappedForward:
         module: the module.
         wrapped: the attribute of the module that it replaces; None for the forward of the class.
         group: the wrapped forwards that it belongs to; None after their end, and in a copy.
+        parts: the groups of modules that run in place of the modules of a sequence.
+        is_followed: whether the follower is called, and not only for the groups.
     """
 
     def __init__(
-        self, module: nn.Module, wrapped: Forward | None, group: WrappedForwards | None
+        self,
+        module: nn.Module,
+        wrapped: Forward | None,
+        group: WrappedForwards | None,
+        parts: Sequence[ModuleGroup] = (),
+        *,
+        is_followed: bool = True,
     ) -> None:
         self.module = module
+        self.parts = parts
+        self.is_followed = is_followed
         self.wrapped = wrapped
         self.group = group
         forward = self.__wrapped__
@@ -127,7 +139,7 @@ class _WrappedForward:
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
             return uncompiled(_follow)(self, args, kwargs)
-        return follower.called(self.module, self.__wrapped__, args, kwargs)
+        return _follow(self, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.wrapped is not None:
@@ -151,9 +163,13 @@ def own_forward(forward: Forward) -> Forward:
 
 
 def _follow(forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if forward.follower is None:
+    follower = forward.follower
+    if follower is None:
         return forward.run(*args, **kwargs)
-    return forward.follower.called(forward.module, forward.__wrapped__, args, kwargs)
+    run = partial(run_groups, forward.parts) if forward.parts else forward.__wrapped__
+    if not forward.is_followed:
+        return run(*args, **kwargs)
+    return follower.called(forward.module, run, args, kwargs)
 
 
 class WrappedForwards:
@@ -182,10 +198,16 @@ class WrappedForwards:
         Raises:
             ValueError: the forward of one of them goes through another follower already.
         """
+        modules = list(modules)
+        followed = set(map(id, modules))
+        parts: dict[nn.Module, list[ModuleGroup]] = {}  # of sequences
+        for module in modules:
+            if isinstance(module, ModuleGroup) and module.sequence is not None:
+                parts.setdefault(module.sequence, []).append(module)
         with ExitStack() as stack:
             stack.callback(self.end)
-            for module in modules:
-                self._wrap(module)
+            for module in dict.fromkeys([*parts, *modules]):
+                self._wrap(module, parts.get(module, ()), is_followed=id(module) in followed)
             stack.pop_all()
 
     @property
@@ -209,14 +231,14 @@ class WrappedForwards:
         """The follower that is called now in place of the forwards, if any."""
         return None if self.suspensions or self.has_ended else self._follower
 
-    def _wrap(self, module: nn.Module) -> None:
+    def _wrap(self, module: nn.Module, parts: Sequence[ModuleGroup], *, is_followed: bool) -> None:
         _check_is_free(module)
         own = vars(module)
         key = _COMPILED if own.get(_COMPILED) is not None else "forward"
         found = own.get(key)
         while isinstance(found, _WrappedForward) and (found.group is None or found.group.has_ended):
             found = found.wrapped
-        forward = _WrappedForward(module, found, self)
+        forward = _WrappedForward(module, found, self, parts, is_followed=is_followed)
         self._forwards.append((key, forward))
         own[key] = forward
 

@@ -64,7 +64,7 @@ def measure_blocks(
     """
     blocks = list(blocks)
     state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
-    with step.rehearsed(), timeline(device) as line:
+    with step.rehearsed(), timeline(device, records_levels=True) as line:
         names = {id(module): name for name, module in blocks}
         meter = _Meter(step, names, line, state_bytes, code)
         with followed([module for _, module in blocks], meter):

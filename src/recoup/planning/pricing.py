@@ -8,7 +8,7 @@ Rule 2. The costs are chosen so that `simulate` reproduces the bytes measured at
         step that recomputes each block. So errors in what the costs leave out cancel.
 Rule 3. If a block saves its own output, its tape holds that output until after the block behind it
         is reversed. In the measured step, the output was freed during that backward. So the bytes
-        are added to the peak of that backward if the block before keeps its residuals.
+        are added to what comes after that in the backward, if the block before keeps its residuals.
 Rule 4. A block that draws random numbers keeps the random state if it is recomputed. Those bytes
         count as beside the chain, and are subtracted from the whole tape, which needs no random
         state (at most to zero residuals, so if a block has smaller residuals than a random state,
@@ -109,7 +109,7 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
         run_bytes=run_bytes,
         tape_run_bytes=max(call.again.peak_bytes - begin, 0),
         reverse_bytes=max(call.after.peak_bytes - begin - own, 0) + _drawn(call),
-        lent_bytes=lent_bytes,
+        lent_bytes=_held_longer(call.after.levels, lent_bytes),
         offload_seconds=None if moved is None else moved * call.state_bytes,
         left_bytes=call.after.end_bytes - begin + call.state_bytes + beside_bytes,
         beside_bytes=beside_bytes,
@@ -117,6 +117,20 @@ def _cost(call: MeasuredCall, beside_bytes: int, lent_bytes: int, moved: float |
         before_bytes=before_bytes,
         variants=tuple(_thin(call, own, run_bytes, chosen) for chosen in chosen_products(call)),
     )
+
+
+def _held_longer(levels: Sequence[int], num_bytes: int) -> int:
+    """Return how much higher a peak is if a tensor of these bytes is not freed (See Rule 3).
+
+    Args:
+        levels: the bytes alive after each event of the span in which it is freed, if known.
+        num_bytes: the bytes of the tensor.
+    """
+    frees = [place for place, (a, b) in enumerate(pairwise(levels), 1) if a - b == num_bytes]
+    if not num_bytes or not frees:
+        return num_bytes
+    peak, after = max(levels), max(levels[frees[-1] :])
+    return max(after + num_bytes - peak, 0)
 
 
 def _drawn(call: MeasuredCall) -> int:

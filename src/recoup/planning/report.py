@@ -10,6 +10,7 @@ from typing import NamedTuple
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
 from recoup.planning.measured_calls import MeasuredCall
+from recoup.planning.module_groups import kind_of
 from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
 
 __all__ = ["BlockPlan", "Summary", "described", "described_in_html", "headline", "rows_of"]
@@ -97,7 +98,7 @@ def rows_of(
             keeps = cost.state_bytes if index in kept else 0
             work = again * cost.seconds + (cost.invert_seconds if index in inverted else 0.0)
         saves = cost.tape_bytes - keeps
-        kind = type(call.module).__name__
+        kind = kind_of(call.module)
         rows.append(BlockPlan(call.name, kind, way, runs[index], keeps, saves, work))
     return tuple(rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import recoup
 from tests.planned_zoo import transformers_or_skip
@@ -231,3 +232,80 @@ def test_a_plan_says_that_a_cache_or_a_checkpoint_is_on():
     kwargs = {"input_ids": tokens, "labels": tokens, "budget": "1 GiB"}
     assert "pass use_cache=False" in str(recoup.plan(model, **kwargs))
     assert recoup.plan(model, use_cache=False, **kwargs).held_by_others == ()
+
+
+# -- groups of modules -----------------------------------------------------------------------------
+
+
+def convolutions(*, inplace: bool) -> nn.Sequential:
+    """A chain whose neighbours keep the same tensors (VGG)."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = []
+    for width, out in ((3, 8), (8, 8), (8, 16), (16, 16)):
+        modules += [nn.Conv2d(width, out, 3, padding=1), nn.ReLU(inplace=inplace)]
+        modules += [nn.MaxPool2d(2)] if width == out else []
+    return nn.Sequential(*modules)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_convolution_and_what_follows_it_are_one_block(inplace):
+    model, x = convolutions(inplace=inplace), torch.randn(4, 3, 32, 32)
+
+    def step():
+        model(x).square().sum().backward()
+
+    def peak() -> int:
+        model.zero_grad()
+        return recoup.measure(step, device="cpu", repeats=0).peak_bytes
+
+    frontier = recoup.plan(model, x, loss=lambda y: y.square().sum(), holds_output=False)
+    assert frontier.points[-1].peak_bytes == peak()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    calls: list[str] = []
+    model[3].register_forward_hook(lambda *_: calls.append("hook"))
+    for point in frontier.points:
+        plan = frontier.plan(point.peak_bytes)
+        assert [row.name for row in plan.blocks] == ["0-1", "2-4", "5-6", "7-9"]
+        assert plan.blocks[1].kind == "Conv2d, ReLU, MaxPool2d"
+        with plan.applied():
+            assert recoup.applied_plans(model) == [plan]
+            assert peak() == plan.rehearsed_peak_bytes == plan.predicted_peak_bytes
+            assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
+        assert recoup.applied_plans(model) == []
+    best = min(
+        recoup.measure(
+            lambda num=num: (
+                checkpoint_sequential(model, num, x.clone().requires_grad_(), use_reentrant=False)
+                .square()
+                .sum()
+                .backward()
+            ),
+            device="cpu",
+            repeats=0,
+        ).peak_bytes
+        for num in ((2, 3, 4, 5) if not inplace else (1,))
+    )
+    assert frontier.points[0].peak_bytes <= best
+    assert calls
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_sequence_that_calls_a_module_twice_or_otherwise_is_right():
+    act = nn.Tanh()
+    twice = nn.Sequential(nn.Linear(8, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 8), act)
+
+    class Backwards(nn.Sequential):
+        def forward(self, x):
+            for module in reversed(self):
+                x = module(x)
+            return x
+
+    for model in (twice, Backwards(*(nn.Linear(8, 8) for _ in range(4)))):
+        x = torch.randn(64, 8)
+        model(x).square().sum().backward()
+        wanted = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        frontier = recoup.plan(model, x, loss=lambda y: y.square().sum())
+        with frontier.plan(frontier.least_bytes).applied():
+            model(x).square().sum().backward()
+        assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))

@@ -1,0 +1,103 @@
+"""Groups of consecutive modules of an `nn.Sequential`, which are blocks together.
+
+NOTE [ Groups of modules ]
+
+Rule 1. A convolution keeps its input, and the ReLU before it keeps its output, which is the same
+        tensor. As blocks of their own each would seem to keep one. So a module with a matrix or a
+        kernel begins a group, and what follows it (norms, activations, pooling) belongs to it.
+Rule 2. While a plan is followed, the sequence calls its groups in place of its modules, and each
+        group calls its modules, with their hooks.
+Rule 3. A group is made once for a sequence, so that all plans for it have the same blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+__all__ = ["ModuleGroup", "groups_of", "kind_of", "run_groups"]
+
+
+class ModuleGroup(nn.Module):
+    """Consecutive modules of a sequence.
+
+    Args:
+        sequence: the sequence.
+        modules: the modules, in order.
+    """
+
+    def __init__(self, sequence: nn.Sequential, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+        self._sequence = weakref.ref(sequence)
+
+    @property
+    def sequence(self) -> nn.Sequential | None:
+        """The sequence, if it is alive."""
+        return self._sequence()
+
+    def forward(self, input: Any) -> Any:
+        """Call the modules one after another."""
+        for module in self.parts:
+            input = module(input)
+        return input
+
+
+_Groups = list[tuple[str, ModuleGroup]]
+_groups: WeakKeyDictionary[nn.Sequential, tuple[list[nn.Module], _Groups]] = WeakKeyDictionary()
+
+
+def groups_of(sequence: nn.Sequential) -> _Groups:
+    """Return the groups of a sequence with the names of their modules; none if it cannot have any.
+
+    Args:
+        sequence: a sequence whose forward calls its modules one after another.
+    """
+    if type(sequence).forward is not nn.Sequential.forward or _has_own_forward(sequence):
+        return []
+    named = list(sequence._modules.items())
+    modules = [module for _, module in named if module is not None]
+    if len(modules) != len(named) or any(hasattr(type(each), "unshard") for each in modules):
+        return []  # FSDP2 gathers the parameters of the modules that it knows
+    before, found = _groups.get(sequence, ([], []))
+    if [*map(id, before)] != [*map(id, modules)]:
+        found = list(_grouped(sequence, [name for name, _ in named], modules))
+        _groups[sequence] = modules, found
+    return found
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return forward is not None and not hasattr(forward, "group")  # else a plan follows it
+
+
+def _grouped(
+    sequence: nn.Sequential, names: Sequence[str], modules: Sequence[nn.Module]
+) -> Iterator[tuple[str, ModuleGroup]]:
+    starts = [0, *(place for place, each in enumerate(modules) if place and _begins(each))]
+    for start, stop in zip(starts, [*starts[1:], len(modules)], strict=True):
+        name = names[start] if stop - start == 1 else f"{names[start]}-{names[stop - 1]}"
+        yield name, ModuleGroup(sequence, modules[start:stop])
+
+
+def _begins(module: nn.Module) -> bool:
+    """Whether a module begins a group: it has a matrix or a kernel (See Rule 1)."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def run_groups(groups: Sequence[ModuleGroup], input: Any) -> Any:
+    """Call the groups of a sequence (See Rule 2)."""
+    for group in groups:
+        input = group.forward(input)  # no hook takes the group for a module of the model
+    return input
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return the class of a block, or those of the modules of a group."""
+    if isinstance(module, ModuleGroup):
+        return ", ".join(type(each).__name__ for each in module.parts)
+    return type(module).__name__
