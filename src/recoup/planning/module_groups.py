@@ -59,13 +59,17 @@ def groups_of(sequence: nn.Sequential) -> _Groups:
     """
     if type(sequence).forward is not nn.Sequential.forward or _has_own_forward(sequence):
         return []
-    named = list(sequence._modules.items())
-    modules = [module for _, module in named if module is not None]
-    if len(modules) != len(named) or any(hasattr(type(each), "unshard") for each in modules):
+    found_modules: dict[str, nn.Module | None] = vars(sequence)[
+        "_modules"
+    ]  # one may be there twice
+    modules = [module for module in found_modules.values() if module is not None]
+    if len(modules) != len(found_modules) or any(
+        hasattr(type(each), "unshard") for each in modules
+    ):
         return []  # FSDP2 gathers the parameters of the modules that it knows
     before, found = _groups.get(sequence, ([], []))
     if [*map(id, before)] != [*map(id, modules)]:
-        found = list(_grouped(sequence, [name for name, _ in named], modules))
+        found = list(_grouped(sequence, list(found_modules), modules))
         _groups[sequence] = modules, found
     return found
 
