@@ -108,15 +108,15 @@ def drift_is_no_way_out(request):
 
 
 @pytest.fixture(autouse=True)
-def steady_times(request, monkeypatch):
+def counted_times(request, monkeypatch):
     """Let steps that are planned take the time of their counted work, whatever the clock says."""
     if request.node.get_closest_marker("clocked") is not None:
         return
 
-    def times_of(step, blocks, calls, *, has_room):
+    def times_of(step, blocks, calls, *, has_room, plain_seconds=None):
         del step, blocks, has_room
         seconds = [call.work * SECONDS_PER_WORK for call in calls]
-        return Times(3 * sum(seconds), seconds, 0.0)
+        return Times(plain_seconds or 3 * sum(seconds), seconds, 0.0)
 
     monkeypatch.setattr(priced_blocks, "times_of", times_of)
 

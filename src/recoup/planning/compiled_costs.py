@@ -23,6 +23,8 @@ Rule 6. Where a step draws nothing, compiled blocks must give the gradients of u
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,6 +46,8 @@ from recoup.planning.verification import DifferentStepError, Outcome, Verificati
 from recoup.schedules import Cost, Thin
 
 __all__ = ["price_codes"]
+
+_logger = logging.getLogger("recoup.planning.compiling")
 
 _NUM_STEPS = 2  # that are timed
 _NOISE = 0.01  # a relative difference of times that says nothing
@@ -218,7 +222,15 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
     found: list[list[_Candidate]] = [[] for _ in calls]
     failed: set[object] = set()
     codes = (CompiledCode(share, backend, failed) for share in SHARES)
-    for code in (BlockCode(), *codes):
+    begin = time.perf_counter()
+    for number, code in enumerate((BlockCode(), *codes)):
+        if number > 1:  # own code compiles nothing
+            seconds = time.perf_counter() - begin
+            left = seconds / (number - 1) * (1 + len(SHARES) - number)
+            _logger.info(
+                "%d of %d budgets of the compiler are done, in %.0f s; about %.0f s are left",
+                number - 1, len(SHARES), seconds, left,
+            )  # fmt: skip
         try:
             if isinstance(code, CompiledCode):
                 measure_blocks(step, blocks, device, code)  # compiles

@@ -21,7 +21,7 @@ class Plans(NamedTuple):
         costs: the costs of the blocks, and of the code after them.
         frontier: the plans that are best for some budget, from the least bytes to the most.
         chosen: the one that was taken.
-        kept_seconds: the time of the blocks where everything is kept, in the unit of the costs.
+        kept_seconds: the time of the step that keeps everything.
         budget_bytes: the budget.
         standing_bytes: the bytes that are alive before a step.
     """
@@ -92,9 +92,11 @@ def _unit(num_bytes: int) -> tuple[int, str]:
 
 
 def _over_a_step(axes: Any, plan: Plans, unit: int, name: str) -> None:
-    before = trace(plan.frontier[-1].schedule, plan.costs)
-    after = trace(plan.chosen.schedule, plan.costs)
-    whole = before[-1].seconds or 1.0
+    forward = plan.frontier[-1].seconds
+    backward = plan.kept_seconds / forward - 1 if forward else 0.0  # with all else of the step
+    before = trace(plan.frontier[-1].schedule, plan.costs, backward)
+    after = trace(plan.chosen.schedule, plan.costs, backward)
+    whole = plan.kept_seconds or 1.0
     top = plan.most_bytes / unit
     for moments, color, text, width in (
         (before, _BEFORE, "everything kept", 1.6),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -138,7 +139,7 @@ class _WrappedForward:
         if follower is None or not torch.is_grad_enabled() or is_traced():
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return uncompiled(_follow)(self, args, kwargs)
+            return uncompiled(_follow_in_a_graph)(self, args, kwargs)
         return _follow(self, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +161,21 @@ def own_forward(forward: Forward) -> Forward:
     while isinstance(forward, _WrappedForward) and forward.follower is None:
         forward = forward.__wrapped__
     return forward
+
+
+def _follow_in_a_graph(
+    forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    group = forward.group
+    if group is not None and not group.has_warned:
+        group.has_warned = True
+        warnings.warn(
+            "A model that follows a plan was given to torch.compile. Its planned blocks run "
+            "uncompiled, between graphs of the code around them. Plan with compile=True instead, "
+            "which compiles the blocks.",
+            stacklevel=2,
+        )
+    return _follow(forward, args, kwargs)
 
 
 def _follow(forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,6 +207,7 @@ class WrappedForwards:
             self._owner = (lambda: owner) if is_held else weakref.ref(owner)
         self._forwards: list[tuple[str, _WrappedForward]] = []
         self.suspensions: set[object] = set()
+        self.has_warned = False  # of torch.compile
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """Wrap the forwards of `modules`.

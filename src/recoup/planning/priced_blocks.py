@@ -173,13 +173,16 @@ class _RunBy:
         return self._code.of_call(module, forward)(*args, **kwargs)
 
 
-def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> PricedBlocks:
+def price_blocks(
+    step: Step, blocks: list[Block], device: torch.device, before: PricedBlocks | None = None
+) -> PricedBlocks:
     """Measure blocks, and find the best plans for them.
 
     Args:
         step: the step.
         blocks: the names and modules of the blocks.
         device: the device whose bytes are counted.
+        before: other blocks of the same step, whose plain step was run.
 
     Raises:
         ValueError: no forward calls them.
@@ -193,20 +196,24 @@ def price_blocks(step: Step, blocks: list[Block], device: torch.device) -> Price
         )
     if measured.outcome is not None:
         step.verification.expect(measured.outcome, is_plain=False)
-    return _timed(PricedBlocks(step, blocks, measured, sequences, [], [], []), device)
+    return _timed(PricedBlocks(step, blocks, measured, sequences, [], [], []), device, before)
 
 
-def _timed(kind: PricedBlocks, device: torch.device) -> PricedBlocks:
+def _timed(kind: PricedBlocks, device: torch.device, before: PricedBlocks | None) -> PricedBlocks:
     """Return the blocks with the costs of the measured calls, in seconds, and the best plans."""
-    step, measured, plain_bytes = kind.step, kind.measured, None
+    step, measured = kind.step, kind.measured
+    plain_bytes = None if before is None else before.plain_bytes
+    plain_seconds = None if before is None else before.seconds
     costs = price(measured, None)
     most_bytes = simulate(linear(len(costs)), costs=costs).peak_bytes
     has_room = _has_room(step, device, most_bytes)
-    if has_room:
+    if has_room and plain_bytes is None:
         outcome, plain_bytes = kind.plain_outcome(device, is_tiled=True)
         if step.tiled is None:
             step.verification.expect(outcome, is_plain=True)
-    times = times_of(step, kind.blocks, measured.calls, has_room=has_room)
+    times = times_of(
+        step, kind.blocks, measured.calls, has_room=has_room, plain_seconds=plain_seconds
+    )
     work = sum(call.work for call in measured.calls)
     timed = zip(measured.calls, times.again, strict=True)
     measured = replace(

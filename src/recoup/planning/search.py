@@ -264,11 +264,12 @@ def frontier_of_call(
                 "`blocks`."
             )
         kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
-        priced = [price_blocks(step, kind, device) for kind in kinds]
+        priced = [price_blocks(step, kinds[0], device)]
+        priced += [price_blocks(step, kind, device, priced[0]) for kind in kinds[1:]]
         if guard is not None:
             links = with_links(model, named) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
-                priced.append(price_blocks(step, links, device))
+                priced.append(price_blocks(step, links, device, priced[0]))
         if tiles:
             only_head = backend is not None  # blocks are compiled as a whole
             priced = [

@@ -10,7 +10,7 @@ Rule 2. What blocks pay is divided among them by the times of their second runs,
         that are alike share the median of theirs. Within a block, products and other operators
         share its time by their counted work. What the mode takes is divided by the operators that
         it sees.
-Rule 3. The steps are run in turn, a few times if they are short, and the shortest time of each
+Rule 3. The steps are run in turn, several times if they are short, and the shortest time of each
         counts, since other programs only make it longer.
 Rule 4. The plain step, and the one that keeps products, are run only if the system has room for
         them. The plain step then takes what is left of the other one without its second runs.
@@ -41,7 +41,7 @@ from recoup.schedules import Reverse, Schedule, Tape, Way, constant
 
 __all__ = ["Times", "times_of", "with_times"]
 
-_MOST_ROUNDS, _LEAST_ROUNDS = 10, 2
+_MOST_ROUNDS = 10
 _ENOUGH_SECONDS = 2.0  # for all rounds
 _SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
 _SECONDS_IN_MODE = 8e-6  # of an operator within the mode that keeps products, in both runs together
@@ -62,7 +62,12 @@ class Times(NamedTuple):
 
 
 def times_of(
-    step: Step, blocks: Sequence[Block], calls: Sequence[MeasuredCall], *, has_room: bool
+    step: Step,
+    blocks: Sequence[Block],
+    calls: Sequence[MeasuredCall],
+    *,
+    has_room: bool,
+    plain_seconds: float | None = None,
 ) -> Times:
     """Time the steps of a model (See Rule 1).
 
@@ -71,6 +76,7 @@ def times_of(
         blocks: the names and modules of the blocks.
         calls: the measured calls of the blocks.
         has_room: whether the plain step may be run (See Rule 4).
+        plain_seconds: the time of the plain step, if it is known from other blocks.
     """
     root = step.model if step.call is step.model else None
     planned = PlannedModel(step.model, root, blocks, calls)
@@ -88,7 +94,7 @@ def times_of(
         "again": following(constant([*recomputing, "keep"]))
     }
     variants = [len(chosen_products(call)) for call in calls]
-    if has_room:
+    if has_room and plain_seconds is None:
         ways["plain"] = nullcontext
     if has_room and any(variants):
         tapes = [Tape(index, variant) for index, variant in enumerate([*variants, 0])]
@@ -98,7 +104,9 @@ def times_of(
     again = _second_runs(step, calls, [run for run in runs if run])
     sum_again = sum(again)
     around = _SECONDS_OF_REGION * len(calls)
-    plain = seconds.get("plain", max(seconds["again"] - sum_again - around, sum_again))
+    if plain_seconds is None:
+        plain_seconds = max(seconds["again"] - sum_again - around, sum_again)
+    plain = seconds.get("plain", plain_seconds)
     scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
     again = [scale * each for each in again]
     of_operators = _SECONDS_IN_MODE
@@ -135,8 +143,8 @@ def _in_turn(
     """Return the shortest time of the step in each way (See Rule 3)."""
     seconds: dict[str, float] = {}
     spent = 0.0
-    for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and spent > _ENOUGH_SECONDS:
+    for _ in range(_MOST_ROUNDS):
+        if spent > _ENOUGH_SECONDS:
             break
         for name, entered in ways.items():
             try:

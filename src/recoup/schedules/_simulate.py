@@ -188,12 +188,15 @@ class Moment:
     is_backward: bool
 
 
-def trace(schedule: Schedule, costs: Sequence[Cost]) -> tuple[Moment, ...]:
+def trace(
+    schedule: Schedule, costs: Sequence[Cost], backward: float = _BACKWARD
+) -> tuple[Moment, ...]:
     """Return the memory at each moment of a schedule; the highest peak is that of `simulate`.
 
     Args:
         schedule: the schedule.
         costs: the cost of each stage.
+        backward: the time of the backward of a stage, in runs of its forward.
 
     Returns:
         A moment for each action; an `Advance` has one for each of its stages.
@@ -224,7 +227,7 @@ def trace(schedule: Schedule, costs: Sequence[Cost]) -> tuple[Moment, ...]:
             owed[action.index] = tape.seconds
             clock -= owed[action.index]
         elif isinstance(action, Reverse):
-            clock += _BACKWARD * costs[action.index].seconds + owed[action.index]
+            clock += backward * costs[action.index].seconds + owed[action.index]
         moments.append(Moment(action, clock, walk.peak, walk.held, walk.in_backward))
     return tuple(moments)
 

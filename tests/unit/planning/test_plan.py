@@ -359,6 +359,16 @@ def test_plans_by_the_clock_fall_in_time_as_budgets_grow_and_keep_all_at_the_pla
     assert made.step_seconds > 0
 
 
+def test_both_panels_of_the_figure_say_the_same_time():
+    model, x = stack(), batch()
+    made = plan(model, x, middle(model, x))
+    forward = made.frontier[-1].seconds
+    kept = made._kept_seconds
+    moments = recoup.schedules.trace(made.schedule, made.costs, kept / forward - 1)
+    assert moments[-1].seconds == pytest.approx(made.predicted_time_ratio * kept)
+    assert made.predicted_time_ratio > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_figure(tmp_path, suffix):
