@@ -12,7 +12,10 @@ Rule 2. The first run keeps a copy of each such output in as few bytes as its bo
         gradients flow as ever. An operator that draws is run for its draws.
 Rule 3. A later run may decide less, where the first has cached a mask. Where nothing is left to
         give, it decides anew. If what it is given is not of the same call, its residuals differ.
-Rule 4. Compiled code goes on running as compiled under these modes, but not in a run that is looked
+Rule 4. A run that is looked at also shows whether a decision hangs on numbers from outside, which
+        may be a rounding error off. What is made of integers, constants and draws alone (the mask
+        of an attention, the buckets of positions) is the same to the bit, and decides alike.
+Rule 5. Compiled code goes on running as compiled under these modes, but not in a run that is looked
         at, and not in the second run that belongs to it: both must decide alike.
 """
 
@@ -22,6 +25,7 @@ import functools
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +34,8 @@ from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
 from recoup._core.operators import has_schema, traits_of
 from recoup._core.packed_masks import PackedMask
+from recoup._core.pytree import tensors_in
+from recoup._core.storage_tracking import storages_of
 
 __all__ = ["KeptOutputs", "narrowed"]
 
@@ -75,22 +81,27 @@ class KeptOutputs:
     """The outputs of one first run that later runs are given (See Rule 2).
 
     Args:
-        is_looking: whether compiled code does not run as such (See Rule 4).
+        is_looking: whether it is seen what hangs on numbers from outside (See Rule 4), and
+            compiled code does not run as such (See Rule 5).
+
+    Attributes:
+        may_draw: whether an operator that may draw was seen.
+        may_decide_otherwise: whether a decision hangs on numbers from outside.
     """
 
-    __slots__ = ("_is_repeating", "_kept", "_kind", "_seen", "may_draw")
+    __slots__ = (
+        *("_is_repeating", "_kept", "_kind", "_seen", "_made_here"),
+        *("may_decide_otherwise", "may_draw"),
+    )
 
     def __init__(self, *, is_looking: bool) -> None:
-        self.may_draw = False  # whether an operator that may draw was seen
+        self.may_draw = self.may_decide_otherwise = False
+        # The storages that hang on nothing from outside; of a run that is looked at.
+        self._made_here = WeakSet[torch.UntypedStorage]()
         self._kind = _Mode if is_looking else _ModeOfCompiled
         self._kept: dict[_Call, list[_Kept]] = {}
         self._seen: dict[_Call, int] = {}  # the place of the last one that a later run was given
         self._is_repeating = False  # within a first run that goes on
-
-    @property
-    def are_any(self) -> bool:
-        """Whether the first run decided anything."""
-        return bool(self._kept)
 
     def recording(self) -> AbstractContextManager[Any]:
         """Return a context for the first run, which keeps outputs."""
@@ -113,15 +124,29 @@ class KeptOutputs:
             self._is_repeating = before
 
     def _record(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.may_draw |= _may_draw(func)
-        if not name or not _is_of_floats(args):
-            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if self._is_repeating or (name == _CONVERSION and not _is_decision(args[0], kwargs)):
+        hangs = self._kind is _Mode and self._hangs_on_outside(func, args, kwargs, result)
+        if not name or not _is_of_floats(args) or self._is_repeating:
             return result
+        if name == _CONVERSION and not _is_decision(args[0], kwargs):
+            return result
+        self.may_decide_otherwise |= hangs
         kept = _keep(name, func, args, kwargs, result)
         self._kept.setdefault(_call_of(func, args), []).append(kept)
         return result
+
+    def _hangs_on_outside(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
+        """Whether an operator takes numbers that hang on what is outside (See Rule 4)."""
+        self.may_draw |= _may_draw(func)
+        given = tensors_in((args, kwargs))
+        made = set(storages_of(tensors_in(result)))
+        for each in given:
+            if each.is_floating_point() or each.is_complex():
+                if not all(storage in self._made_here for storage in storages_of((each,))):
+                    self._made_here -= made.union(storages_of(given) if _writes(func) else ())
+                    return True
+        self._made_here |= made
+        return False
 
     def _repeat(
         self, seen: dict[_Call, int], name: str, func: Any, args: Any, kwargs: dict[str, Any]
@@ -162,7 +187,7 @@ class _Mode(DispatchMode):
 
 
 class _ModeOfCompiled(_Mode):
-    """The same, which lets compiled code run (See Rule 4)."""
+    """The same, which lets compiled code run (See Rule 5)."""
 
     looks = False
 
@@ -174,6 +199,11 @@ class _ModeOfCompiled(_Mode):
 @functools.cache
 def _may_draw(func: Any) -> bool:
     return not has_schema(func) or traits_of(func).may_draw
+
+
+@functools.cache
+def _writes(func: Any) -> bool:
+    return not has_schema(func) or bool(traits_of(func).writes)
 
 
 @functools.cache

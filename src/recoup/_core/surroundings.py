@@ -227,7 +227,7 @@ class Surroundings(Draws):
             _add(_draws, self._root)
         else:  # another thread has moved the generators, if they were
             self.has_foreign, self._start = False, None
-        if kept is not None and kept.are_any:
+        if kept is not None and kept.may_decide_otherwise:
             _add(_decides, self._root)
         elif kept is not None:
             self.kept_outputs = None
