@@ -9,7 +9,7 @@ Rule 2. Not every residual is sketched: what one is made of would show in it. A 
         are not covered at the end of the run: the last of each branch.
 Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketched at once: one that
         combines a tensor with another without history, which may cancel it (a straight-through
-        estimator adds ``(q - z).detach()`` to ``z``); one whose output a later run is given rather
+        estimator adds ``(q - z).detach()`` to ``z``; a product may not); one whose output a later run is given rather
         than computes (a product that a plan keeps); and a function of the user's, of which nothing
         covers what it saves itself, either: its result need not depend on that. And nothing covers
         a mask or an index: another one may choose the same values at a tie, or where a weight is
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from recoup._core.memory_layout import laid_out
-from recoup._core.saved_tensors import backward_id
+from recoup._core.saved_tensors import backward_id, num_nodes
 from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, ReplayError
@@ -67,6 +67,8 @@ Waiting = dict[int, list[tuple[int, Tensor, int]]]
 _OF_NUMBERS = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 ))  # fmt: skip
+# Nodes whose result shows a difference in one operand, whatever the other is (zeros: See Rule 8).
+_SCALES = frozenset(("MulBackward0", "DivBackward0"))
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
@@ -79,7 +81,7 @@ class Frontier:
         kept: the numbers of nodes whose outputs later runs are given.
     """
 
-    __slots__ = ("inputs", "kept", "outcome", "seen", "waiting")
+    __slots__ = ("inputs", "kept", "outcome", "seen", "start", "waiting")
 
     def __init__(self, inputs: Sequence[Tensor], kept: Container[int]) -> None:
         self.inputs = inputs
@@ -87,6 +89,7 @@ class Frontier:
         self.outcome: Outcome = {}  # of what is sketched already
         self.waiting: Waiting = {}
         self.seen: set[int] = set()  # the nodes that were visited
+        self.start = num_nodes()  # those before it are not of this run
 
     def follow(self, node: Any, saver: int) -> None:
         """Cover what is beneath the node that made a residual (See Rules 2 to 4).
@@ -95,11 +98,11 @@ class Frontier:
             node: the node.
             saver: the number of the node that saves it, which is the same for a result.
         """
-        waiting, seen = self.waiting, self.seen
+        waiting, seen, start = self.waiting, self.seen, self.start
         nodes = [(node, True)]
         for node, covers in nodes:  # which grows
             number = node._sequence_nr()
-            if number in seen:
+            if number < start or number in seen:
                 continue
             if number != saver:  # it may save more
                 seen.add(number)
@@ -113,7 +116,7 @@ class Frontier:
                         self.sketch((each,))
             following = node.next_functions
             if covers and (is_kept or (None, 0) in following):
-                covers = False
+                covers = not is_kept and type(node).__name__ in _SCALES
             for each, _ in following:
                 if each is not None and waiting:
                     nodes.append((each, covers))

@@ -4,7 +4,8 @@ NOTE [ A sketch ]
 
 Rule 1. The entries, in the order of memory, are the rows of a matrix of 16 columns. A sketch is the
         16 sums of its columns, in which each row has a weight of its own. So each entry counts, and
-        its place does. It costs about as much as the plain sum. A few entries are their own sketch.
+        its place does. It costs about as much as the plain sum. A few entries are their own sketch,
+        and of few integers it is a hash of their bits.
 Rule 2. Equal bits make equal sketches. Where two tensors differ, the difference of their sketches
         has about the length of the difference of the tensors, to a sixth: the weights are random,
         and those of large tensors are the weights of blocks times those within.
@@ -17,6 +18,7 @@ Rule 4. What has no numbers of its own cannot be compared, and neither can what 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -32,11 +34,13 @@ __all__ = ["Sketch", "difference", "numbers_of", "sketch_of", "tolerance_of"]
 _COLUMNS = 16
 _OF_HALVES = 17  # columns (See Rule 3)
 _FEW = 64  # entries, which are a sketch themselves
+_FEW_BYTES = 2**16  # of integers, whose sketch is a hash
 _ROWS = 256
 _MOST_ROWS = 2048  # of tensors that are not read in blocks
 _PIECE = 8 * _OF_HALVES * _ROWS  # of tensors that are converted first
 _SEED = 16
 _OWN = frozenset((torch.float32, torch.float64))
+_EXACT = frozenset((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64))
 _HALVES = frozenset((torch.float16, torch.bfloat16))
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -51,11 +55,14 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         tensor: the tensor. Its graph, modes, and autocast have no part in it.
     """
     if type(tensor) is Tensor:
-        if tensor.dtype in _OWN and tensor.is_cpu and tensor.is_contiguous() and not _num_modes():
-            num = 0 if tensor.is_neg() or _is_autocast("cpu") else tensor.numel()
-            if num > _FEW and tensor.untyped_storage().nbytes():
-                with _below_autograd():  # the common way, for speed
+        if tensor.is_cpu and tensor.is_contiguous() and not _num_modes() and _has_memory(tensor):
+            num, dtype = tensor.numel(), tensor.dtype  # the common ways, for speed
+            if dtype in _OWN and num > _FEW and not tensor.is_neg() and not _is_autocast("cpu"):
+                with _below_autograd():
                     return cast("Any", _sums(tensor.view(-1))).tolist()
+            if dtype in _EXACT and tensor.nbytes <= _FEW_BYTES:
+                bits = hash(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+                return [float(bits >> 32), float(bits & (2**32 - 1))]
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # a DTensor wraps the tensor that this rank holds
         parts: list[Any] = [getattr(tensor, name) for name in names]
@@ -117,6 +124,10 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps ** 0.75
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0  # FSDP2 frees that of a gathered parameter
+
+
 _below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd")  # noqa: B009
 _without_autocast: Any = getattr(torch._C, "_DisableAutocast")  # noqa: B009
 _num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009
@@ -160,12 +171,12 @@ def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
         num_blocks, num = divmod(num, block)
         blocks = flat[: num_blocks * block] if num else flat
         whole = _weights(num_blocks, *kind) @ blocks.view(num_blocks, block)
-        found = _weights(_ROWS, *kind) @ whole.view(_ROWS, columns)
+        found = _row(_ROWS, *kind).mm(whole.view(_ROWS, columns))[0]
         flat = flat[num_blocks * block :] if num else flat
     num_rows, num_left = divmod(num, columns)
     if num_rows:
         rows = flat[: num_rows * columns] if num_left else flat
-        part = _weights(num_rows, *kind) @ rows.view(num_rows, columns)
+        part = _row(num_rows, *kind).mm(rows.view(num_rows, columns))[0]
         found = part if found is None else found.add_(part)
     if num_left:
         found = flat.new_zeros(columns) if found is None else found
@@ -176,6 +187,10 @@ def _sums(flat: Tensor, columns: int = _COLUMNS) -> Tensor:
 
 
 @functools.lru_cache(2**12)
+def _row(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _weights(num, dtype, device)[None]
+
+
 def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     num_made = max(_MOST_ROWS, 2 ** math.ceil(math.log2(num)))
     return _table(num_made, dtype, device)[:num]

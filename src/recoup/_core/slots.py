@@ -244,7 +244,7 @@ class Recording(Frontier):
         self._owner = owner
         self._follows = follows
         self.inputs, self.kept = inputs, kept
-        self.outcome, self.waiting, self.seen = {}, {}, set()
+        self.outcome, self.waiting, self.seen, self.start = {}, {}, set(), num_nodes()
 
     @never_compiled
     def __enter__(self) -> None:
