@@ -14,8 +14,9 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         covers what it saves itself, either: its result need not depend on that. And nothing covers
         a mask or an index: another one may choose the same values at a tie, or where a weight is
         zero, and send gradients elsewhere.
-Rule 4. The graph is followed as residuals are saved, from the node that made the new one down, and
-        each node is visited once. What is not covered yet is held; the memory of others is not.
+Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
+        each node is visited once. What is not covered yet is held; the memory of others is not,
+        beyond a megabyte.
 Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
         sketched when the run has ended, or where it is stopped. One that was changed in place since
         is an error in backward anyway, if it is used.
@@ -39,7 +40,7 @@ import torch
 from torch import Tensor
 
 from recoup._core.memory_layout import laid_out
-from recoup._core.saved_tensors import backward_id, num_nodes
+from recoup._core.saved_tensors import backward_id, num_nodes, version_of
 from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, ReplayError
@@ -61,14 +62,16 @@ class Compared(NamedTuple):
 Outcome = dict[int, Compared]
 
 
-# Residuals with their places, and versions when they were saved, by the number of the node.
-Waiting = dict[int, list[tuple[int, Tensor, int]]]
+Residual = tuple[int, Tensor, int]  # with its place, and its version when it was saved
+# By the number of the node that saves them.
+Waiting = dict[int, list[Residual]]
 # Types of what a result computes with; others choose what it computes with (See Rule 3).
 _OF_NUMBERS = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 ))  # fmt: skip
 # Nodes whose result shows a difference in one operand, whatever the other is (zeros: See Rule 8).
 _SCALES = frozenset(("MulBackward0", "DivBackward0"))
+_MOST_HELD = 2**18  # elements of residuals until the graph is followed
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
@@ -81,58 +84,85 @@ class Frontier:
         kept: the numbers of nodes whose outputs later runs are given.
     """
 
-    __slots__ = ("inputs", "kept", "outcome", "seen", "start", "waiting")
+    __slots__ = ("inputs", "kept", "num_held", "outcome", "saved", "seen", "start", "waiting")
 
     def __init__(self, inputs: Sequence[Tensor], kept: Container[int]) -> None:
         self.inputs = inputs
         self.kept = kept
         self.outcome: Outcome = {}  # of what is sketched already
-        self.waiting: Waiting = {}
+        self.waiting: Waiting = {}  # results of the node itself: by the inverted number
+        # Those that were saved since the graph was followed: the node that saves it, and its maker.
+        self.saved: list[tuple[int, Any, Residual]] = []
+        self.num_held = 0  # their elements
         self.seen: set[int] = set()  # the nodes that were visited
         self.start = num_nodes()  # those before it are not of this run
 
-    def follow(self, node: Any, saver: int) -> None:
-        """Cover what is beneath the node that made a residual (See Rules 2 to 4).
+    def add(self, place: int, tensor: Tensor) -> None:
+        """Add a residual that is saved now."""
+        node, number = tensor.grad_fn, num_nodes() - 1
+        self.saved.append((number, node, (place, tensor, version_of(tensor))))
+        self.num_held += tensor.numel()
+        if self.num_held > _MOST_HELD:
+            self.follow(number)
+
+    def follow(self, saver: int = -1) -> None:
+        """Cover what is beneath the nodes that made residuals (See Rules 2 to 4).
 
         Args:
-            node: the node.
-            saver: the number of the node that saves it, which is the same for a result.
+            saver: the number of a node that may save more; -1 when the run has ended.
         """
-        waiting, seen, start = self.waiting, self.seen, self.start
-        nodes = [(node, True)]
-        for node, covers in nodes:  # which grows
+        waiting, seen, start, kept = self.waiting, self.seen, self.start, self.kept
+        nodes: list[tuple[Any, bool]] = []
+        for number, node, residual in self.saved:
+            if node is not None:
+                nodes.append((node, True))
+                number = ~number if node._sequence_nr() == number else number
+            if number in waiting:
+                waiting[number].append(residual)
+            else:
+                waiting[number] = [residual]
+        num_makers, self.saved, self.num_held = len(nodes), [], 0
+        nodes.reverse()
+        for at, (node, covers) in enumerate(nodes):  # which grows
             number = node._sequence_nr()
-            if number < start or number in seen:
+            if number < start:
                 continue
-            if number != saver:  # it may save more
-                seen.add(number)
-            found = waiting.pop(number, None)
-            is_kept = number in self.kept
-            if found is not None and (is_kept or not covers or isinstance(node, _OfPython)):
-                self.sketch(found)
-            elif found is not None:
-                for each in found:
-                    if each[1].dtype not in _OF_NUMBERS:
-                        self.sketch((each,))
-            following = node.next_functions
-            if covers and (is_kept or (None, 0) in following):
-                covers = not is_kept and type(node).__name__ in _SCALES
-            for each, _ in following:
-                if each is not None and waiting:
-                    nodes.append((each, covers))
+            found = waiting.pop(~number, None) if at >= num_makers else None
+            is_new = number not in seen
+            if is_new:
+                if number != saver:
+                    seen.add(number)
+                if number in waiting:
+                    found = waiting.pop(number) if found is None else found + waiting.pop(number)
+            elif found is None:
+                continue
+            is_kept = number in kept
+            if found is not None:
+                if covers and not is_kept and not isinstance(node, _OfPython):
+                    found = [each for each in found if each[1].dtype not in _OF_NUMBERS]
+                if found:
+                    self.sketch(found)
+            if is_new and waiting:
+                following = node.next_functions
+                if covers and (is_kept or (None, 0) in following):
+                    covers = not is_kept and type(node).__name__ in _SCALES
+                for each, _ in following:
+                    if each is not None:
+                        nodes.append((each, covers))
 
-    def sketch(self, residuals: Iterable[tuple[int, Tensor, int]]) -> None:
+    def sketch(self, residuals: Iterable[Residual]) -> None:
         """Sketch residuals, for later runs to be compared with."""
         self.outcome.update(outcome_of(residuals, self.inputs))
 
     def ended(self) -> Outcome:
         """Return what later runs must make again, when the run has ended."""
+        self.follow()
         for residuals in self.waiting.values():
             self.outcome.update(outcome_of(residuals, self.inputs))
         return self.outcome
 
 
-def outcome_of(residuals: Iterable[tuple[int, Tensor, int]], inputs: Sequence[Tensor]) -> Outcome:
+def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outcome:
     """Return what later runs must make again, by the places of the residuals.
 
     Args:
@@ -142,8 +172,7 @@ def outcome_of(residuals: Iterable[tuple[int, Tensor, int]], inputs: Sequence[Te
     found: Outcome = {}
     seen: set[object] = set()
     for place, tensor, version in residuals:
-        now = 0 if tensor.is_inference() else tensor._version
-        if tensor.dtype is torch.uint8 or now != version:
+        if tensor.dtype is torch.uint8 or version_of(tensor) != version:
             continue  # See Rules 5 and 8
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         address = tensor.data_ptr() if is_plain else 0

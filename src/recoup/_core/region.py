@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from recoup._core.rng import is_in_second_run
 from recoup._core.save_observer import Way
 from recoup._core.saved_tensors import (
     as_leaves,
@@ -118,7 +119,9 @@ class Region(Residuals):
         """
         stage = self.stage
         kept, given = getattr(stage, "kept_nodes", ()), state if is_kept else ()
-        recording = Recording(self, owner, given, kept, follows=stage.compares)
+        # Within a second run of a region around, which is compared itself, it need not be.
+        follows = stage.compares and not is_in_second_run()
+        recording = Recording(self, owner, given, kept, follows=follows)
         surroundings = self.surroundings
         try:
             versions = list(map(plain_version, state))
@@ -131,7 +134,7 @@ class Region(Residuals):
                 self._explain(error)
                 raise
             self.changes_input = bool(versions) and list(map(plain_version, state)) != versions
-            if stage.compares:
+            if follows:
                 self.outcome = recording.ended()
         if surroundings.buffers or surroundings.has_foreign:
             surroundings.has_run()

@@ -48,6 +48,7 @@ __all__ = [
     "counted",
     "draw_seed",
     "hash_seed",
+    "is_in_second_run",
     "is_repeated",
     "is_run_again",
     "num_repeated",
@@ -237,6 +238,11 @@ def _recorded(make: Callable[[Any], tuple[Any, T]]) -> T:
 def num_repeated() -> int:
     """Return the number of regions around this code that may run again, or run again now."""
     return len(_local.regions)
+
+
+def is_in_second_run() -> bool:
+    """Whether a region around this code runs again now."""
+    return any(draws._is_replaying for draws in _local.regions)
 
 
 def is_run_again() -> bool:

@@ -44,7 +44,6 @@ from recoup._core.saved_tensors import (
     Pair,
     backward_id,
     changed_in_place,
-    num_nodes,
     pair_in_force,
     pop_down_to,
     pop_pair,
@@ -112,20 +111,24 @@ class Slot:
     @never_compiled
     def get(self) -> Tensor:
         """Return the residual, made again if it is not here (See Rules 2 and 3)."""
-        with self._owner.lock:
-            if self.value is None:
-                if self._task == backward_id() != -1:
-                    when_backward_ends(self._residuals.forget)
-                self._owner.fill_slots(self._residuals.index)
-            value, self.value, self._task = self.value, None, backward_id()
-        name = self._residuals.surroundings.name
+        value = self.value
         if value is None:
+            with self._owner.lock:
+                if self.value is None:
+                    if self._task == backward_id() != -1:
+                        when_backward_ends(self._residuals.forget)
+                    self._owner.fill_slots(self._residuals.index)
+                value = self.value
+        self.value, self._task = None, backward_id()
+        if value is None:
+            name = self._residuals.surroundings.name
             raise ReplayError(
                 f"Running {name} again did not save a tensor of shape {tuple(self.shape)} that the "
                 "first run saved. A region must do the same when it runs again: look for outside "
                 "state that it reads, such as a counter or a cache."
             )
         if not value.is_inference() and value._version != self.version:
+            name = self._residuals.surroundings.name
             raise ChangedError(
                 f"A tensor of shape {tuple(self.shape)} that {name} saved for backward was changed "
                 "in place by a later operator in it, so that its gradient would be wrong. Use an "
@@ -243,8 +246,7 @@ class Recording(Frontier):
         self._residuals = residuals
         self._owner = owner
         self._follows = follows
-        self.inputs, self.kept = inputs, kept
-        self.outcome, self.waiting, self.seen, self.start = {}, {}, set(), num_nodes()
+        super().__init__(inputs, kept)
 
     @never_compiled
     def __enter__(self) -> None:
@@ -260,7 +262,8 @@ class Recording(Frontier):
             pop_pair()
         else:
             pop_down_to(self._beneath)
-        self.waiting, self.inputs, self.outcome = {}, (), {}  # the hooks live as long as the graph
+        # The hooks live as long as the graph.
+        self.waiting, self.saved, self.inputs, self.outcome = {}, [], (), {}
 
     @never_compiled
     def _packed(self, tensor: Tensor) -> Slot | Kept | _KeptParameter:
@@ -281,15 +284,7 @@ class Recording(Frontier):
         slot.value, slot.version = None, 0
         slot.shape, slot.dtype = tensor.shape, tensor.dtype
         if self._follows:
-            waiting, node, number = self.waiting, tensor.grad_fn, num_nodes() - 1
-            if node is not None and waiting:
-                self.follow(node, number)
-            version = 0 if tensor.is_inference() else tensor._version
-            found = (len(residuals.slots), tensor, version)
-            if number in waiting:
-                waiting[number].append(found)
-            else:
-                waiting[number] = [found]
+            self.add(len(residuals.slots), tensor)
         residuals.slots.append(weakref.ref(slot))
         if tensor.numel() >= _WORTH_A_STOP:
             residuals.is_worth_a_stop = True
