@@ -27,8 +27,9 @@ def captured_by(fn: Callable[..., Any]) -> list[Any]:
         return [*captured_by(fn.func), *fn.args, *fn.keywords.values()]
     if isinstance(fn, MethodType):
         owner = fn.__self__
-        attributes = () if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).values()
-        return [owner, *attributes, *captured_by(fn.__func__)]
+        if isinstance(owner, nn.Module):
+            return [owner]
+        return [owner, *getattr(owner, "__dict__", {}).values(), *captured_by(fn.__func__)]
     if not isinstance(fn, FunctionType):
         return [*getattr(fn, "__dict__", {}).values()]
     found: list[Any] = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]

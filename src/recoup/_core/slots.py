@@ -356,7 +356,8 @@ class Filling:
                 if kind is None and not self._stops and self._num_saves != len(residuals.slots):
                     raise self._another_number()
                 compare(residuals.outcome, made, self._inputs, surroundings)
-                if surroundings.has_foreign and not surroundings.has_drawn_all:
+                has_drawn = is_filled or not surroundings.has_foreign or surroundings.has_drawn_all
+                if not has_drawn:
                     raise mismatch(surroundings, _DRAWN_ELSEWHERE)
             is_good = kind is None or is_filled
             if is_good and surroundings.counted:
@@ -388,7 +389,7 @@ class Filling:
             slot.version = 0 if value.is_inference() else value._version
         if residuals.outcome is not None and place in residuals.outcome:
             self._made.append((place, tensor))
-        if place == self._last and residuals.surroundings.has_drawn_all:
+        if place == self._last and residuals.surroundings.has_drawn_as_far:
             self._stops = True
             if _is_settled(tensor) or any(tensor is each for each in self._inputs):
                 raise Filled(residuals)

@@ -123,15 +123,18 @@ class Surroundings(Draws):
         hooks: list[object] = []
         for module in modules:  # which grows
             own: dict[str, Any] = module.__dict__
-            parameters += cast("Iterable[Tensor]", filter(_is_there, own["_parameters"].values()))
-            buffers += cast("Iterable[Tensor]", filter(_is_there, own["_buffers"].values()))
+            if own["_parameters"]:
+                parameters += cast("Iterable[Any]", filter(_is_there, own["_parameters"].values()))
+            if own["_buffers"]:
+                buffers += cast("Iterable[Any]", filter(_is_there, own["_buffers"].values()))
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 hooks += (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
                 hooks.append(own.get("forward"))
-            for child in own["_modules"].values():
-                if child is not None and child not in found:
-                    found[child] = None
-                    modules.append(child)
+            if own["_modules"]:
+                for child in own["_modules"].values():
+                    if child is not None and child not in found:
+                        found[child] = None
+                        modules.append(child)
         self._modules, self._modes = modules, list(map(_training, modules))
         self._parameters, self._versions = parameters, versions_of(parameters)
         self._hooks = hooks
