@@ -511,3 +511,24 @@ def test_a_chain_over_a_cached_mask_is_right_or_an_error(memory, place):
     wanted = torch.autograd.grad(nn.Sequential(*blocks)(x).sum(), parameters)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_decisions_by_constants_need_no_mode():
+    """A mask of positions is the same to the bit in a second run; what hangs on `x` is kept."""
+
+    def by_positions(x):
+        seen.append(num_dispatch_modes() > 0)
+        places = torch.arange(len(x), dtype=x.dtype)
+        return x.masked_fill((places[:, None] - places).abs() > 2, 0.0).sin()
+
+    def by_numbers(x):
+        seen.append(num_dispatch_modes() > 0)
+        limit = torch.zeros(len(x))
+        limit.copy_(x.detach().mean(0))
+        return x.masked_fill(limit > 0, 0.0).sin()
+
+    for code, later in ((by_positions, False), (by_numbers, True)):
+        seen = []
+        for _ in range(2):
+            recoup.checkpoint(code, torch.randn(4, 4, requires_grad=True)).sum().backward()
+        assert seen == [True, True, later, later]

@@ -336,3 +336,38 @@ def test_what_is_drawn_by_seeds_within_a_seeded_call_is_repeated_in_any_order():
     with draws.replaying():
         assert run([1, 0]) == first
     assert first[0] != first[1]
+
+
+def test_a_second_run_leaves_the_draws_of_the_last_region_within_to_that_region():
+    """It ends where that region begins, as without draws: no block runs four times."""
+    runs = []
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            runs.append(self)
+            return nn.functional.dropout(self.layer(x), 0.3).sin()
+
+    blocks = [Block(), Block()]
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def stage(x, call):
+        for block in blocks:
+            x = call(block, x)
+        return x
+
+    def step(outer, inner):
+        runs.clear()
+        torch.manual_seed(1)
+        (found,) = torch.autograd.grad(outer(stage, x, inner).sum(), x)
+        return found, torch.rand(3)
+
+    wanted = step(lambda fn, *args: fn(*args), lambda block, x: block(x))
+    for _ in range(2):
+        torch.testing.assert_close(
+            step(recoup.checkpoint, recoup.checkpoint), wanted, rtol=0, atol=0
+        )
+    assert [runs.count(block) for block in blocks] == [3, 2]
