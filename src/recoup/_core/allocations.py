@@ -28,8 +28,6 @@ import torch
 
 from recoup._core.saved_tensors import is_in_backward
 
-__all__ = ["Allocations", "can_follow"]
-
 _autograd: Any = torch.autograd
 _profiler: Any = vars(torch._C)["_profiler"]
 _OPERATOR = "push"

@@ -17,8 +17,6 @@ from torch import Tensor
 from recoup._core.memory_layout import Geometry, Strides, geometry_of
 from recoup._core.saved_tensors import version_of
 
-__all__ = ["Cast", "cast_of"]
-
 Cast = Callable[[Tensor], Tensor]  # makes the copy again of the value
 T = TypeVar("T", bound=Tensor)
 _MOST_VIEWS = 8

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["without_autocast"]
-
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Return a context in which no operator on a type of device casts its inputs.

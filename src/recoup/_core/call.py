@@ -51,8 +51,6 @@ from recoup._core.snapshots import copied, is_left_alone
 from recoup.errors import ReplayError, ScheduleError
 from recoup.schedules import constant
 
-__all__ = ["Call", "LoneRegion", "run_again", "run_to_value"]
-
 
 class Call:
     """One call of a function or module.
@@ -65,28 +63,6 @@ class Call:
         module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
         compares: whether what later runs make is compared with the first.
     """
-
-    __slots__ = (
-        "_args",
-        "_fn",
-        "_kwargs",
-        "_linked",
-        "_outside",
-        "_passed_by",
-        "_places",
-        "_returned",
-        "_tree",
-        "_tree_again",
-        "code",
-        "compares",
-        "has_run",
-        "is_in_place",
-        "modules",
-        "name",
-        "output",
-        "picks",
-        "tensors",
-    )
 
     def __init__(
         self,
@@ -276,8 +252,6 @@ class LoneRegion(Region):
         call: the call.
         stops: whether a later run may end with the last residual.
     """
-
-    __slots__ = ("_kept", "_stops", "lock")
 
     def __init__(self, call: Call, *, stops: bool) -> None:
         super().__init__(call, call.tensors)

@@ -20,8 +20,6 @@ from recoup.schedules import Invert, Way
 from recoup.schedules.grouping import groups_of, on_groups
 from recoup.schedules.memory import Memory, schedule_for
 
-__all__ = ["Otherwise", "executor_for", "run_through", "value_of", "ways_of"]
-
 Otherwise = Literal["recompute", "keep"] | None
 
 
@@ -122,11 +120,6 @@ class _Segment:
         trees: the structures of the values between stages, which are recorded here.
         compares: whether what later runs make is compared with the first.
     """
-
-    __slots__ = (
-        *("_parts", "_place", "_trees"),
-        *("code", "compares", "is_in_place", "modules", "name"),
-    )
 
     def __init__(
         self,

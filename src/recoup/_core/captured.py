@@ -13,8 +13,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-__all__ = ["captured_by", "joint_code", "parts_of"]
-
 
 def captured_by(fn: Callable[..., Any]) -> list[Any]:
     """Return the values in the closure, the owner or the parts of a callable; or a module itself.

@@ -61,8 +61,6 @@ from recoup._core.tiers import tier_for
 from recoup.errors import DriftError, ReplayError, ScheduleError
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Reverse, Tape
 
-__all__ = ["Output", "Run"]
-
 
 class Output(Protocol):
     """A tensor of the last state that a second run of the last stage makes again."""
@@ -79,25 +77,6 @@ class Run:
         schedule: the schedule.
         guard: the drift guard of the chain; None if inverses are not checked.
     """
-
-    __slots__ = (
-        "_at",
-        "_away",
-        "_drift",
-        "_has_ended",
-        "_kept",
-        "_position",
-        "_regions",
-        "_schedule",
-        "_state",
-        "_states",
-        "_storages",
-        "_taped",
-        "_traffic",
-        "lock",
-        "outputs",
-        "stages",
-    )
 
     def __init__(self, schedule: Prepared, guard: DriftGuard | None) -> None:
         self._schedule = schedule

@@ -15,18 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = [
-    "break_graph",
-    "is_compiled",
-    "is_loaded",
-    "is_traced",
-    "is_watched",
-    "never_compiled",
-    "not_compiled_itself",
-    "uncompiled",
-    "with_own_code",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _uncompiled: dict[Any, Any] = {}
 _numbers = itertools.count()

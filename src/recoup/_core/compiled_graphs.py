@@ -31,16 +31,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recoup._core.compile import never_compiled
 
-__all__ = [
-    "ComputedAgain",
-    "computed_again",
-    "is_followed",
-    "is_in_checkpoint",
-    "num_recorded",
-    "saved",
-    "unchecked",
-]
-
 T = TypeVar("T")
 _LEAST_BUDGET = 1e-6
 

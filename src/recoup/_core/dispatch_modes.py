@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup._core.compile import never_compiled
 
-__all__ = ["DispatchMode", "InMode", "PassingMode", "compiles_nothing", "num_dispatch_modes"]
-
 # Flags that torch sets beside the stack of modes; the names differ between releases.
 _FLAGS = tuple(
     name
@@ -65,8 +63,6 @@ class InMode:
     Args:
         mode: the mode.
     """
-
-    __slots__ = ("_mode", "_num_around")
 
     def __init__(self, mode: TorchDispatchMode) -> None:
         self._mode = mode

@@ -26,8 +26,6 @@ from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup._core.slots import State
 from recoup.errors import DriftError
 
-__all__ = ["DriftComparison", "check_can_run_alone"]
-
 
 class DriftComparison:
     """The comparison of states over one forward and its backward.
@@ -36,18 +34,6 @@ class DriftComparison:
         guard: the guard of the chain.
         inverted: the indices of the stages that are inverted.
     """
-
-    __slots__ = (
-        "_errors",
-        "_guard",
-        "_inverted",
-        "_least",
-        "_not_inverted",
-        "_num_stages",
-        "_sketches",
-        "_sum",
-        "_top",
-    )
 
     def __init__(self, guard: DriftGuard, inverted: Collection[int]) -> None:
         self._guard = guard

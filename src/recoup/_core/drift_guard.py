@@ -29,8 +29,6 @@ from typing import Literal, get_args
 from recoup.errors import DriftError
 from recoup.schedules import Way
 
-__all__ = ["Drift", "DriftGuard"]
-
 Otherwise = Literal["recompute", "raise", "warn", "ignore"]
 
 _PER_ERROR = 5

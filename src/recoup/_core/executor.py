@@ -31,8 +31,6 @@ from recoup._core.surroundings import Surroundings
 from recoup.errors import ScheduleError
 from recoup.schedules import Schedule
 
-__all__ = ["Executor", "Result"]
-
 Result = tuple[State, list[Any]]
 
 
@@ -45,8 +43,6 @@ class Executor:
         guard: the drift guard of the chain; None if inverses are not checked.
         groups: the stages that each stage of the schedule stands for; None if it is one by itself.
     """
-
-    __slots__ = ("groups", "guard", "prepared")
 
     def __init__(
         self,
@@ -122,8 +118,6 @@ def _as_value(run: Run, place: int, value: Tensor, given: set[int]) -> Tensor:
 
 class _Output(Source):
     """A tensor of the last state, made by running the last stage again (See Rule 2)."""
-
-    __slots__ = ("_geometry", "_outcome", "_run")
 
     def __init__(self, run: Run, output: Tensor) -> None:
         super().__init__(f"What {run.stages[-1].name} returned", run.lock)

@@ -11,20 +11,6 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "States",
-    "fingerprint",
-    "generator_at_hand",
-    "generator_states",
-    "generators_restored",
-    "hash_of",
-    "own_generator",
-    "same_states",
-    "seed_generators",
-    "set_generator_states",
-    "with_seed",
-]
-
 T = TypeVar("T")
 States = tuple[Tensor, ...]
 _cpu_state = torch.default_generator.get_state

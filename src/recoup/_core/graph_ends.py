@@ -10,8 +10,6 @@ from torch import Tensor
 
 from recoup._core.pytree import flatten
 
-__all__ = ["Ends", "ends_of", "hidden_leaves", "nodes_of", "when_node_runs"]
-
 _ACCUMULATES = "AccumulateGrad"
 
 

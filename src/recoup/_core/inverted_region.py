@@ -27,8 +27,6 @@ from recoup._core.shared_evaluation import Evaluations
 from recoup._core.slots import Filling, Owner, Recording, Residuals, State
 from recoup.errors import ReplayError
 
-__all__ = ["InvertedRegion"]
-
 
 class InvertedRegion(Region):
     """The record of the first run of a call, from which later runs repeat and invert it.
@@ -38,8 +36,6 @@ class InvertedRegion(Region):
         state: its input.
         index: the number by which its owner knows it.
     """
-
-    __slots__ = ("_evaluations", "_shapes", "_strides")
 
     def __init__(self, stage: Stage, state: State, index: int) -> None:
         super().__init__(stage, state, index, "invert")

@@ -37,8 +37,6 @@ from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
 from recoup._core.storage_tracking import storages_of
 
-__all__ = ["KeptOutputs", "narrowed"]
-
 _PLAIN = frozenset((Tensor, nn.Parameter))
 # A conversion of more elements to integers is a quantization, which chooses no way.
 _MOST_CONVERTED = 2**16
@@ -89,11 +87,6 @@ class KeptOutputs:
         may_decide_otherwise: whether a decision hangs on numbers from outside.
     """
 
-    __slots__ = (
-        *("_is_repeating", "_kept", "_kind", "_seen", "_made_here"),
-        *("may_decide_otherwise", "may_draw"),
-    )
-
     def __init__(self, *, is_looking: bool) -> None:
         self.may_draw = self.may_decide_otherwise = False
         # The storages that hang on nothing from outside; of a run that is looked at.
@@ -140,13 +133,12 @@ class KeptOutputs:
         self.may_draw |= _may_draw(func)
         given = tensors_in((args, kwargs))
         made = set(storages_of(tensors_in(result)))
-        for each in given:
-            if each.is_floating_point() or each.is_complex():
-                if not all(storage in self._made_here for storage in storages_of((each,))):
-                    self._made_here -= made.union(storages_of(given) if _writes(func) else ())
-                    return True
-        self._made_here |= made
-        return False
+        numbers = [each for each in given if each.is_floating_point() or each.is_complex()]
+        if all(storage in self._made_here for storage in storages_of(numbers)):
+            self._made_here |= made
+            return False
+        self._made_here -= made.union(storages_of(given) if _writes(func) else ())
+        return True
 
     def _repeat(
         self, seen: dict[_Call, int], name: str, func: Any, args: Any, kwargs: dict[str, Any]

@@ -46,8 +46,6 @@ from recoup._core.saved_tensors import (
 from recoup._core.value_sources import Source
 from recoup.errors import RecoupError
 
-__all__ = ["Source", "Value", "as_value", "keep", "marked", "read_anew"]
-
 _plainly = torch._C.DisableTorchFunctionSubclass
 _NESTED = frozenset((tuple, list, dict))
 
@@ -244,8 +242,6 @@ class _Seam:
         storages: those with a layout of strides, by their storages.
         beneath: the pair that was in force.
     """
-
-    __slots__ = ("_around", "_func", "beneath", "storages", "values")
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         is_flat = not kwargs and _NESTED.isdisjoint(map(type, args))

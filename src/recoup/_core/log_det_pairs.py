@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-__all__ = ["Direction", "check_pair", "has_inverse"]
-
 Direction = Literal["forward", "inverse"]
 
 

@@ -12,8 +12,6 @@ from operator import methodcaller
 import torch
 from torch import Tensor
 
-__all__ = ["Geometry", "Strides", "geometry_of", "in_order", "laid_out", "strides_of"]
-
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 Strides = tuple[int, ...]
 _strides: Callable[[Tensor], Strides] = methodcaller("stride")

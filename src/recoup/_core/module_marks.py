@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["are_in_place", "is_in_place", "mark_of", "marks_of"]
-
 
 def is_in_place(module: Any) -> bool:
     """Whether `module` says that the first thing it does changes its input in place."""

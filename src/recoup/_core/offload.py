@@ -45,8 +45,6 @@ from recoup._core.saved_tensors import (
 from recoup._core.tiers import Arrival, Copy, Tier, flat
 from recoup.errors import ChangedError, OffloadError
 
-__all__ = ["Away", "Traffic"]
-
 
 class Away:
     """A tensor that is away, as an object that autograd can hold in its place.

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-__all__ = ["OperatorTraits", "has_schema", "map_instances", "traits_of"]
-
 _TORCH_NAMESPACES = frozenset(("aten", "prim", "prims"))
 _ALLOCATING = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _OVERWRITING = frozenset((

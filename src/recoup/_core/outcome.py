@@ -9,11 +9,11 @@ Rule 2. Not every residual is sketched: what one is made of would show in it. A 
         are not covered at the end of the run: the last of each branch.
 Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketched at once: one that
         combines a tensor with another without history, which may cancel it (a straight-through
-        estimator adds ``(q - z).detach()`` to ``z``; a product may not); one whose output a later run is given rather
-        than computes (a product that a plan keeps); and a function of the user's, of which nothing
-        covers what it saves itself, either: its result need not depend on that. And nothing covers
-        a mask or an index: another one may choose the same values at a tie, or where a weight is
-        zero, and send gradients elsewhere.
+        estimator adds ``(q - z).detach()`` to ``z``; a product may not); one whose output a later
+        run is given rather than computes (a product that a plan keeps); and a function of the
+        user's, of which nothing covers what it saves itself, either: its result need not depend on
+        that. And nothing covers a mask or an index: another one may choose the same values at a
+        tie, or where a weight is zero, and send gradients elsewhere.
 Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
         each node is visited once. What is not covered yet is held; the memory of others is not,
         beyond a megabyte.
@@ -40,12 +40,10 @@ import torch
 from torch import Tensor
 
 from recoup._core.memory_layout import laid_out
-from recoup._core.saved_tensors import backward_id, num_nodes, version_of
+from recoup._core.saved_tensors import backward_id, num_nodes
 from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, ReplayError
-
-__all__ = ["Frontier", "Outcome", "compare", "mismatch", "outcome_of"]
 
 
 class Compared(NamedTuple):
@@ -71,7 +69,6 @@ _OF_NUMBERS = frozenset((
 ))  # fmt: skip
 # Nodes whose result shows a difference in one operand, whatever the other is (zeros: See Rule 8).
 _SCALES = frozenset(("MulBackward0", "DivBackward0"))
-_MOST_HELD = 2**18  # elements of residuals until the graph is followed
 # The nodes of functions that users write.
 _OfPython: Any = getattr(torch._C, "_FunctionBase")  # noqa: B009
 
@@ -84,8 +81,6 @@ class Frontier:
         kept: the numbers of nodes whose outputs later runs are given.
     """
 
-    __slots__ = ("inputs", "kept", "num_held", "outcome", "saved", "seen", "start", "waiting")
-
     def __init__(self, inputs: Sequence[Tensor], kept: Container[int]) -> None:
         self.inputs = inputs
         self.kept = kept
@@ -97,14 +92,6 @@ class Frontier:
         self.seen: set[int] = set()  # the nodes that were visited
         self.start = num_nodes()  # those before it are not of this run
 
-    def add(self, place: int, tensor: Tensor) -> None:
-        """Add a residual that is saved now."""
-        node, number = tensor.grad_fn, num_nodes() - 1
-        self.saved.append((number, node, (place, tensor, version_of(tensor))))
-        self.num_held += tensor.numel()
-        if self.num_held > _MOST_HELD:
-            self.follow(number)
-
     def follow(self, saver: int = -1) -> None:
         """Cover what is beneath the nodes that made residuals (See Rules 2 to 4).
 
@@ -112,22 +99,25 @@ class Frontier:
             saver: the number of a node that may save more; -1 when the run has ended.
         """
         waiting, seen, start, kept = self.waiting, self.seen, self.start, self.kept
-        nodes: list[tuple[Any, bool]] = []
+        # With whether it covers what is saved beneath it, and whether a residual is its result that
+        # another node saved.
+        nodes: list[tuple[Any, bool, bool]] = []
         for number, node, residual in self.saved:
             if node is not None:
-                nodes.append((node, True))
-                number = ~number if node._sequence_nr() == number else number
+                is_own = node._sequence_nr() == number
+                nodes.append((node, True, not is_own))
+                number = ~number if is_own else number
             if number in waiting:
                 waiting[number].append(residual)
             else:
                 waiting[number] = [residual]
-        num_makers, self.saved, self.num_held = len(nodes), [], 0
+        self.saved, self.num_held = [], 0
         nodes.reverse()
-        for at, (node, covers) in enumerate(nodes):  # which grows
+        for node, covers, is_above in nodes:  # which grows
             number = node._sequence_nr()
             if number < start:
                 continue
-            found = waiting.pop(~number, None) if at >= num_makers else None
+            found = waiting.pop(~number, None) if is_above else None
             is_new = number not in seen
             if is_new:
                 if number != saver:
@@ -138,17 +128,19 @@ class Frontier:
                 continue
             is_kept = number in kept
             if found is not None:
-                if covers and not is_kept and not isinstance(node, _OfPython):
-                    found = [each for each in found if each[1].dtype not in _OF_NUMBERS]
-                if found:
+                if not covers or is_kept or isinstance(node, _OfPython):
                     self.sketch(found)
+                else:
+                    for each in found:
+                        if each[1].dtype not in _OF_NUMBERS:
+                            self.sketch((each,))
             if is_new and waiting:
                 following = node.next_functions
                 if covers and (is_kept or (None, 0) in following):
                     covers = not is_kept and type(node).__name__ in _SCALES
                 for each, _ in following:
                     if each is not None:
-                        nodes.append((each, covers))
+                        nodes.append((each, covers, True))
 
     def sketch(self, residuals: Iterable[Residual]) -> None:
         """Sketch residuals, for later runs to be compared with."""
@@ -172,7 +164,8 @@ def outcome_of(residuals: Iterable[Residual], inputs: Sequence[Tensor]) -> Outco
     found: Outcome = {}
     seen: set[object] = set()
     for place, tensor, version in residuals:
-        if tensor.dtype is torch.uint8 or version_of(tensor) != version:
+        now = 0 if tensor.is_inference() else tensor._version
+        if tensor.dtype is torch.uint8 or now != version:
             continue  # See Rules 5 and 8
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         address = tensor.data_ptr() if is_plain else 0

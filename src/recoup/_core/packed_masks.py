@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["PackedMask"]
-
 # Eight bytes of 0 or 1, read as one number and multiplied by this, have their bits in the highest
 # byte of the product.
 _GATHER = 0x0102040810204080
@@ -23,8 +21,6 @@ class PackedMask:
     Args:
         tensor: a tensor of any type; nonzero entries count as one.
     """
-
-    __slots__ = ("_num_values", "_shape", "packed")
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape = tensor.shape

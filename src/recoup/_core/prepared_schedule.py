@@ -17,8 +17,6 @@ from recoup.schedules import (
     simulate,
 )
 
-__all__ = ["Prepared", "Step"]
-
 
 class Step(NamedTuple):
     """The work of the sweep at one stage.
@@ -43,20 +41,6 @@ class Prepared:
         schedule: the schedule.
         stops: whether a second run ends with the last residual where its output is not needed.
     """
-
-    __slots__ = (
-        "actions",
-        "inverted",
-        "keeps_output",
-        "last_again",
-        "last_keep",
-        "num_stages",
-        "restarts",
-        "steps",
-        "sweep_end",
-        "tape_at",
-        "tapes_that_go_on",
-    )
 
     def __init__(self, schedule: Schedule, *, stops: bool = True) -> None:
         simulate(schedule)  # raises on a schedule that cannot be executed

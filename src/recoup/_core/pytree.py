@@ -14,16 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = [
-    "BARE",
-    "Tree",
-    "are_tensors",
-    "flatten",
-    "flatten_arguments",
-    "flatten_containers",
-    "tensors_in",
-]
-
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""

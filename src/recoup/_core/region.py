@@ -32,8 +32,6 @@ from recoup._core.slots import Filling, Owner, Recording, Residuals, State
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, RecoupError, ReplayError
 
-__all__ = ["Region", "Stage", "Untaped", "changes_kept_input"]
-
 
 class Stage(Protocol):
     """A call that a region runs, for the first time and again."""
@@ -81,8 +79,6 @@ class Region(Residuals):
         index: the number by which its owner knows it.
         way: the way that a census reports, "recompute" or "invert".
     """
-
-    __slots__ = ("changes_input", "input_versions", "inputs", "requires_grad", "stage")
 
     def __init__(self, stage: Stage, state: State, index: int = 0, way: Way = "recompute") -> None:
         surroundings = Surroundings(
@@ -210,8 +206,6 @@ class Untaped:
         residuals: the residuals.
         fill: runs the call again, and fills their slots.
     """
-
-    __slots__ = ("_fill", "_residuals", "lock")
 
     def __init__(self, residuals: Residuals, fill: Callable[[Residuals], object]) -> None:
         self._residuals, self._fill = weakref.ref(residuals), fill

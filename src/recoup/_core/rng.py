@@ -41,21 +41,6 @@ from recoup._core.generators import (
 from recoup._core.saved_tensors import frame_in_force, is_in_backward
 from recoup.errors import RecoupError, ReplayError
 
-__all__ = [
-    "Counted",
-    "Draws",
-    "SeededCall",
-    "counted",
-    "draw_seed",
-    "hash_seed",
-    "is_in_second_run",
-    "is_repeated",
-    "is_run_again",
-    "num_repeated",
-    "remembered",
-    "skip",
-]
-
 T = TypeVar("T")
 _64_BITS = 2**64 - 1
 
@@ -260,7 +245,10 @@ def num_repeated() -> int:
 
 def is_in_second_run() -> bool:
     """Whether a region around this code runs again now."""
-    return any(draws._is_replaying for draws in _local.regions)
+    for draws in _local.regions:  # noqa: SIM110 - without a generator, for speed
+        if draws._is_replaying:
+            return True
+    return False
 
 
 def is_run_again() -> bool:
@@ -320,8 +308,6 @@ class SeededCall:
         is_known: whether the call has run, or is known to draw nothing.
         is_plain: whether it is known to draw nothing, so that it need not be run by this object.
     """
-
-    __slots__ = ("_seed", "_within", "is_known", "is_plain")
 
     def __init__(self) -> None:
         self._seed: int | None = None

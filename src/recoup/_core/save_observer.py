@@ -9,8 +9,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-__all__ = ["SaveObserver", "Way", "current", "observed_by"]
-
 Way = Literal["keep", "recompute", "regenerate", "invert", "offload"]
 
 

@@ -28,42 +28,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from recoup._core.compile import never_compiled
 from recoup.errors import ChangedError, RecoupError
 
-__all__ = [
-    "Kept",
-    "Packed",
-    "Pair",
-    "as_leaves",
-    "backward_id",
-    "changed_in_place",
-    "check_hooks_work",
-    "copies_of",
-    "detached",
-    "frame_in_force",
-    "grad_mode",
-    "is_graph_retained",
-    "is_in_backward",
-    "is_transformed",
-    "num_nodes",
-    "pair_in_force",
-    "plain_version",
-    "pop_down_to",
-    "pop_pair",
-    "push_pair",
-    "requires_grad_of",
-    "reverse_at_once",
-    "saving",
-    "set_grad_enabled",
-    "set_versions",
-    "storage_id",
-    "unpack",
-    "untransformed",
-    "version_of",
-    "versions_of",
-    "when_backward_ends",
-    "without_pairs",
-    "without_torch_function",
-]
-
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - torch's stubs do not know it
 # torch.enable_grad() calls this; making and entering that context takes ten times as long.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled

@@ -42,13 +42,6 @@ from recoup._core.saved_tensors import (
 from recoup._core.slots import Filling, Owner, Recording, Residuals
 from recoup.errors import ReplayError
 
-__all__ = [
-    "Evaluations",
-    "answers",
-    "draws_nothing",
-    "evaluate",
-]
-
 Inputs = tuple[Tensor, ...]
 Then = Callable[[Any], Any] | None
 _Answer = Callable[[nn.Module, Inputs, Then], Any]
@@ -155,17 +148,6 @@ def _answering(answer: _Answer) -> Generator[None]:
 class _Evaluation:
     """One evaluation: its region, its seeded call, and its output while that is needed."""
 
-    __slots__ = (
-        "_requires_grad",
-        "_strides",
-        "call",
-        "output",
-        "residuals",
-        "tree",
-        "versions",
-        "wants_grad",
-    )
-
     def __init__(self, inputs: Inputs, residuals: Residuals) -> None:
         self._requires_grad = list(map(requires_grad_of, inputs))
         self._strides = strides_of(inputs)
@@ -192,8 +174,6 @@ class Evaluations:
     Args:
         name: the name of the module in error messages.
     """
-
-    __slots__ = ("_by_network", "_cursor", "_name", "_num_evaluations")
 
     def __init__(self, name: str) -> None:
         self._name = name

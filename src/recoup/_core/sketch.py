@@ -29,8 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Sketch", "difference", "numbers_of", "sketch_of", "tolerance_of"]
-
 _COLUMNS = 16
 _OF_HALVES = 17  # columns (See Rule 3)
 _FEW = 64  # entries, which are a sketch themselves
@@ -55,8 +53,10 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         tensor: the tensor. Its graph, modes, and autocast have no part in it.
     """
     if type(tensor) is Tensor:
-        if tensor.is_cpu and tensor.is_contiguous() and not _num_modes() and _has_memory(tensor):
-            num, dtype = tensor.numel(), tensor.dtype  # the common ways, for speed
+        if tensor.is_cpu and tensor.is_contiguous() and not _num_modes():  # the common ways
+            # FSDP2 frees the memory of a gathered parameter.
+            num = tensor.numel() if tensor.untyped_storage().nbytes() else 0
+            dtype = tensor.dtype
             if dtype in _OWN and num and not tensor.is_neg() and not _is_autocast("cpu"):
                 with _below_autograd():
                     if num <= _FEW:
@@ -65,7 +65,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
                         row = _row(num // _COLUMNS, dtype, tensor.device)
                         return cast("Any", row.mm(tensor.view(-1, _COLUMNS))).tolist()[0]
                     return cast("Any", _sums(tensor.view(-1))).tolist()
-            if dtype in _EXACT and tensor.nbytes <= _FEW_BYTES:
+            if dtype in _EXACT and num and tensor.nbytes <= _FEW_BYTES:
                 bits = hash(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
                 return [float(bits >> 32), float(bits & (2**32 - 1))]
     elif is_traceable_wrapper_subclass(tensor):
@@ -79,7 +79,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     hidden = _plainly() if type(tensor) in _PLAIN else nullcontext()  # from modes
     with _no_functions(), hidden, _below_autograd(), _without_autocast():
         if not tensor.numel() or not tensor.untyped_storage().nbytes() or tensor._is_zerotensor():
-            return None  # FSDP2 frees the memory of a gathered parameter
+            return None
         if tensor.dtype in _OWN and tensor.is_cpu and tensor.numel() <= _FEW:
             return cast("Any", tensor.reshape(-1)).tolist()
         dtype = tensor.dtype
@@ -127,10 +127,6 @@ def tolerance_of(dtype: torch.dtype) -> float:
     if dtype in _HALVES:  # a kernel rounds once, at its end
         return 2 * torch.finfo(dtype).eps
     return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps ** 0.75
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > 0  # FSDP2 frees that of a gathered parameter
 
 
 _below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd")  # noqa: B009

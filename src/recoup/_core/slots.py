@@ -44,6 +44,7 @@ from recoup._core.saved_tensors import (
     Pair,
     backward_id,
     changed_in_place,
+    num_nodes,
     pair_in_force,
     pop_down_to,
     pop_pair,
@@ -56,20 +57,11 @@ from recoup._core.saved_tensors import (
 from recoup._core.surroundings import Surroundings
 from recoup.errors import ChangedError, ReplayError
 
-__all__ = [
-    "Filled",
-    "Filling",
-    "Owner",
-    "Recording",
-    "Residuals",
-    "Slot",
-    "State",
-]
-
 State = tuple[Tensor, ...]
 # Elements of a residual. Raising an exception takes 15 microseconds; where all residuals are
 # smaller than this, the remaining operators take less.
 _WORTH_A_STOP = 4096
+_MOST_HELD = 2**18  # elements of residuals until the graph is followed
 
 
 class Owner(Protocol):
@@ -170,16 +162,6 @@ class Residuals:
         way: the way that a census reports, "recompute" or "invert".
     """
 
-    __slots__ = (
-        "__weakref__",
-        "index",
-        "is_worth_a_stop",
-        "outcome",
-        "slots",
-        "surroundings",
-        "way",
-    )
-
     def __init__(self, surroundings: Surroundings, index: int, way: Way) -> None:
         self.surroundings = surroundings
         self.index = index
@@ -228,8 +210,6 @@ class Recording(Frontier):
         follows: whether the run is followed, to be compared with later ones.
     """
 
-    __slots__ = ("_beneath", "_follows", "_owner", "_residuals", "pair")
-
     _beneath: Pair | None
     pair: Pair | None
     follows_history = True
@@ -246,7 +226,8 @@ class Recording(Frontier):
         self._residuals = residuals
         self._owner = owner
         self._follows = follows
-        super().__init__(inputs, kept)
+        if follows:
+            super().__init__(inputs, kept)
 
     @never_compiled
     def __enter__(self) -> None:
@@ -282,11 +263,16 @@ class Recording(Frontier):
         slot = _new_slot(Slot)
         slot._residuals, slot._owner, slot._task = residuals, self._owner, -1
         slot.value, slot.version = None, 0
-        slot.shape, slot.dtype = tensor.shape, tensor.dtype
+        slot.shape, slot.dtype, num = tensor.shape, tensor.dtype, tensor.numel()
         if self._follows:
-            self.add(len(residuals.slots), tensor)
+            number, version = num_nodes() - 1, 0 if tensor.is_inference() else tensor._version
+            found = (len(residuals.slots), tensor, version)
+            self.saved.append((number, tensor.grad_fn, found))
+            self.num_held += num
+            if self.num_held > _MOST_HELD:
+                self.follow(number)
         residuals.slots.append(weakref.ref(slot))
-        if tensor.numel() >= _WORTH_A_STOP:
+        if num >= _WORTH_A_STOP:
             residuals.is_worth_a_stop = True
         if current.observer is not None:
             current.observer.saved(tensor, slot, residuals.way)
@@ -309,17 +295,6 @@ class Filling:
         inputs: the inputs of the run.
         stops: whether the run may end when the last slot is filled.
     """
-
-    __slots__ = (
-        "_beneath",
-        "_grad_mode",
-        "_inputs",
-        "_last",
-        "_made",
-        "_num_saves",
-        "_residuals",
-        "_stops",
-    )
 
     _beneath: Pair | None
     follows_history = True

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied", "is_left_alone"]
-
 _DEEPEST = 6
 _ALONE = (
     bool, int, float, complex, str, bytes, type(None), type, enum.Enum, nn.Module, types.ModuleType,

@@ -24,15 +24,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-__all__ = [
-    "Maker",
-    "check_can_be_derived_from",
-    "check_has_own_forward",
-    "new_stand_in",
-    "with_stand_in",
-    "without_stand_in",
-]
-
 Kind = type[nn.Module]
 Maker = Callable[..., Kind]
 _STEP = "_recoup_stand_in"

@@ -26,8 +26,6 @@ from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode
 from recoup._core.pytree import tensors_in
 
-__all__ = ["StorageTracker", "bytes_of", "storages_of"]
-
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that `tensors` use, one after the other; a shared one comes repeatedly.
@@ -65,8 +63,6 @@ def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 class _Followed(weakref.ref[torch.UntypedStorage]):
     """A weak reference to a storage, with the bytes counted for it."""
-
-    __slots__ = ("baseline_bytes", "key", "num_bytes")
 
     key: int
     num_bytes: int

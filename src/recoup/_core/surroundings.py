@@ -45,8 +45,6 @@ from recoup._core.kept_outputs import KeptOutputs
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import set_versions, version_of, versions_of
 
-__all__ = ["Surroundings", "autocast_nesting", "settings_as_now"]
-
 Code = weakref.ref[Any]
 # A buffer, in the buffers of its module, with its name.
 Place = tuple[dict[str, Tensor | None], str, Tensor]

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from recoup.errors import OffloadError
 
-__all__ = ["Arrival", "Copy", "Tier", "existing_folder", "flat", "tier_for"]
-
 _NUM_THREADS = 2
 _MOST_AT_ONCE = 1 << 30  # a system call moves less than two gibibytes
 

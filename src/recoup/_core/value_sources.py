@@ -27,8 +27,6 @@ from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import Packed, is_in_backward, version_of, when_backward_ends
 from recoup.errors import ChangedError, ReplayError
 
-__all__ = ["Source"]
-
 _NONE: set[int] = set()  # never added to
 
 

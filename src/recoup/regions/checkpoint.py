@@ -112,7 +112,6 @@ class _AllNodes:
 class _CallWithin(Call):
     """A call with two contexts of the caller's: one for the first run, one for later runs."""
 
-    __slots__ = ("context", "later")
     kept_nodes = _AllNodes()  # the second context may give the outputs of any operators
     context: AbstractContextManager[Any]
     later: AbstractContextManager[Any]
