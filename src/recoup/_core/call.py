@@ -12,8 +12,6 @@ Rule 4. A call of a module can be inverted if the module has an inverse of its f
         the stage before made all tensors in that argument. The inverse gets the other arguments as
         forward does. What the call returned beside its state (an early latent) is kept for it; a
         log-determinant is not.
-Rule 5. A tensor that is among the arguments twice is one tensor in a later run too, since code may
-        ask (an attention does, whether its query is its key).
 """
 
 from __future__ import annotations
@@ -82,7 +80,6 @@ class Call:
         self.has_run = False
         self._linked: Sequence[int] | None = None
         self._outside: list[tuple[int, Packed, bool]] = []
-        self._places: list[int] | None = None  # where each tensor is first, if one is there twice
         self.picks: Sequence[int] | None = None
         self.output: Any = None
         self._returned: tuple[list[weakref.ref[Tensor]], Tree] | None = None  # if it is inverted
@@ -160,8 +157,6 @@ class Call:
         if not self.has_run:
             return self._first(state), None
         tensors = state if self._linked is None else self._with_outside(state)
-        if self._places is not None:  # See Rule 5
-            tensors = tuple([tensors[place] for place in self._places])
         output = self._called(tensors if self._tree.is_flat else self._again(tensors))
         outputs = (output,) if type(output) is Tensor else flatten(output)[0]
         return outputs if self.picks is None else tuple(outputs[i] for i in self.picks), None
@@ -225,9 +220,6 @@ class Call:
             for place, value in zip(self._linked, state, strict=True):
                 placed[place] = value
             tensors = tuple(placed)
-        if len(set(map(id, tensors))) < len(tensors):
-            ids = list(map(id, tensors))
-            self._places = list(map(ids.index, ids))
         args, kwargs = self._args, self._kwargs
         self._args, self._kwargs = (), {}
         if not self._tree.is_flat and not all(map(is_left_alone, self._tree.others())):

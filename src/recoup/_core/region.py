@@ -7,6 +7,8 @@ Rule 1. A second run gets the inputs of the first as leaves with the same `requi
 Rule 2. A region may change its input in place, as an in-place activation does. The first run
         changes the tensor of the caller, as plain code does; what is kept for later runs is a copy
         from before, and each of them gets a copy of that.
+Rule 3. A tensor that is there twice is one tensor in a later run too, since code may ask (an
+        attention does, whether its query is its key).
 """
 
 from __future__ import annotations
@@ -91,6 +93,9 @@ class Region(Residuals):
         self.slots, self.outcome, self.is_worth_a_stop = [], None, False
         self.stage = stage
         self.requires_grad = list(map(requires_grad_of, state))
+        ids = list(map(id, state))
+        # Where each tensor is first, if one is there twice (See Rule 3).
+        self._places = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else None
         self.changes_input = False
         self.inputs: State | None = None  # of the last run that filled slots
         self.input_versions: list[int] = []
@@ -180,9 +185,7 @@ class Region(Residuals):
         """
         surroundings = self.surroundings
         while True:
-            inputs = as_leaves(state, self.requires_grad)
-            if self.changes_input or self.stage.is_in_place:  # the first run may go on
-                inputs = _copied(inputs)
+            inputs = self._inputs(state)
             filling = Filling(residuals or self, inputs, stops=not needs_output)
             output: State = ()
             try:
@@ -196,7 +199,12 @@ class Region(Residuals):
 
     def _inputs(self, state: State) -> State:
         inputs = as_leaves(state, self.requires_grad)
-        return _copied(inputs) if self.changes_input or self.stage.is_in_place else inputs
+        if self.changes_input or self.stage.is_in_place:
+            with grad_mode(True):  # autograd allows no change of a leaf
+                inputs = tuple([value.clone() for value in inputs])
+        if self._places is not None:
+            inputs = tuple([inputs[place] for place in self._places])
+        return inputs
 
 
 class Untaped:
@@ -215,11 +223,6 @@ class Untaped:
         residuals = self._residuals()
         if residuals is not None:
             self._fill(residuals)
-
-
-def _copied(inputs: State) -> State:
-    with grad_mode(True):  # autograd allows no change of a leaf
-        return tuple([value.clone() for value in inputs])
 
 
 def changes_kept_input(stage: Stage) -> ReplayError:

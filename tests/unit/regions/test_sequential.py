@@ -90,3 +90,26 @@ def test_stages_that_return_values(memory):
         loss = chain(x).square().sum()
         found.append(torch.autograd.grad(loss, (x, *chain.parameters())))
     assert all(map(torch.equal, *found))
+
+
+class Attends(nn.Module):
+    """Attention of a query, a key and a value, which returns one tensor for all three."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, given):
+        y = self.attention(*given)[0].tanh()
+        return y, y, y
+
+
+@pytest.mark.parametrize("memory", [1, "sqrt", "log", "inputs"])
+def test_a_tensor_that_is_in_a_state_twice_is_one_tensor_again(memory):
+    """An attention has another projection for a query that is its key."""
+    blocks, x = [Attends() for _ in range(5)], torch.randn(2, 3, 8, requires_grad=True)
+    found, wanted = (
+        torch.autograd.grad(model((x, x, x))[0].sin().sum(), x)
+        for model in (recoup.Sequential(*blocks, memory=memory), nn.Sequential(*blocks))
+    )
+    assert torch.equal(found[0], wanted[0])
