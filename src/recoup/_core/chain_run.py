@@ -38,8 +38,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from recoup._core.drift_comparison import DriftComparison, check_can_run_alone
-from recoup._core.drift_guard import DriftGuard
+from recoup._core.drift_guard import DriftComparison, DriftGuard, check_can_run_alone
 from recoup._core.inverted_region import InvertedRegion
 from recoup._core.lazy_values import keep
 from recoup._core.offload import Away, Traffic
@@ -385,7 +384,8 @@ class Run:
                 'drift="raise".'
             )
         start = max(sources)
-        check_can_run_alone(self.stages[start:index], self.stages[index].name)
+        for stage in self.stages[start:index]:
+            check_can_run_alone(stage.name, stage.modules, self.stages[index].name)
         self._advance_from(start, index, drift.keep_from_now_on(index))
         drift.mark_exact(index)
         region, state = self._region_at(index)

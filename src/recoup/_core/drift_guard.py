@@ -17,15 +17,31 @@ Rule 3. A stage whose input is too far off is run again from its true input, whi
 Rule 4. Recomputed states are right, so a plainly wrong inverse costs only bytes and time. The
         errors of refused states are kept until `reset`, and a warning is given once if most states
         have to be kept.
+
+NOTE [ Compared states ]
+
+Rule 1. Forward keeps a sketch of the input of each inverted stage (NOTE [ A sketch ]). The length
+        of the difference of two sketches estimates the distance between what the inverse returns
+        and the original.
+Rule 2. A state that was too far off and is computed again from a kept one must be that of forward,
+        but for rounding. Else the code is another one by now, which is an error.
+Rule 3. A state is compared before autograd uses anything computed from it.
+Rule 4. A tensor that passes a stage unchanged (an early latent, a context) is not sketched before
+        that stage, but before the first stage that changes it, whose inverse returns it.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, get_args
 
+import torch
+from torch import Tensor, nn
+
+from recoup._core.sketch import Sketch, numbers_of, sketch_of, tolerance_of
 from recoup.errors import DriftError
 from recoup.schedules import Way
 
@@ -87,7 +103,6 @@ class DriftGuard:
         self.kept: frozenset[int] = frozenset()
         self._worst = (0.0, "")  # of the refused states: the error, and the stage whose input it is
         self._num_inverses = 0  # of the chain, if no state were kept
-        self._num_recomputed = 0  # states, in the last backward
         self._has_warned = False
         self._has_said_most = False
 
@@ -123,7 +138,6 @@ class DriftGuard:
         self.refused = {}
         self.kept = frozenset()
         self._worst = (0.0, "")
-        self._num_recomputed = 0
         self._has_said_most = False
 
     def ways(self, ways: Sequence[Way]) -> tuple[Way, ...]:
@@ -140,21 +154,6 @@ class DriftGuard:
             for at, way in enumerate(ways)
         )
 
-    def _allowance(
-        self, num_done: int, num_stages: int, least: float, *, at_once: bool = True
-    ) -> float:
-        """Return the largest sum of errors after `num_done` of `num_stages` (See Rule 2).
-
-        Args:
-            num_done: how many stages were inverted.
-            num_stages: how many stages there are.
-            least: the machine epsilon of the states.
-            at_once: whether a tenth of the whole may be used at once.
-        """
-        share = num_done / max(num_stages, 1)
-        share = max(share, _AT_ONCE) if at_once else share
-        return max(share * self.tolerance / _PER_ERROR, num_done * _ROUNDINGS * least)
-
     @staticmethod
     def strict() -> AbstractContextManager[None]:
         """Return a context in which guards raise where they would recompute, in all threads.
@@ -169,69 +168,6 @@ class DriftGuard:
             ...     chain(torch.tensor([[1.0, 2.0], [3.0, 5.0]]))[0].sum().backward()
         """
         return _strict()
-
-    def _objects(self, total: float, name: str) -> bool:
-        """Whether to recompute a state that brings the sum to `total`; may raise or warn."""
-        if self.otherwise == "recompute" and not _Strict.is_on:
-            return True
-        text = (
-            f"Inverses drifted: with the input of {name} the relative errors of what they "
-            f"delivered add up to {total:.1e}, so that gradients may be off by more than the "
-            f'`tolerance` of {self.tolerance:g}. Use drift="recompute", or bound the scale of the '
-            "layers."
-        )
-        if self.otherwise != "warn":
-            raise DriftError(text)
-        self._warn(text)
-        return False
-
-    def _refuse(self, index: int, error: float, name: str) -> None:
-        """Record the error of a state that is computed again (See Rule 4)."""
-        self.refused[index] = max(error, self.refused.get(index, 0.0))
-        if error > self._worst[0]:
-            self._worst = (error, name)
-
-    def _say_if_most_are_kept(self, num_stages: int) -> None:
-        """Warn once if inverses save little of this chain (See Rule 4).
-
-        Args:
-            num_stages: how many stages this backward inverts.
-        """
-        num_inverses = max(self._num_inverses, num_stages)
-        if self._has_said_most or 2 * len(self.kept) <= num_inverses:
-            return
-        self._has_said_most = True
-        error, name = self._worst
-        warnings.warn(
-            f"Most states of this chain must be kept, {len(self.kept)} or more of {num_inverses}: "
-            "what inverses deliver is too far from what forward was given, most of all the input "
-            f"of {name}, by {error:.1e} of itself. If its `inverse` does not undo `forward`, mend "
-            "it (recoup.invertible.check_invertible tells). If the layers are stiff, bound their "
-            'scales, or use memory="sqrt". The gradients are right, at the price of bytes and '
-            "seconds.",
-            stacklevel=2,
-        )
-
-    def _warn(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(text, stacklevel=2)
-
-    def _learn(self, errors: dict[int, float], index: int, top: int, rate: float) -> None:
-        """Choose a state to keep from now on, after the one at `index` was too far off.
-
-        Args:
-            errors: the errors of the states that inverses returned, from `top` down.
-            index: the state that was too far off.
-            top: the lowest state above it that was exact.
-            rate: the error allowed for each stage, if all have the same.
-        """
-        place, total = min(index + 1, top - 1), 0.0
-        for at in range(top - 1, index, -1):
-            total += errors.get(at, 0.0)
-            if total * _MARGIN <= rate * (top - at):
-                place = at
-        self.kept |= {place}
 
     def __repr__(self) -> str:
         return f"DriftGuard({self.otherwise!r}, tolerance={self.tolerance:g})"
@@ -270,3 +206,146 @@ def _strict() -> Generator[None]:
 
 
 Drift = Otherwise | DriftGuard
+
+
+class DriftComparison:
+    """The comparison of states over one forward and its backward (NOTE [ Compared states ]).
+
+    Args:
+        guard: the guard of the chain.
+        inverted: the indices of the stages that are inverted.
+    """
+
+    def __init__(self, guard: DriftGuard, inverted: Collection[int]) -> None:
+        self._guard, self._inverted = guard, inverted
+        self._not_inverted: tuple[int, ...] = ()
+        self._sketches: dict[int, tuple[Sketch | None, ...]] = {}
+        self._errors: dict[int, float] = {}
+        self._sum = 0.0
+        self._least = 0.0  # the largest machine epsilon of the states
+        self._top = 0  # the lowest state that was exact
+
+    def sketch_input(self, index: int, state: Sequence[Tensor], output: Sequence[Tensor]) -> None:
+        """Sketch the input of a stage that backward will invert (See Rule 4)."""
+        passed = set(map(id, output))
+        self._sketches[index] = tuple(
+            [None if id(value) in passed else _sketch_of(value) for value in state]
+        )
+
+    def end_forward(self, lowest: int) -> None:
+        """Note the lowest stage that backward can reach; those below are not inverted."""
+        self._not_inverted = tuple(index for index in self._inverted if index < lowest)
+
+    def begin_backward(self) -> None:
+        """Clear the errors for a new backward."""
+        self._guard.errors = self._errors = dict.fromkeys(self._not_inverted, 0.0)
+        self._sum = 0.0
+
+    def mark_exact(self, index: int) -> None:
+        """Note that the working state at `index` is exact: kept or recomputed."""
+        self._top = index
+
+    def is_within(self, index: int, state: Sequence[Tensor], name: str) -> bool:
+        """Whether a state that an inverse returned may be used; may raise or warn."""
+        guard, error = self._guard, 0.0
+        for sketch, value in zip(self._sketches.get(index, ()), state, strict=False):
+            if sketch is not None and value.is_floating_point():
+                error = max(error, _distance(sketch, value))
+                self._least = max(self._least, torch.finfo(value.dtype).eps)
+        self._errors[index] = error
+        total, num_done = self._sum + error, len(self._errors)
+        allowed = self._allowance(num_done, max(num_done / max(len(self._inverted), 1), _AT_ONCE))
+        if total > allowed:
+            if guard.otherwise == "recompute" and not _Strict.is_on:
+                guard.refused[index] = max(error, guard.refused.get(index, 0.0))
+                guard._worst = max(guard._worst, (error, name))
+                return False
+            text = (
+                f"Inverses drifted: with the input of {name} the relative errors of what they "
+                f"delivered add up to {total:.1e}, so that gradients may be off by more than the "
+                f'`tolerance` of {guard.tolerance:g}. Use drift="recompute", or bound the scale of '
+                "the layers."
+            )
+            if guard.otherwise != "warn":
+                raise DriftError(text)
+            if not guard._has_warned:
+                guard._has_warned = True
+                warnings.warn(text, stacklevel=2)
+        self._sum = total
+        return True
+
+    def _allowance(self, num_done: int, share: float) -> float:
+        """Return the largest sum of errors of so many stages, a share of all (See Rule 2)."""
+        tolerance = share * self._guard.tolerance / _PER_ERROR
+        return max(tolerance, num_done * _ROUNDINGS * self._least)
+
+    def keep_from_now_on(self, index: int) -> int:
+        """Choose a state to keep from the next forward on: the one at `index` was too far off.
+
+        Returns:
+            The spacing at which the recomputation of this backward keeps states.
+        """
+        guard, top = self._guard, self._top
+        rate = self._allowance(1, 1 / max(len(self._inverted), 1))  # if all stages have the same
+        place, total = min(index + 1, top - 1), 0.0
+        for at in range(top - 1, index, -1):
+            total += self._errors.get(at, 0.0)
+            if total * _MARGIN <= rate * (top - at):
+                place = at
+        guard.kept |= {place}
+        self._errors[index] = 0.0  # it is not used
+        num_inverses = max(guard._num_inverses, len(self._inverted))
+        if not guard._has_said_most and 2 * len(guard.kept) > num_inverses:
+            guard._has_said_most = True
+            error, name = guard._worst
+            warnings.warn(
+                f"Most states of this chain must be kept, {len(guard.kept)} or more of "
+                f"{num_inverses}: what inverses deliver is too far from what forward was given, "
+                f"most of all the input of {name}, by {error:.1e} of itself. If its `inverse` does "
+                "not undo `forward`, mend it (recoup.invertible.check_invertible tells). If the "
+                'layers are stiff, bound their scales, or use memory="sqrt". The gradients are '
+                "right, at the price of bytes and seconds.",
+                stacklevel=2,
+            )
+        return max(1, top - index)
+
+    def is_exact(self, index: int, state: Sequence[Tensor]) -> bool:
+        """Whether a state that was computed again is that of forward (See Rule 2)."""
+        pairs = zip(self._sketches.get(index, ()), state, strict=False)
+        return all(
+            sketch is None or _distance(sketch, value) <= tolerance_of(value.dtype)
+            for sketch, value in pairs
+        )
+
+
+def check_can_run_alone(name: str, modules: Sequence[nn.Module], drifted: str) -> None:
+    """Raise if a stage is sharded: other ranks may see no drift, and would not run it again.
+
+    Args:
+        name: the name of a stage that would run again.
+        modules: its modules.
+        drifted: the name of the stage whose inverse drifted.
+    """
+    if any(hasattr(part, "unshard") for module in modules for part in module.modules()):
+        raise DriftError(
+            f"The inverse of {drifted} drifted, and its input cannot be computed again: {name} is "
+            "sharded, so that all ranks must run it together. Bound the scale of the layers, or "
+            'use memory="sqrt".'
+        )
+
+
+def _sketch_of(value: Tensor) -> Sketch | None:
+    """Return the sketch of a state: an inverse may deliver it in another layout in memory."""
+    is_plain = value.layout is torch.strided and not value.is_contiguous()
+    return sketch_of(value.detach().contiguous() if is_plain else value)
+
+
+def _distance(sketch: Sketch, value: Tensor) -> float:
+    """Return the distance of a tensor from the sketched one, over the length of that."""
+    again = _sketch_of(value)
+    before, after = numbers_of(sketch), numbers_of(sketch if again is None else again)
+    was, distance = math.hypot(*before), math.dist(before, after)
+    if not math.isfinite(was):
+        return 0.0
+    error = distance / was if was > 0 else distance
+    return math.inf if math.isnan(error) else error
