@@ -305,7 +305,7 @@ def _run_again(call: Call, stops: bool) -> Any:
 
 def run_to_value(call: Call) -> Any:
     """Run `call` as `run_again` does, without keeping its result either."""
-    state, _ = _executor().execute_to_values((call,), call.tensors)
+    state, _ = _executor().execute((call,), call.tensors, keeps_last=False)
     return call.take_output(state)
 
 

@@ -89,15 +89,6 @@ class InMode:
             if not _active:
                 _restore_flags()
 
-    # What contexts call that are not plain ones yet.
-
-    def leave(self, *error: Any) -> None:
-        InMode.__exit__(self, *error)
-
-    def restore(self) -> None:
-        if id(self) in _active:
-            InMode.__exit__(self, None, None, None)
-
 
 def _restore_flags() -> None:
     for name, flag in zip(_FLAGS, _found, strict=True):

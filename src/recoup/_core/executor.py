@@ -62,8 +62,13 @@ class Executor:
         check_hooks_work()
         return Run(self.prepared, self.guard)
 
-    def execute(self, stages: Sequence[Stage], state: State) -> Result:
+    def execute(self, stages: Sequence[Stage], state: State, *, keeps_last: bool = True) -> Result:
         """Run the chain forward; its backward will follow the schedule.
+
+        Args:
+            stages: the stages.
+            state: the input of the first one.
+            keeps_last: whether the last state is kept; else it is a value, too (See Rule 2).
 
         Returns:
             The last state and, for each stage, its second output (a log-determinant), if any.
@@ -74,36 +79,22 @@ class Executor:
                 f"{len(stages)}. Make a schedule for {len(stages)} stages."
             )
         check_hooks_work()
-        if answers.answer is not None:
-            return _run_plainly(stages, state)  # the region around it owns every residual
+        if answers.answer is not None:  # the region around it owns every residual
+            beside: list[Any] = []
+            for stage in stages:
+                state, value = stage.forward(state)
+                beside.append(value)
+            return state, beside
         sweep = uncompiled(_sweep) if is_watched() else _sweep
-        return sweep(Run(self.prepared, self.guard), stages, state)
-
-    def execute_to_values(self, stages: Sequence[Stage], state: State) -> Result:
-        """Run the chain forward as `execute` does, without keeping the last state either."""
-        check_hooks_work()
-        if answers.answer is not None:
-            return _run_plainly(stages, state)
-        sweep = uncompiled(_sweep_to_values) if is_watched() else _sweep_to_values
-        return sweep(Run(self.prepared, self.guard), stages, state)
+        return sweep(Run(self.prepared, self.guard), stages, state, keeps_last)
 
 
-def _run_plainly(stages: Sequence[Stage], state: State) -> Result:
-    beside: list[Any] = []
-    for stage in stages:
-        state, value = stage.forward(state)
-        beside.append(value)
-    return state, beside
-
-
-def _sweep(run: Run, stages: Sequence[Stage], state: State) -> Result:
-    return run.sweep(stages, state)
-
-
-def _sweep_to_values(run: Run, stages: Sequence[Stage], state: State) -> Result:
-    given = set(map(storage_id, state))
+def _sweep(run: Run, stages: Sequence[Stage], state: State, keeps_last: bool) -> Result:
     last, beside = run.sweep(stages, state)
-    return tuple([_as_value(run, place, each, given) for place, each in enumerate(last)]), beside
+    if not keeps_last:
+        given = set(map(storage_id, state))
+        last = tuple([_as_value(run, place, each, given) for place, each in enumerate(last)])
+    return last, beside
 
 
 def _as_value(run: Run, place: int, value: Tensor, given: set[int]) -> Tensor:

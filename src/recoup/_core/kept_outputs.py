@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.memory_layout import Strides, strided
 from recoup._core.operators import has_schema, traits_of
 from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
@@ -72,7 +73,7 @@ class _Kept(NamedTuple):
     """An output of the first run: a number, or of each tensor a copy, its type and its strides."""
 
     number: Any
-    tensors: tuple[tuple[Tensor | PackedMask | None, torch.dtype, tuple[int, ...]], ...]
+    tensors: tuple[tuple[Tensor | PackedMask | None, torch.dtype, Strides], ...]
 
 
 class KeptOutputs:
@@ -236,7 +237,7 @@ def _keep(name: str, func: Any, args: Any, kwargs: dict[str, Any], result: Any) 
         return _Kept(result, ())
     results = cast("tuple[Tensor, ...]", result if isinstance(result, tuple) else (result,))
     bound = _bound(name, func, args, kwargs)
-    kept: list[tuple[Tensor | PackedMask | None, torch.dtype, tuple[int, ...]]] = []
+    kept: list[tuple[Tensor | PackedMask | None, torch.dtype, Strides]] = []
     for place, each in enumerate(results):
         if name in _SELECTIONS and place == 0:
             kept.append((None, each.dtype, each.stride()))  # it is gathered
@@ -256,22 +257,15 @@ def _given(kept: _Kept, name: str, func: Any, args: Any, kwargs: dict[str, Any])
         if value is not None:
             made = value.unpacked() if isinstance(value, PackedMask) else value
             made = made.to(dtype) if made.dtype is not dtype else made.clone()
-            found.append(_laid(made, stride))
+            found.append(strided(made, stride))
     if name in _SELECTIONS:
         values, (indices,), dim = args[0], found, _argument(func, "dim", args, kwargs)
         if indices.dim() == values.dim():
             chosen = values.gather(dim, indices)
         else:
             chosen = values.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
-        return _laid(chosen, kept.tensors[0][2]), indices
+        return strided(chosen, kept.tensors[0][2]), indices
     return found[0] if len(found) == 1 else tuple(found)
-
-
-def _laid(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    if tensor.stride() == stride:
-        return tensor
-    found = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return found.copy_(tensor)
 
 
 def _bound(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:

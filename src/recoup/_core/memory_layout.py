@@ -17,6 +17,13 @@ Strides = tuple[int, ...]
 _strides: Callable[[Tensor], Strides] = methodcaller("stride")
 
 
+def strided(tensor: Tensor, stride: Strides) -> Tensor:
+    """Return `tensor`, or a copy, with these strides; an expanded one is left as it is."""
+    if tensor.stride() == stride or 0 in stride:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
 def laid_out(tensor: Tensor, geometry: Geometry) -> Tensor:
     """Return `tensor` with the memory layout `geometry`, since slots are views of its storage."""
     if geometry_of(tensor) == geometry:
@@ -61,7 +68,7 @@ def _in_order(tensor: Tensor, strides: Strides) -> Tensor:
     dense = _dense(tensor.shape, strides)
     if dense == _dense(tensor.shape, now):
         return tensor
-    return tensor.new_empty_strided(tensor.shape, dense).copy_(tensor)
+    return strided(tensor, dense)
 
 
 def _dense(shape: Sequence[int], strides: Strides) -> Strides:

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from recoup._core.memory_layout import laid_out
+from recoup._core.memory_layout import strided
 from recoup._core.saved_tensors import backward_id, num_nodes
 from recoup._core.sketch import Sketch, difference, sketch_of, tolerance_of
 from recoup._core.surroundings import Surroundings
@@ -195,7 +195,7 @@ def compare(
                 raise mismatch(surroundings, _different(first, tensor, None))
             continue
         if first.stride and tensor.stride() != first.stride:  # hooks around may lay it out anew
-            tensor = laid_out(tensor.detach(), (tuple(first.shape), first.stride, 0))
+            tensor = strided(tensor.detach(), first.stride)
         second = sketch_of(tensor)
         if isinstance(first.sketch, list) and isinstance(second, list):
             if first.sketch != second:

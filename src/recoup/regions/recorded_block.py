@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from recoup._core.lazy_values import Source
-from recoup._core.memory_layout import Geometry, geometry_of
+from recoup._core.memory_layout import Geometry, geometry_of, strided
 from recoup._core.operators import map_instances
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import Packed, grad_mode, version_of
@@ -66,13 +66,6 @@ class Layout(NamedTuple):
         view = whole.as_strided(*self.geometry)
         view = view.conj() if self.is_conj else view
         return cast("Any", torch)._neg_view(view) if self.is_neg else view
-
-    def strided(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or a copy, with the strides of this layout."""
-        size, stride, _ = self.geometry
-        if tensor.stride() == stride or 0 in stride:
-            return tensor
-        return tensor.new_empty_strided(size, stride).copy_(tensor)
 
 
 class Memory:
@@ -257,7 +250,7 @@ class _Replay:
                     "first run, so it depends on something outside of torch. Move it out of the "
                     "block."
                 )
-            self._tensors[memory] = {layout: layout.strided(tensor)}
+            self._tensors[memory] = {layout: strided(tensor, layout.geometry[1])}
         for memory in last_used:
             self._tensors.pop(memory, None)
 
@@ -274,7 +267,7 @@ class _Replay:
                     "before backward, as FSDP2 does with the parameters of a module after its "
                     "forward. Use recoup.recompute(module), which runs the whole module again."
                 )
-            tensors[layout] = given if layout is None else layout.strided(given)
+            tensors[layout] = given if layout is None else strided(given, layout.geometry[1])
         elif layout not in tensors:
             tensors[layout] = cast("Layout", layout).view(next(iter(tensors.values())))
         return tensors[layout]
