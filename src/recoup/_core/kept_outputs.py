@@ -270,17 +270,12 @@ def _given(kept: _Kept, name: str, func: Any, args: Any, kwargs: dict[str, Any])
 
 def _bound(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Return a number that is above all integers that an operator makes."""
-    first = args[0]
+    if name == _CONVERSION:
+        return 2**62
     if name in _SELECTIONS or name.startswith("arg"):
-        dim = _argument(func, "dim", args, kwargs)
+        first, dim = args[0], _argument(func, "dim", args, kwargs)
         return first.numel() if dim is None else first.size(dim) if first.dim() else 1
-    if name == "nonzero.default":
-        return max((*first.shape, 1))
-    if name == "multinomial.default":
-        return first.shape[-1]
-    if name in ("bucketize.Tensor", "searchsorted.Tensor"):
-        return max(each.shape[-1] for each in args[:2] if each.dim()) + 1
-    return 2**62 if name == _CONVERSION else first.numel() + 1
+    return 1 + max(each.numel() for each in tensors_in((args, kwargs)))
 
 
 def narrowed(indices: Tensor, bound: int) -> Tensor:

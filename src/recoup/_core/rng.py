@@ -112,7 +112,7 @@ class Draws:
     _expected: States = ()  # the generator states, if no foreign draw was made since
     _end = 0  # a hash of the states after a first run with foreign draws
     _begun: tuple[int, ...] = ()  # hashes of the states in which regions within a first run began
-    _num_begun = 0  # regions within a later run
+    _num_begun: int = 0  # regions within a later run
     _is_replaying = False
     _cursor = 0
     has_foreign = False
