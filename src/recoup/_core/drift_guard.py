@@ -101,7 +101,8 @@ class DriftGuard:
         self.errors: dict[int, float] = {}
         self.refused: dict[int, float] = {}
         self.kept: frozenset[int] = frozenset()
-        self._worst: tuple[float, str] = (0.0, "")  # of the refused states: the error, and the stage whose input it is
+        # Of the refused states: the error, and the stage whose input it is.
+        self._worst: tuple[float, str] = (0.0, "")
         self._num_inverses = 0  # of the chain, if no state were kept
         self._has_warned = False
         self._has_said_most = False

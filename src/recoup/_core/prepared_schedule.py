@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from recoup.schedules import (
-    Action,
-    Advance,
-    Invert,
-    Keep,
-    Load,
-    Offload,
-    Schedule,
-    Tape,
-    simulate,
-)
+from recoup.schedules import Action, Advance, Invert, Keep, Load, Offload, Schedule, Tape, simulate
 
 
 class Step(NamedTuple):

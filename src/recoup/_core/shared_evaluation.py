@@ -32,13 +32,7 @@ from recoup._core.memory_layout import in_order, strides_of
 from recoup._core.pytree import Tree, flatten
 from recoup._core.region import Untaped
 from recoup._core.rng import SeededCall
-from recoup._core.saved_tensors import (
-    as_leaves,
-    detached,
-    grad_mode,
-    requires_grad_of,
-    versions_of,
-)
+from recoup._core.saved_tensors import as_leaves, detached, grad_mode, requires_grad_of, versions_of
 from recoup._core.slots import Filling, Owner, Recording, Residuals
 from recoup.errors import ReplayError
 

@@ -312,15 +312,12 @@ class Surroundings(Draws):
     def _name_of(self, found: nn.Module | Tensor) -> str:
         """Return the name of a module or parameter, in the first module that has it."""
         for root in self._modules:
-            if isinstance(found, nn.Module):
-                modules = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
-                for name, module in modules:
-                    if module is found:
-                        return f"{type(found).__name__} `{name}`" if name else type(found).__name__
-            else:
-                for name, value in root.named_parameters():
-                    if value is found:
-                        return f"`{name}` of {type(root).__name__}"
+            parts: list[tuple[str, Any]] = [*root.named_modules(), *root.named_parameters()]
+            for name, part in parts:
+                if part is found and isinstance(found, nn.Module):
+                    return f"{type(found).__name__} `{name}`" if name else type(found).__name__
+                if part is found:
+                    return f"`{name}` of {type(root).__name__}"
         return f"a {type(found).__name__}"
 
 
