@@ -20,8 +20,7 @@ from recoup.regions.recompute import recompute
 from recoup.regions.recomputed_modules import Recompute, recompute_
 from recoup.regions.recomputing import recomputing
 from recoup.regions.sequential import Sequential
-from recoup.regions.tiled import tiled
-from recoup.regions.tiled_loss import tiled_loss
+from recoup.regions.tiled import tiled, tiled_loss
 from recoup.weights import weight_dropout, weight_noise, weight_norm
 
 __version__ = "0.1.0"

@@ -1,19 +1,14 @@
-"""Kinds of blocks of which parts run in tiles: the output layer with its loss, and MLPs."""
+"""Kinds of blocks of which parts run in tiles, beside those of which none do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
 
 from recoup.errors import ChangedError, GradientError
-from recoup.planning.forwards import PartsFollower
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks
-from recoup.planning.tiled_head import find_head
-from recoup.planning.tiled_mlps import find_mlps
+from recoup.planning.tiled_parts import TiledParts, find_parts
 
 __all__ = ["checked_tiles", "with_tiles"]
 
@@ -45,60 +40,28 @@ def with_tiles(
     kinds = [kind]
     if any(hasattr(type(module), "unshard") for module in kind.step.model.modules()):
         return kinds  # FSDP2 gathers weights for the calls that it knows
-    head = find_head(kind.step, kind.blocks, None if tiles is True else tiles)
-    if head is not None and head.logits_bytes >= _WORTH * kind.points[0].peak_bytes:
-        found = _tiled(kind, head, device)
-        if found is not None:
-            kinds.append(found)
-    mlps = None if only_head else find_mlps(kind.step, kind.blocks)
-    if mlps is not None:
-        before = kinds[-1]
-        both = mlps if before is kind else _Parts([before.step.tiled, mlps])
-        found = _tiled(kind, both, device)
-        if found is not None and found.points[0].peak_bytes <= _LESS * before.points[0].peak_bytes:
-            kinds.append(found)
+    parts = find_parts(kind.step, kind.blocks, None if tiles is True else tiles)
+    head = parts.head
+    if head is not None and head.num_bytes >= _WORTH * kind.points[0].peak_bytes:
+        kinds += _tiled(kind, TiledParts(head), kind, device)
+    if parts.mlps and not only_head:
+        own = replace(parts, head=head if len(kinds) > 1 else None)
+        kinds += _tiled(kind, own, kinds[-1], device)
     return kinds
 
 
-def _tiled(kind: PricedBlocks, parts: PartsFollower, device: torch.device) -> PricedBlocks | None:
-    """Return the kind with parts in tiles, or None if they cannot run so or save nothing."""
+def _tiled(
+    kind: PricedBlocks, parts: TiledParts, than: PricedBlocks, device: torch.device
+) -> list[PricedBlocks]:
+    """Return the kind with parts in tiles; nothing if they cannot run so, or save nothing."""
     step = replace(kind.step, tiled=parts)
     if kind.measured.outcome is not None:  # of a step without tiles
         step.verification.expect(kind.measured.outcome, is_plain=False)
     try:
         found = price_blocks(step, kind.blocks, device)
     except (ChangedError, GradientError):
-        return None  # other code does with them what only the whole can serve
-    if found.points[0].peak_bytes > _LESS * kind.points[0].peak_bytes:
-        return None
+        return []  # other code does with them what only the whole can serve
+    if found.points[0].peak_bytes > _LESS * than.points[0].peak_bytes:
+        return []
     found.step.verification.allow_other_sums(parts.eps)  # known now
-    return found
-
-
-class _Parts:
-    """Several followers of parts of a model as one."""
-
-    def __init__(self, followers: Sequence[Any]) -> None:
-        self._followers: list[PartsFollower] = list(followers)
-        self._of = {id(module): each for each in self._followers for module in each.modules}
-        self.modules = [module for each in self._followers for module in each.modules]
-
-    @property
-    def described(self) -> str:
-        """Their lines."""
-        return "\n".join(each.described for each in self._followers)
-
-    @property
-    def eps(self) -> float:
-        """The largest of theirs."""
-        return max(each.eps for each in self._followers)
-
-    def called(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a part."""
-        return self._of[id(module)].called(module, forward, args, kwargs)
+    return [found]

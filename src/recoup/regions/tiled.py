@@ -1,10 +1,11 @@
-"""`recoup.tiled`: a call that treats rows independently, in pieces.
+"""`recoup.tiled` and `recoup.tiled_loss`: calls that treat rows independently, in pieces.
 
 NOTE [ Tiled calls ]
 
 Rule 1. Each tile is a region of its own, so draws, autocast, comparisons, hooks and double
         backward are those of a checkpointed call. One tile is alive at a time, in forward and in
-        backward.
+        backward. Of `tiled_loss` a tile runs forward and backward at once (See NOTE [ Gradients of
+        a sum ]).
 Rule 2. The result is that of `fn` for all rows: outputs are concatenated; losses are added, means
         weighted by the number of their targets.
 Rule 3. A tile without a target has no loss (0 / 0 for most functions), so it is left out; without
@@ -21,13 +22,16 @@ import torch
 from torch import Tensor
 
 from recoup._core.call import Call, run_again
+from recoup._core.captured import captured_by
 from recoup._core.compile import break_graph, is_traced, is_watched, uncompiled
 from recoup._core.compiled_graphs import is_followed
+from recoup._core.saved_tensors import check_hooks_work
+from recoup._core.summed_gradients import summed_loss
 from recoup.regions.checkpoint import checkpoint_in_graph, name_of
 from recoup.regions.tile_check import check_all_rows, check_once
 from recoup.regions.tiles import Cut, Reduction, Tiles, joined, tile_value
 
-__all__ = ["Tiled", "tiled"]
+__all__ = ["Tiled", "TiledLoss", "tiled", "tiled_loss"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,6 +110,74 @@ def tiled(
     return Tiled(fn, Cut(dim, tiles, split, reduction, target, ignore_index))
 
 
+def tiled_loss(
+    fn: Callable[P, Tensor],
+    dim: int = 1,
+    tiles: int = 8,
+    *,
+    split: Sequence[int | str] | None = None,
+    reduction: Reduction = "mean",
+    target: int | str | None = None,
+    ignore_index: int = -100,
+) -> TiledLoss[P]:
+    """Return a callable that computes the loss `fn`, and its gradients, on a piece at a time.
+
+    Kept: the gradients themselves, as large as the arguments and parameters that they belong to;
+    what `fn` makes (the logits) is alive for one tile only. Each tile runs forward and backward in
+    forward; backward only multiplies the gradients by that of the result. So nothing runs twice, as
+    with `tiled(fn, reduction="mean")`, but gradients are paid for whenever grad mode is on, there
+    is no double backward, and parameters' gradients are held from forward on. The weight of a
+    linear layer takes the bytes of one gradient at any time, other weights, and all of them under
+    autocast, up to three.
+
+    What is checked is the same as for `tiled`. A graph of torch.compile breaks at it.
+
+    Args:
+        fn: a function or module that returns a loss, a tensor without dimensions, and treats rows
+            independently: the head of a language model with its cross entropy.
+        dim: the dimension of the rows: 1 for tokens of shape (N, L, D).
+        tiles: how many pieces there are. Logits of all rows divided by `tiles` are alive, about
+            three times (in forward and in backward of a cross entropy).
+        split: the arguments that are split, as in `tiled`.
+        reduction: "mean" or "sum": which of the two `fn` returns. A mean is over targets, each of
+            the same weight: with class weights, let `fn` return a sum.
+        target: with "mean", the argument with the targets, as in `tiled`.
+        ignore_index: the target that a mean does not count; the one that `fn` ignores.
+
+    Returns:
+        A callable that takes the same arguments as `fn` and returns the same loss. The loss may be
+        scaled, added to others, and reversed again with `retain_graph`.
+
+    Raises:
+        ValueError: as for `tiled`.
+        GradientError: in forward, when `fn` uses a tensor that is not among its arguments and was
+            computed before; in backward, with `create_graph=True`.
+
+    Example:
+        >>> import recoup, torch
+        >>> head = torch.nn.Linear(8, 1000)
+        >>> def head_and_loss(hidden, labels):
+        ...     return torch.nn.functional.cross_entropy(
+        ...         head(hidden).flatten(0, 1), labels.flatten()
+        ...     )
+        >>> hidden = torch.ones(2, 100, 8, requires_grad=True)
+        >>> labels = torch.zeros(2, 100, dtype=torch.long)
+        >>> loss = recoup.tiled_loss(head_and_loss, dim=1, tiles=10)(hidden, labels)
+        >>> loss.backward()
+        >>> hidden.grad.shape, head.weight.grad.shape
+        (torch.Size([2, 100, 8]), torch.Size([1000, 8]))
+
+    Source: Hsu et al., "Liger Kernel", https://arxiv.org/abs/2410.10989 (its fused linear cross
+    entropy).
+    """
+    if reduction == "none":
+        raise ValueError(
+            '`reduction` is "none", but gradients can be taken in forward for a loss alone. Give '
+            '"mean" or "sum", or use recoup.tiled.'
+        )
+    return TiledLoss(fn, Cut(dim, tiles, split, reduction, target, ignore_index))
+
+
 class Tiled(Generic[P, T]):
     """A function that runs in tiles, as `tiled` returns it.
 
@@ -141,7 +213,7 @@ class Tiled(Generic[P, T]):
             check_once(self._name, self._fn, tiles)
         if self._cut.reduction != "none":
             return cast("T", self._loss(tiles))
-        outputs = [self._tile(i, tiles, own) for i, own in enumerate(tiles.pieces(tiles.tensors))]
+        outputs = [self._tile(tiles, index, piece) for index, piece in _pieces(tiles)]
         return joined(outputs, tiles.sizes, tiles.dim, self._name)
 
     def __repr__(self) -> str:
@@ -156,8 +228,8 @@ class Tiled(Generic[P, T]):
         """
         check_all_rows(self._name, self._fn, Tiles(args, kwargs, self._cut))
 
-    def _tile(self, index: int, tiles: Tiles, tensors: Sequence[Tensor]) -> Any:
-        args, kwargs = tiles.given(tensors)
+    def _tile(self, tiles: Tiles, index: int, piece: Sequence[Tensor]) -> Any:
+        args, kwargs = tiles.given(piece)
         if not torch.is_grad_enabled():
             return self._fn(*args, **kwargs)
         if is_followed():
@@ -165,25 +237,40 @@ class Tiled(Generic[P, T]):
         return run_again(Call(f"tile {index} of {self._name}", self._fn, args, kwargs))
 
     def _loss(self, tiles: Tiles) -> Tensor:
-        weights, divisor = self._weights(tiles)
+        weights, divisor = tiles.weights()
         values: list[Tensor] = []
-        for index, tensors in enumerate(tiles.pieces(tiles.tensors)):
+        for index, piece in _pieces(tiles):
             if weights[index]:  # See Rule 3
-                output = self._tile(index, tiles, tensors)
-                value = tile_value(output, self._name, self._cut.reduction)
+                value = self._value(self._tile(tiles, index, piece))
                 values.append(value if divisor == 1 else value * (weights[index] / divisor))
         return functools.reduce(torch.add, values)
 
-    def _weights(self, tiles: Tiles) -> tuple[list[float], float]:
-        """Return the weight of each tile, and what the sum is divided by."""
-        num = len(tiles.sizes)
-        if self._cut.reduction == "sum" or num == 1:
-            return [1.0] * num, 1.0
-        weights = tiles.weights()
-        # Without any target it is what `fn` makes of none: nan for most.
-        weights = weights if any(weights) else list(map(float, tiles.sizes))
-        return weights, sum(weights)
+    def _value(self, output: Any) -> Tensor:
+        return tile_value(output, self._name, self._cut.reduction)
+
+
+class TiledLoss(Tiled[P, Tensor]):
+    """A loss that runs in tiles, as `tiled_loss` returns it."""
+
+    def _loss(self, tiles: Tiles) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super()._loss(tiles)
+        check_hooks_work()
+
+        def loss(piece: Sequence[Tensor]) -> Tensor:
+            args, kwargs = tiles.given(piece)
+            return self._value(self._fn(*args, **kwargs))
+
+        outside = [t for t in (*captured_by(self._fn), *tiles.others) if isinstance(t, Tensor)]
+        name, weights = f"the loss of {self._name} in tiles", tiles.weights()
+        return summed_loss(name, loss, tiles.split, tiles.sizes, tiles.dim, *weights, outside)
 
 
 def _run(tiled: Tiled[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     return tiled.run(args, kwargs)
+
+
+def _pieces(tiles: Tiles) -> enumerate[tuple[Tensor, ...]]:
+    """Return the tensors of each tile; in backward one node puts their gradients together."""
+    split = [tensor.split(tiles.sizes, tiles.dim) for tensor in tiles.split]
+    return enumerate(zip(*split, strict=True))

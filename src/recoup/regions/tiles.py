@@ -13,7 +13,6 @@ Rule 3. Tiles differ by at most one row. There are fewer where there are fewer r
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -66,18 +65,20 @@ class Tiles:
         cut: how they are cut.
 
     Attributes:
-        tensors: the tensors among the arguments.
-        is_split: whether each of them is split.
+        split: the tensors that are split, each once.
+        others: the other tensors among the arguments.
         dim: the dimension of the rows, not negative.
+        num_rows: how many there are.
         sizes: how many rows each tile has.
         cut: how they are cut.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Cut) -> None:
         self._args, self._kwargs, self.cut = args, kwargs, cut
-        self.tensors, self._tree = flatten_arguments(args, kwargs)
+        self._tensors, self._tree = flatten_arguments(args, kwargs)
         named = None if cut.split is None else self._ids_of(cut.split)
-        rows = next((t for t in self.tensors if _may_have_rows(t, named)), None)
+        given = [t for t in self._tensors if named is None or id(t) in named]
+        rows = next((t for t in given if named or not isinstance(t, nn.Parameter)), None)
         if rows is None:
             raise ValueError(
                 f"`split` is {cut.split!r}, and no argument that it allows is a tensor. Pass the "
@@ -90,9 +91,10 @@ class Tiles:
             )
         self.dim = cut.dim % rows.dim()
         self.num_rows = rows.shape[self.dim]
-        self.is_split = [
-            _has_rows(t, rows, self.dim) if named is None else id(t) in named for t in self.tensors
-        ]
+        split = given if named else [t for t in given if _has_rows(t, rows, self.dim)]
+        self.split = list({id(tensor): tensor for tensor in split}.values())
+        ids = set(map(id, self.split))
+        self.others = [tensor for tensor in self._tensors if id(tensor) not in ids]
         for tensor in self.split:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != self.num_rows:
                 raise ValueError(
@@ -105,45 +107,33 @@ class Tiles:
         self._targets = None if cut.reduction == "none" else self._counted()
 
     @property
-    def split(self) -> list[Tensor]:
-        """The tensors that are split."""
-        return list(itertools.compress(self.tensors, self.is_split))
-
-    @property
     def kind(self) -> Hashable:
         """The same for two calls that are cut alike."""
-        return (self.cut.reduction, self.dim, *self.is_split, *(t.dim() for t in self.tensors))
+        ids = set(map(id, self.others))
+        return (self.cut.reduction, self.dim, *((t.dim(), id(t) in ids) for t in self._tensors))
 
-    def pieces(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return the tensors of each tile.
-
-        Args:
-            tensors: the tensors of the whole call, or others in their places.
-        """
-        columns: list[Sequence[Tensor]] = [
-            # In backward one node puts the gradients of all pieces together.
-            t.split(self.sizes, self.dim) if split else [t] * len(self.sizes)
-            for t, split in zip(tensors, self.is_split, strict=True)
-        ]
-        return list(zip(*columns, strict=True))
-
-    def given(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with `tensors` in the places of theirs."""
-        given: Any = self._tree.unflatten(tuple(tensors))
+    def given(self, parts: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with `parts` in the places of the tensors that are split."""
+        own = dict(zip(map(id, self.split), parts, strict=True))
+        tensors = tuple([own.get(id(tensor), tensor) for tensor in self._tensors])
+        given: Any = self._tree.unflatten(tensors)
         return (given, {}) if self._tree.is_flat else given
 
-    def weights(self, rows: Sequence[int] | None = None) -> list[float]:
-        """Return what each tile counts: its targets or rows in a mean, else one.
+    def weights(self) -> tuple[list[float], float]:
+        """Return what each tile counts in the result, and what their sum is divided by."""
+        if self.cut.reduction == "sum" or len(self.sizes) == 1 or self._targets is None:
+            return [1.0] * len(self.sizes), 1.0
+        parts = cast("Sequence[Tensor]", self._targets.split(self.sizes))
+        counts = torch.stack([part.sum() for part in parts])
+        # Without any target it is what `fn` makes of none: nan for most.
+        found = cast("list[int]", counts.tolist()) if counts.any() else self.sizes
+        return list(map(float, found)), float(sum(found))
 
-        Args:
-            rows: those of the only tile, if it is another one.
-        """
-        sizes = self.sizes if rows is None else [len(rows)]
-        if self.cut.reduction != "mean" or self._targets is None:
-            return [1.0] * len(sizes)
-        targets = self._targets if rows is None else self._targets[[*rows]]
-        parts = cast("Sequence[Tensor]", targets.split(sizes))
-        return list(map(float, cast("list[int]", torch.stack([p.sum() for p in parts]).tolist())))
+    def share(self, rows: Sequence[int]) -> float:
+        """Return what a loss of these rows counts, of all rows."""
+        if self.cut.reduction == "sum" or self._targets is None:
+            return 1 / self.num_rows
+        return float(self._targets[[*rows]].sum()) / self.num_rows
 
     def counted_rows(self) -> Sequence[int]:
         """Return the rows that have targets, or all where no argument has them."""
@@ -154,13 +144,10 @@ class Tiles:
     def _counted(self) -> Tensor:
         """Return how many targets each row has; one each if no argument has them."""
         target, is_mean = self.cut.target, self.cut.reduction == "mean"
-        ids = None if target is None or not is_mean else self._ids_of([target])
-        found: dict[int, Tensor] = {}
-        for tensor in self.split:
-            is_whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
-            if is_whole and (ids is None or id(tensor) in ids):
-                found[id(tensor)] = tensor
-        if ids is not None and len(found) != 1:
+        named = None if target is None or not is_mean else self._ids_of([target])
+        found = [t for t in self.split if not (t.is_floating_point() or t.dtype == torch.bool)]
+        found = [t for t in found if named is None or id(t) in named]
+        if named is not None and len(found) != 1:
             raise ValueError(
                 f"`target` is {target!r}, but that argument has {len(found)} tensors of integers "
                 "that are split. Name the one with the targets."
@@ -172,7 +159,7 @@ class Tiles:
             )
         if len(found) != 1:
             return torch.ones(self.num_rows)
-        is_target = next(iter(found.values())).detach() != self.cut.ignore_index
+        is_target = found[0].detach() != self.cut.ignore_index
         return is_target[..., None].movedim(self.dim, 0).flatten(1).sum(1)
 
     def _ids_of(self, names: Sequence[int | str]) -> set[int]:
@@ -189,10 +176,6 @@ class Tiles:
         return found
 
 
-def _may_have_rows(tensor: Tensor, named: set[int] | None) -> bool:
-    return not isinstance(tensor, nn.Parameter) if named is None else id(tensor) in named
-
-
 def _has_rows(tensor: Tensor, rows: Tensor, dim: int) -> bool:
     if tensor.dim() <= dim or isinstance(tensor, nn.Parameter):
         return False
@@ -200,21 +183,17 @@ def _has_rows(tensor: Tensor, rows: Tensor, dim: int) -> bool:
         return tensor is rows
     before = zip(tensor.shape[:dim], rows.shape[:dim], strict=True)
     agree = all(a == b or 1 in (a, b) for a, b in before)
-    if agree and not _may_be_of_features(tensor, rows):
+    # Numbers may be broadcast along the last dimensions instead.
+    may_be_features = tensor.is_floating_point() and tensor.dim() < rows.dim()
+    last = zip(reversed(tensor.shape), reversed(rows.shape), strict=False)
+    may_be_features = may_be_features and all(a in (b, 1) for a, b in last)
+    if agree and not may_be_features:
         return True
     doubt = "it may have a value a row, or one a feature" if agree else "as many rows, by chance?"
     raise ValueError(  # See Rule 2
         f"An argument has shape {tuple(tensor.shape)} beside the first one, of shape "
         f"{tuple(rows.shape)}: {doubt}. `split` must say which are split: give positions and names."
     )
-
-
-def _may_be_of_features(tensor: Tensor, rows: Tensor) -> bool:
-    """Whether a tensor of numbers would also be broadcast along the last dimensions of `rows`."""
-    if not tensor.is_floating_point() or tensor.dim() >= rows.dim():
-        return False
-    last = zip(reversed(tensor.shape), reversed(rows.shape), strict=False)
-    return all(a in (b, 1) for a, b in last)
 
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int], dim: int, name: str) -> Any:
