@@ -71,13 +71,19 @@ class RowCheck:
             How it does not treat rows independently; nothing if it does. None if the rows could not
             show that.
         """
+        with without_pairs(), _disable_current_modes():  # See Rule 4
+            return self._compared(rows)
+
+    def _compared(self, rows: Sequence[int]) -> str | None:
         half, dim = len(rows) // 2, self.dim
         a, b = list(rows[:half]), list(rows[half:])
         other_a, other_b = b[:half], [*a, *a][: len(b)]
-        whole, other = (self._at(each).values() for each in (a + b, other_a + other_b))
-        if not a or all(map(torch.equal, whole, other)):
+        if not a:
             return None
         with self._unseen() as changed:
+            whole, other = (self._at(each).values() for each in (a + b, other_a + other_b))
+            if all(map(torch.equal, whole, other)):
+                return None
             pairs = (a, b), (a, other_b), (other_a, b), (other_a, other_b)
             runs = [self._found(first + second) for first, second in pairs]
             alone = [] if self.draws else [self._found(a), self._found(b)]
@@ -162,8 +168,7 @@ class RowCheck:
         changed, has_cache = list[str](), torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with without_pairs(), _disable_current_modes():
-                yield changed
+            yield changed
         finally:
             torch.set_autocast_cache_enabled(has_cache)
             for name, tensor, values in before:

@@ -105,7 +105,7 @@ class _Sums:
             return [None] * len(inputs)
         users, ends = self._graph_of(value)
         for each in inputs:
-            ends.pop(tuple(get_gradient_edge(each)), None)
+            ends.pop(get_gradient_edge(each)[:2], None)
         products = {edge: p for edge, end in ends.items() if (p := _product(edge, end, users))}
         others = [end for edge, end in ends.items() if edge not in products]
         asked: list[Any] = [*(GradientEdge(p[0], 0) for p in products.values()), *others, *inputs]
@@ -133,7 +133,7 @@ class _Sums:
 
     def _graph_of(self, value: Tensor) -> tuple[_Users, dict[_Edge, Tensor]]:
         """Return who uses each output in the graph of a piece, and the tensors at its ends."""
-        root: _Edge = tuple(get_gradient_edge(value))
+        root: _Edge = get_gradient_edge(value)[:2]
         users: _Users = {root: []}
         ends: dict[_Edge, Tensor] = {}
         edges, seen = [root], set[Any]()

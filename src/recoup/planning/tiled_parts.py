@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled, is_watched
 from recoup._core.generators import own_generator
-from recoup._core.row_check import RowCheck, few_of
+from recoup._core.row_check import Found, RowCheck, few_of
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.summed_gradients import summed_loss
 from recoup.memory import format_bytes
@@ -309,9 +309,12 @@ def _has_rows(value: Any) -> bool:
 def _is_row_local(module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> bool:
     """Whether a call of a module treats rows independently, and leaves no trace (See Rule 5)."""
     dim = x.dim() + _DIM
-    check = RowCheck(
-        module, [x], dim, lambda _, own: [("output", call(own[id(x)]), False)], takes_gradients=True
-    )
+
+    def run(rows: Sequence[int], own: dict[int, Tensor]) -> Found:
+        twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
+        return [("output", call(twice.narrow(dim, 0, len(rows))), False)]
+
+    check = RowCheck(module, [x], dim, run, takes_gradients=True)
     before = [value for each in module.modules() for value in vars(each).values()]
     try:
         mixes = check.mixes(few_of(range(x.shape[dim]), x.shape[dim]))
