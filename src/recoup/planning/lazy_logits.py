@@ -56,8 +56,9 @@ _ENTRYWISE = _named(
     "float double half bfloat16 to div true_divide mul tanh __truediv__ __mul__ __rmul__"
 )
 _RESHAPES = _named("view reshape flatten contiguous")
-_OF_GRADIENT = _named("retain_grad register_hook") | {cast("Any", Tensor.grad_fn).__get__}
-_OF_BACKWARD = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_OF_GRADIENT = _named("retain_grad register_hook backward") | {
+    cast("Any", Tensor.grad_fn).__get__, torch.autograd.grad, torch.autograd.backward
+}  # fmt: skip
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -162,9 +163,13 @@ class LazyLogits(Tensor):
         kwargs, first = kwargs or {}, args[0] if args else None
         tensors, tree = flatten((args, kwargs))
         lazy = [each for each in tensors if isinstance(each, LazyLogits)]
-        if func in _OF_BACKWARD or func in _OF_GRADIENT:
-            for each in lazy:
-                each._check_asked()
+        if func in _OF_GRADIENT:
+            cut = [each.call.name for each in lazy if each.call.was_cut and each.call.whole is None]
+            if cut:
+                raise GradientError(
+                    f"The output of {cut[0]} has no gradient of its own: its reader took it in "
+                    "pieces. " + _WAY_OUT
+                )
         elif len(lazy) == 1 and first is lazy[0] and lazy[0].call.whole is None:
             with torch._C.DisableTorchFunctionSubclass():
                 if func in _METADATA:
@@ -194,33 +199,21 @@ class LazyLogits(Tensor):
             found = self.call.cross_entropy(self, *args, **kwargs)
             self.call.was_cut |= found is not NotImplemented
             return found
-        shape, width = self.shape, self.shape[-1]
-        values = [*args, *kwargs.values()]
-        rows, dtype = None, self.dtype
+        shape, width, dtype, rows = self.shape, self.shape[-1], self.dtype, None
+        kinds = {type(each) for each in (*args, *kwargs.values())}
         if func is Tensor.__getitem__:
-            if _is_of_rows(args[0], shape):
-                rows = self.rows[args[0]]
-        elif func in _RESHAPES or all(type(each) in (int, float, torch.dtype) for each in values):
-            if func not in _RESHAPES | _ENTRYWISE:
-                return NotImplemented
+            rows = self.rows[args[0]] if _is_of_rows(args[0], shape) else None
+        elif func in _RESHAPES or (func in _ENTRYWISE and kinds <= {int, float, torch.dtype}):
             made = func(torch.empty(shape, dtype=dtype, device="meta"), *args, **kwargs)
             if func in _ENTRYWISE:
                 rows, dtype = self.rows if made.is_floating_point() else None, made.dtype
             elif made.dtype is dtype and made.shape[-1:] == (width,):
-                is_same = math.prod(made.shape) == math.prod(shape)
-                rows = self.rows.reshape(*made.shape[:-1], -1) if is_same else None
+                is_whole = math.prod(made.shape) == math.prod(shape)
+                rows = self.rows.reshape(*made.shape[:-1], -1) if is_whole else None
         if rows is None:
             return NotImplemented
         own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 4
         return LazyLogits.made(self.call, rows, (*self.path, (func, own, kwargs)), width, dtype)
-
-    def _check_asked(self) -> None:
-        """Raise where the gradient is asked for of what a cross entropy took in pieces."""
-        if self.call.was_cut and self.call.whole is None:
-            raise GradientError(
-                f"The output of {self.call.name} has no gradient of its own: its reader "
-                "took it in pieces. " + _WAY_OUT
-            )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

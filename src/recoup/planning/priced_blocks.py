@@ -67,6 +67,7 @@ class PricedBlocks(NamedTuple):
         code_again: the code by which blocks run that are run again.
         guard: the drift guard of blocks that are inverted; None if none may be.
         plain_bytes: the peak of the step that keeps everything, if it was run.
+        may_tile: whether parts were allowed to run in tiles, so that errors do not advise it.
     """
 
     step: Step
@@ -81,6 +82,7 @@ class PricedBlocks(NamedTuple):
     code_again: BlockCode = BlockCode()
     guard: DriftGuard | None = None
     plain_bytes: int | None = None
+    may_tile: bool = False
 
     @property
     def is_compiled(self) -> bool:

@@ -235,8 +235,10 @@ def find_parts(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledP
         parts = {}
     with step.rehearsed():
         called = [*(block for _, block in blocks), *parts, *linears]
-        found = step.observe_forward(called, partial(_Finder, linears, set(parts)))
-    head = max(found.heads, key=lambda each: each.num_bytes, default=None)
+        found = step.observe_forward(called, partial(_Finder, linears, parts))
+    modules = [each.module for each in found.calls]
+    heads = [each for each in found.calls if modules.count(each.module) == 1]
+    head = max(heads, key=lambda each: each.num_bytes, default=None)
     if head is not None:
         # As large as the gradient of the weight, which is there at any time, are the logits of as
         # many rows as there are features; they are there up to four times.
@@ -244,11 +246,10 @@ def find_parts(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledP
         rows = rows if tiles is None else math.ceil(head.num_rows / tiles)
         is_large = head.module.out_features > head.module.in_features and head.num_rows > rows
         head = head._replace(tile_rows=rows) if is_large else None
-    inner = {each for part in found.sizes for each in part.modules() if each is not part}
-    mlps = [
-        (name, part) for part, name in parts.items() if part in found.sizes and part not in inner
-    ]
-    num_rows, length = (min((s[i] for s in found.sizes.values()), default=0) for i in (0, 1))
+    sizes = {part: size for part, size in found.sizes.items() if size is not None}
+    inner = {each for part in sizes for each in part.modules() if each is not part}
+    mlps = [(name, part) for part, name in parts.items() if part in sizes and part not in inner]
+    num_rows, length = (min((size[i] for size in sizes.values()), default=0) for i in (0, 1))
     num_tiles = min(_MOST_TILES, num_rows // _LEAST_ROWS, length)
     return TiledParts(head, mlps if num_tiles > 1 else (), num_tiles)
 
@@ -261,23 +262,11 @@ class _Finder(Observer):
         parts: the modules within blocks; others are blocks.
     """
 
-    def __init__(self, linears: dict[nn.Module, str], parts: set[nn.Module]) -> None:
-        self._linears, self._parts = linears, parts
-        self._calls: list[Head] = []
-        self._is_trying = False
-        # The rows, and the length, of parts that qualify; None if they were refused.
-        self._sizes: dict[nn.Module, tuple[int, int] | None] = {}
-
-    @property
-    def heads(self) -> list[Head]:
-        """The layers that were called once."""
-        modules = [each.module for each in self._calls]
-        return [each for each in self._calls if modules.count(each.module) == 1]
-
-    @property
-    def sizes(self) -> dict[nn.Module, tuple[int, int]]:
-        """The rows, and the length, of parts that qualify."""
-        return {part: size for part, size in self._sizes.items() if size is not None}
+    def __init__(self, linears: dict[nn.Module, str], parts: Iterable[nn.Module]) -> None:
+        self._linears, self._parts, self._is_trying = linears, set(parts), False
+        self.calls: list[Head] = []
+        # The rows, and the length, of parts; None for those that do not qualify.
+        self.sizes: dict[nn.Module, tuple[int, int] | None] = {}
 
     def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note a call."""
@@ -287,18 +276,18 @@ class _Finder(Observer):
         if module in self._linears:
             if x is not None and output.dim() > 1:
                 name, num_rows = self._linears[module], math.prod(output.shape[:-1])
-                self._calls.append(Head(name, cast("Any", module), num_rows, output.nbytes))
+                self.calls.append(Head(name, cast("Any", module), num_rows, output.nbytes))
         elif module not in self._parts:
-            self._calls.clear()  # a block: the head is after all of them
-        elif module in self._sizes or not _has_rows(x) or output.shape[:-1] != x.shape[:-1]:
-            self._sizes[module] = None
+            self.calls.clear()  # a block: the head is after all of them
+        elif module in self.sizes or not _has_rows(x) or output.shape[:-1] != x.shape[:-1]:
+            self.sizes[module] = None
         else:
             self._is_trying = True
             try:
                 is_local = all(_is_row_local(module, x, call) for call in _calls_of(module))
             finally:
                 self._is_trying = False
-            self._sizes[module] = (x.numel() // x.shape[-1], x.shape[_DIM]) if is_local else None
+            self.sizes[module] = (x.numel() // x.shape[-1], x.shape[_DIM]) if is_local else None
 
 
 def _has_rows(value: Any) -> bool:

@@ -37,6 +37,7 @@ def with_tiles(
         tiles: how many tiles a head has; True to choose.
         only_head: whether parts of blocks are left alone.
     """
+    kind = kind._replace(may_tile=True)
     kinds = [kind]
     if any(hasattr(type(module), "unshard") for module in kind.step.model.modules()):
         return kinds  # FSDP2 gathers weights for the calls that it knows
@@ -64,4 +65,4 @@ def _tiled(
     if found.points[0].peak_bytes > _LESS * than.points[0].peak_bytes:
         return []
     found.step.verification.allow_other_sums(parts.eps)  # known now
-    return [found]
+    return [found._replace(may_tile=True)]

@@ -145,7 +145,7 @@ def _too_small(
 ) -> BudgetError:
     after = kind.costs[-1].tape_run_bytes
     tiling = ""
-    if kind.step.tiled is None and 2 * after > least - standing:
+    if not kind.may_tile and 2 * after > least - standing:
         tiling = (
             f" {format_bytes(after)} are for the code after the blocks: `tiles=True` takes a part "
             "of that if it is a linear output layer and its cross entropy."

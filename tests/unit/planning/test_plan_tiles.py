@@ -570,6 +570,10 @@ def test_an_error_of_too_few_bytes_names_tiles():
     model, (tokens, _) = Plain(), batch()
     with pytest.raises(recoup.errors.BudgetError, match="tiles=True"):
         recoup.plan(model, tokens, loss=shifted_loss(tokens), budget="1 MiB")
+    for loss in (shifted_loss(tokens), lambda logits: logits.square().mean()):  # or left alone
+        with pytest.raises(recoup.errors.BudgetError) as caught:
+            recoup.plan(model, tokens, loss=loss, budget="1 MiB", tiles=True)
+        assert "tiles=True" not in str(caught.value)
 
 
 def test_within_a_checkpoint_the_head_runs_as_it_is(doubles):
