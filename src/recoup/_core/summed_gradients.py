@@ -64,7 +64,8 @@ def summed_loss(
         way_out: what an error for a second derivative advises.
     """
     sums = _Sums(name, outside)
-    pieces = zip(*[tensor.detach().split(sizes, dim) for tensor in split], strict=True)
+    parts: list[Sequence[Tensor]] = [torch.split(t.detach(), list(sizes), dim) for t in split]
+    pieces = zip(*parts, strict=True)
     start = 0
     for size, weight, piece in zip(sizes, weights, pieces, strict=True):
         if weight:

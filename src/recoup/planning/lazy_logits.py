@@ -34,6 +34,9 @@ from recoup.errors import ChangedError, GradientError
 
 __all__ = ["LazyLogits", "RowCall"]
 
+_torch: Any = torch
+_plainly: Any = _torch._C.DisableTorchFunctionSubclass
+_ATTRIBUTES: dict[str, Any] = vars(_torch._C.TensorBase)
 _WAY_OUT = "Pass a copy (`.clone()`), or plan without `tiles`."
 _NOT_METADATA = ("data", "T", "mT", "H", "mH", "real", "imag", "grad", "grad_fn")
 
@@ -49,7 +52,7 @@ _METADATA = _named(
     "is_contiguous get_device __len__ __hash__"
 ) | {
     each.__get__
-    for name, each in vars(torch._C.TensorBase).items()
+    for name, each in _ATTRIBUTES.items()
     if isinstance(each, GetSetDescriptorType) and name not in _NOT_METADATA
 }
 _ENTRYWISE = _named(
@@ -57,7 +60,7 @@ _ENTRYWISE = _named(
 )
 _RESHAPES = _named("view reshape flatten contiguous")
 _OF_GRADIENT = _named("retain_grad register_hook backward") | {
-    cast("Any", Tensor.grad_fn).__get__, torch.autograd.grad, torch.autograd.backward
+    _ATTRIBUTES["grad_fn"].__get__, torch.autograd.grad, torch.autograd.backward
 }  # fmt: skip
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -171,7 +174,7 @@ class LazyLogits(Tensor):
                     "pieces. " + _WAY_OUT
                 )
         elif len(lazy) == 1 and first is lazy[0] and lazy[0].call.whole is None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _plainly():
                 if func in _METADATA:
                     return func(*args, **kwargs)
                 # What has no graph must not get one where it is read.
@@ -200,7 +203,7 @@ class LazyLogits(Tensor):
             self.call.was_cut |= found is not NotImplemented
             return found
         shape, width, dtype, rows = self.shape, self.shape[-1], self.dtype, None
-        kinds = {type(each) for each in (*args, *kwargs.values())}
+        kinds: set[Any] = {type(each) for each in (*args, *kwargs.values())}
         if func is Tensor.__getitem__:
             rows = self.rows[args[0]] if _is_of_rows(args[0], shape) else None
         elif func in _RESHAPES or (func in _ENTRYWISE and kinds <= {int, float, torch.dtype}):

@@ -226,7 +226,7 @@ def find_parts(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledP
             if each is not block and next(each.children(), None) is not None:
                 parts[each] = f"{name}.{path}"
     within = {each for _, block in blocks for each in block.modules()}
-    linears = {
+    linears: dict[nn.Module, str] = {
         module: name
         for name, module in cast("Iterator[Block]", step.model.named_modules())
         if type(module) is nn.Linear and module not in within and not is_compiled(module)
@@ -272,7 +272,8 @@ class _Finder(Observer):
         """Note a call."""
         if self._is_trying:
             return
-        x = args[0] if len(args) == 1 and not kwargs and isinstance(output, Tensor) else None
+        is_plain = len(args) == 1 and not kwargs and isinstance(output, Tensor)
+        x: Any = args[0] if is_plain else None
         if module in self._linears:
             if x is not None and output.dim() > 1:
                 name, num_rows = self._linears[module], math.prod(output.shape[:-1])

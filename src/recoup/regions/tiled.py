@@ -272,5 +272,5 @@ def _run(tiled: Tiled[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _pieces(tiles: Tiles) -> enumerate[tuple[Tensor, ...]]:
     """Return the tensors of each tile; in backward one node puts their gradients together."""
-    split = [tensor.split(tiles.sizes, tiles.dim) for tensor in tiles.split]
+    split: list[Sequence[Tensor]] = [torch.split(t, tiles.sizes, tiles.dim) for t in tiles.split]
     return enumerate(zip(*split, strict=True))
