@@ -34,8 +34,6 @@ from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import grad_mode, without_pairs
 from recoup._core.sketch import tolerance_of
 
-__all__ = ["Found", "RowCheck", "few_of"]
-
 _COARSE = 16  # tolerances
 Found = list[tuple[str, Tensor, bool]]  # names, values, and whether they are sums over rows
 

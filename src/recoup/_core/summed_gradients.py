@@ -29,8 +29,6 @@ from recoup._core.autocast_off import without_autocast
 from recoup._core.saved_tensors import is_graph_retained, num_nodes, without_pairs
 from recoup.errors import GradientError
 
-__all__ = ["summed_loss"]
-
 # The places of the second matrix and the names of the first, by the node of a product.
 _PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
 _Edge = tuple[Any, int]  # a node, and which of its outputs

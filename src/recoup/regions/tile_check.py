@@ -21,8 +21,6 @@ from recoup._core.row_check import Found, RowCheck, few_of
 from recoup._core.saved_tensors import is_transformed
 from recoup.regions.tiles import Tiles, joined, tile_value
 
-__all__ = ["check_all_rows", "check_once"]
-
 _checked: set[Hashable] = set()
 
 

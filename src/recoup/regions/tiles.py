@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from recoup._core.pytree import Tree, flatten, flatten_arguments, flatten_containers
 
-__all__ = ["Cut", "Reduction", "Tiles", "joined", "tile_value"]
-
 Reduction = Literal["none", "mean", "sum"]
 
 
