@@ -145,6 +145,7 @@ class TiledParts:
             or rows.numel() == 0
             or enclosing_checkpoints() != (0, None)
             or is_transformed()
+            or type(module) is not nn.Linear
             or getattr(own_forward(forward), "__func__", None) is not nn.Linear.forward
             # Hooks want the gradient of what it returns.
             or any(own.get(name) for own in hooks for name in _BACKWARD_HOOKS)
@@ -196,7 +197,7 @@ class TiledParts:
         name, sizes = f"the loss of `{head.name}` in tiles", [len(part) for part in parts]
         return summed_loss(
             name, loss, [logits.rows, target], sizes, 0, weights, divisor,
-            way_out="Plan without `tiles`.",
+            logits.call.weights, "Plan without `tiles`.",
         )  # fmt: skip
 
 
@@ -285,7 +286,7 @@ class _Finder(Observer):
         else:
             self._is_trying = True
             try:
-                is_local = all(_is_row_local(module, x, call) for call in _calls_of(module))
+                is_local = _is_row_local(module, x)
             finally:
                 self._is_trying = False
             self.sizes[module] = (x.numel() // x.shape[-1], x.shape[_DIM]) if is_local else None
@@ -296,23 +297,26 @@ def _has_rows(value: Any) -> bool:
     return is_numbers and value.shape[_DIM] > 1
 
 
-def _is_row_local(module: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a call of a module treats rows independently, and leaves no trace (See Rule 5)."""
-    dim = x.dim() + _DIM
-
-    def run(rows: Sequence[int], own: dict[int, Tensor]) -> Found:
-        twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
-        return [("output", call(twice.narrow(dim, 0, len(rows))), False)]
-
-    check = RowCheck(module, [x], dim, run, takes_gradients=True)
+def _is_row_local(module: nn.Module, x: Tensor) -> bool:
+    """Whether a module treats rows independently, and leaves no trace (See Rule 5)."""
+    dim, found = x.dim() + _DIM, list[str | None]()
     before = [value for each in module.modules() for value in vars(each).values()]
-    try:
-        mixes = check.mixes(few_of(range(x.shape[dim]), x.shape[dim]))
-    except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
-        return False
+    for call in _calls_of(module):
+
+        def run(rows: Sequence[int], own: dict[int, Tensor], call: Any = call) -> Found:
+            twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
+            return [("output", call(twice.narrow(dim, 0, len(rows))), False)]
+
+        check = RowCheck(module, [x], dim, run, takes_gradients=True)
+        try:
+            found.append(check.mixes(few_of(range(x.shape[dim]), x.shape[dim])))
+        except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
+            return False
+        if found[-1] or check.draws:
+            return False
     after = [value for each in module.modules() for value in vars(each).values()]
     is_same = len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
-    return mixes == "" and not check.draws and is_same
+    return is_same and "" in found  # parameters that begin at zero tell nothing
 
 
 def _calls_of(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
