@@ -36,7 +36,7 @@ __all__ = ["LazyLogits", "RowCall"]
 
 _torch: Any = torch
 _plainly: Any = _torch._C.DisableTorchFunctionSubclass
-_ATTRIBUTES: dict[str, Any] = vars(_torch._C.TensorBase)
+_ATTRIBUTES = cast("dict[str, Any]", vars(_torch._C.TensorBase))
 _WAY_OUT = "Pass a copy (`.clone()`), or plan without `tiles`."
 _NOT_METADATA = ("data", "T", "mT", "H", "mH", "real", "imag", "grad", "grad_fn")
 
