@@ -152,7 +152,8 @@ class TiledParts:
         ):
             return forward(rows)
         # Those of this call: `functional_call` puts others in their place for a while.
-        weights = [each for each in (module.weight, module.bias) if each is not None]
+        both: list[Any] = [module.weight, module.bias]
+        weights = [each for each in both if each is not None]
         loss = partial(self._cross_entropy, head)
         run = partial(_linear, weights)
         return RowCall(f"`{head.name}`", run, rows, weights, loss).logits()
