@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import recoup
 from recoup.invertible import (
     ActNorm,
     AdditiveCoupling,
@@ -20,6 +26,11 @@ from recoup.invertible import (
     Split,
     Squeeze,
 )
+from tests.deciding import Grouped, Router
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, default_fused_wt_fake_quant
 
 
 def leaf(*size: int) -> Tensor:
@@ -172,7 +183,9 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
     "whole numbers in": lambda: (
         [nn.Embedding(9, 6), *(dense(0.2) for _ in range(5))], torch.tensor([1, 8, 1])
     ),
-    "input is a view": lambda: ([dense() for _ in range(4)], leaf(4, 12)),
+    "input is a view": lambda: (
+        [dense() for _ in range(4)], leaf(4, 12).detach()[:, ::2].requires_grad_()
+    ),
     "in place within": lambda: (inplace(), leaf(4, 6)),
     "saved twice": lambda: ([AsksTwice() for _ in range(6)], leaf(4, 6)),
     "identities": lambda: ([nn.Identity(), dense(), nn.Identity(), nn.Flatten()], leaf(4, 6)),
@@ -184,8 +197,195 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
 }  # fmt: skip
 
 
+# -- models of one module each, in single precision ------------------------------------------------
+
+
+class Fn(nn.Module):
+    """A function of its input and of modules."""
+
+    def __init__(self, fn: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.fn, self.parts = fn, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x, *self.parts)
+
+
+def autocast(dtype: torch.dtype) -> nn.Module:
+    def run(x: Tensor, *parts: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            for part in parts:
+                x = part(x)
+        return x.float()
+
+    return Fn(run, nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 6), nn.Softmax(-1))
+
+
+def scattered(x: Tensor) -> Tensor:
+    places = (torch.arange(x.numel()) * 7 % 6).view_as(x)
+    summed = torch.zeros_like(x).scatter_add(1, places, x.sin()).exp()
+    return summed.index_add(0, torch.arange(len(x)) // 2, x.cos()).tanh()
+
+
+def quantized(x: Tensor, linear: Any, of_x: nn.Module, of_w: nn.Module) -> Tensor:
+    return F.linear(of_x(x), of_w(linear.weight)).tanh()
+
+
+def changed_in_place(x: Tensor, relu: nn.Module) -> Tensor:
+    return (relu(x * 2) + x).mul_(3).sigmoid_()
+
+
+def sequence(layer: nn.Module) -> nn.Module:
+    """A layer of sequences, of 3 with 4 steps."""
+
+    def run(x: Tensor, layer: nn.Module) -> Tensor:
+        found = layer(*[x.view(3, 4, 6)] * (3 if isinstance(layer, nn.MultiheadAttention) else 1))
+        return (found[0] if isinstance(found, tuple) else found).reshape(12, -1)
+
+    return Fn(run, layer)
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.dropout(self.norm(self.up(x)).tanh(), 0.3, True).sin())
+
+
+def force(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
+    """At a copy of its input: asks for nothing of what came before."""
+    z = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(energy(z).sum(), z, create_graph=True)
+    return after((x.sin() - 0.1 * found).tanh())
+
+
+def force_of_its_input(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
+    """After the region has saved other things."""
+    h = after(x).tanh()
+    (found,) = torch.autograd.grad(energy(h).sum(), h, create_graph=True)
+    (again,) = torch.autograd.grad((h * found).sum(), x, create_graph=True)
+    return (h.sin() - 0.1 * found).tanh() + again
+
+
+def downhill(x: Tensor, energy: nn.Module, after: nn.Module) -> Tensor:
+    """A step that nothing differentiates through."""
+    z = x.detach().requires_grad_()
+    energy(z).sum().backward(inputs=[z])
+    return after((x.sin() - 0.1 * z.grad).tanh())
+
+
+def in_a_checkpoint(x: Tensor, *parts: nn.Module) -> Tensor:
+    return recoup.checkpoint(force, x.sin(), *parts).cos()
+
+
+def in_torchs_checkpoint(x: Tensor, module: nn.Module) -> Tensor:
+    return torch_checkpoint(module, x, use_reentrant=False)
+
+
+def with_hooks(x: Tensor, module: nn.Module) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return module(x)
+
+
+def offloaded(x: Tensor, module: nn.Module) -> Tensor:
+    with recoup.offloading(1, tempfile.gettempdir()):
+        return module(x)
+
+
+def not_kept(x: Tensor, module: nn.Module) -> Tensor:
+    return recoup.recompute(module)(x).sin()
+
+
+class Running(nn.Module):
+    """A running mean of its own making."""
+
+    def __init__(self, *, is_replaced: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.is_replaced = is_replaced
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_replaced:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        else:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
+        return (x - self.mean).sin()
+
+
+class CountsTokens(nn.Module):
+    """Counts where its output is largest, and depends on the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("counts", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).sin()
+        self.counts += torch.bincount(y.detach().argmax(-1), minlength=6)
+        return y * (1 + self.counts.clone())
+
+
+def routed(x: Tensor) -> Tensor:
+    """Rows that depend on a draw."""
+    rows = torch.rand(len(x)).gt(0.3).nonzero().squeeze(-1)
+    return x.index_add(0, rows, F.dropout(x[rows].sin(), 0.5))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "bfloat16": lambda: autocast(torch.bfloat16),
+    "float16": lambda: autocast(torch.float16),
+    "wide": lambda: nn.Sequential(nn.Linear(6, 4096), nn.LayerNorm(4096), nn.Linear(4096, 6)),
+    "index": lambda: Fn(scattered),
+    "bags": lambda: Fn(
+        lambda x, bag: x + bag(torch.arange(24).view(12, 2) % 9), nn.EmbeddingBag(9, 6)
+    ),
+    "rrelu": lambda: nn.Sequential(nn.Linear(6, 600), nn.RReLU()),
+    "dropout in place": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(inplace=True)),
+    "alpha dropout": lambda: nn.Sequential(
+        nn.AlphaDropout(0.3), nn.SELU(), nn.FeatureAlphaDropout()
+    ),
+    "dropout1d": lambda: nn.Sequential(sequence(nn.Dropout1d()), nn.Tanh()),
+    "batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+    "spectral norm": lambda: spectral_norm(nn.Linear(6, 6)),
+    "weight norm": lambda: weight_norm(nn.Linear(6, 6)),
+    "fake quantization": lambda: Fn(
+        quantized, nn.Linear(6, 6), FusedMovingAvgObsFakeQuantize(), default_fused_wt_fake_quant()
+    ),
+    "lstm": lambda: sequence(nn.LSTM(6, 6, 2, dropout=0.4, batch_first=True)),
+    "gru": lambda: sequence(nn.GRU(6, 6, 2, dropout=0.4, bidirectional=True)),
+    "attention": lambda: sequence(nn.MultiheadAttention(6, 2, dropout=0.3)),
+    "encoder": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12, 0.3)),
+    "encoder in evaluation": lambda: sequence(nn.TransformerEncoderLayer(6, 2, 12)).eval(),
+    "router": lambda: Router(6),
+    "router, expert by expert": lambda: Grouped(6),
+    "rows by a draw": lambda: Fn(routed),
+    "in place": lambda: Fn(changed_in_place, nn.LeakyReLU(0.1, inplace=True)),
+    "running mean": Running,
+    "replaced mean": lambda: Running(is_replaced=True),
+    "counts": CountsTokens,
+    "force": lambda: Fn(force, Energy(), nn.Linear(6, 6)),
+    "force of its input": lambda: Fn(force_of_its_input, Energy(), nn.Linear(6, 6)),
+    "downhill": lambda: Fn(downhill, Energy(), nn.Linear(6, 6)),
+    "force in a checkpoint": lambda: Fn(in_a_checkpoint, Energy(), nn.Linear(6, 6)),
+    "torch's checkpoint": lambda: Fn(in_torchs_checkpoint, dense(0.5)),
+    "checkpoint": lambda: Fn(lambda x, module: recoup.checkpoint(module, x), dense(0.5)),
+    "hooks of others": lambda: Fn(with_hooks, dense(0.5)),
+    "offloading": lambda: Fn(offloaded, nn.Sequential(dense(0.5), nn.RReLU(), nn.Tanh())),
+    "noise": lambda: recoup.weight_noise(nn.Linear(6, 6), std=0.1),
+    "value that is not kept": lambda: Fn(not_kept, dense(0.5)),
+    "output that is not kept": lambda: recoup.Recompute(dense(0.5)),
+}
+
+
 def chain_of(name: str) -> tuple[list[nn.Module], Any]:
     torch.manual_seed(3)
+    if name in MODULES:
+        module = MODULES[name]()
+        parts = [nn.Tanh(), nn.Identity(), module, nn.Identity(), nn.Softsign()]
+        return parts, torch.randn(12, 6).requires_grad_()
     modules, x = CHAINS[name]()
     for module in modules:
         module.double()

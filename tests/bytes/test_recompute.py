@@ -14,18 +14,17 @@ from torch.utils.checkpoint import checkpoint
 import recoup
 from recoup._core.storage_tracking import StorageTracker
 from tests.alive import Remade, held_after, no_collector
-from tests.oracle import assert_same_tensor, hooks_in_force, tensors
+from tests.oracle import assert_same_tensor, tensors
 from tests.weight_zoo import around
 
 pytestmark = pytest.mark.usefixtures("measured")
 
-SIZE = (64, 256)
 VALUE = 64 * 256 * 4
 STATE = torch.get_rng_state().nbytes
 
 
 def leaf():
-    return torch.randn(*SIZE, requires_grad=True)
+    return torch.randn(64, 256, requires_grad=True)
 
 
 def weight(precision="float32"):
@@ -58,6 +57,7 @@ CONSUMERS = {
     "parts": of_parts,
     "a row": lambda y, w: y[3] * y[5],
 }
+in_consumers = pytest.mark.parametrize("consume", CONSUMERS.values(), ids=CONSUMERS)
 
 
 def held_bytes(run, precision="float32"):
@@ -74,80 +74,49 @@ def held_bytes(run, precision="float32"):
     return held.num_bytes - sum(own.values())
 
 
-# -- after forward ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
-@pytest.mark.parametrize("name", CONSUMERS)
-def test_only_what_it_was_made_of_is_held(name, precision):
-    consume, x, w = CONSUMERS[name], leaf(), weight(precision)
-    ones = 3 * 64 * w.element_size() if name == "views" else 0
-    plain = held_bytes(lambda: consume(F.gelu(x), w), precision)
-    held = held_bytes(lambda: consume(recoup.recompute(F.gelu)(x), w), precision)
-    assert plain >= VALUE // 4  # at least a copy of a half, in the other type
-    assert held <= ones
+@in_consumers
+def test_only_what_it_was_made_of_is_held_and_gradients_are_the_same(consume, precision):
+    x, w, found = leaf(), weight(precision), []
+    ones = 3 * 64 * w.element_size() if consume is of_views else 0
+    for fn in (F.gelu, recoup.recompute(F.gelu)):
+        held = held_bytes(lambda fn=fn: consume(fn(x), w), precision)
+        assert held >= VALUE // 4 if fn is F.gelu else held <= ones
+        with around(precision):
+            loss = sum(part.double().square().sum() for part in tensors(consume(fn(x), w)))
+        found.append(torch.autograd.grad(loss, (x, w), allow_unused=True))
+    for want, got in zip(*found, strict=True):
+        assert_same_tensor("a gradient", got, want)
 
 
-@pytest.mark.parametrize("name", CONSUMERS)
-def test_gradients_are_the_same(name):
-    consume, x, w = CONSUMERS[name], leaf(), weight()
-    for precision in ("float32", "autocast"):
-        gradients = []
-        for fn in (F.gelu, recoup.recompute(F.gelu)):
-            with around(precision):
-                loss = sum(part.double().square().sum() for part in tensors(consume(fn(x), w)))
-            gradients.append(torch.autograd.grad(loss, (x, w), allow_unused=True))
-        for got, want in zip(*gradients, strict=True):
-            assert_same_tensor(f"{name}, {precision}", got, want)
+def twice(x):
+    return x.sin(), {"cosine": x.cos(), "whole": 3}
 
 
-def test_its_input_is_held_once():
+LINEAR = nn.Linear(256, 256)
+MADE = {  # what makes values, how they are used, and the bytes of plain code and ours
+    "a draw": (lambda x: x + torch.randn_like(x), lambda y, w: y @ w, VALUE, STATE),
+    "a module": (LINEAR, lambda y, w: y @ w, VALUE, 0),
+    "two": (twice, lambda y, w: (y[0] @ w, y[1]["cosine"] @ w), 2 * VALUE, 0),
+    "one of two": (twice, lambda y, w: y[0] @ w, VALUE, 0),
+    "a value of a value": (
+        lambda x: recoup.recompute(F.gelu)(x).sin(), lambda y, w: y @ w, VALUE, VALUE,
+    ),
+    "a checkpoint": (
+        lambda x: checkpoint(lambda x: F.gelu(x.sin()), x, use_reentrant=False),
+        lambda y, w: y @ w, VALUE, 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_held_of_values_that_are_made_by(name):
+    fn, use, plain, ours = MADE[name]
     x, w = leaf(), weight()
-
-    def run(fn):
-        hidden = x * 2
-        return fn(hidden) @ w, hidden.sin()
-
-    assert held_bytes(lambda: run(F.gelu)) == 2 * VALUE
-    assert held_bytes(lambda: run(recoup.recompute(F.gelu))) == VALUE
-
-
-def test_draws_cost_their_state():
-    def noise(x):
-        return x + torch.randn_like(x)
-
-    x, w = leaf(), weight()
-    assert held_bytes(lambda: noise(x) @ w) == VALUE
-    assert held_bytes(lambda: recoup.recompute(noise)(x) @ w) <= STATE
-
-
-def test_a_module_whose_parameters_make_the_value():
-    module, x, w = nn.Linear(256, 256), leaf(), weight()
-    assert held_bytes(lambda: module(x) @ w) == VALUE
-    assert held_bytes(lambda: recoup.recompute(module)(x) @ w) == 0
-
-
-def test_several_outputs_and_one_that_is_not_used():
-    def several(x):
-        return x.sin(), {"cosine": x.cos(), "whole": 3}
-
-    def run(fn):
-        sine, others = fn(x)
-        return sine @ w, others["cosine"] @ w
-
-    x, w = leaf(), weight()
-    assert held_bytes(lambda: run(several)) == 2 * VALUE
-    assert held_bytes(lambda: run(recoup.recompute(several))) == 0
-    assert held_bytes(lambda: recoup.recompute(several)(x)[0] @ w) == 0
-
-
-def test_a_value_made_of_a_value():
-    x, w = leaf(), weight()
-    inner, outer = recoup.recompute(F.gelu), recoup.recompute(torch.sin)
-    assert held_bytes(lambda: F.gelu(x).sin() @ w) == 2 * VALUE
-    # The input of the outer one is a tensor that is kept for it.
-    assert held_bytes(lambda: outer(inner(x)) @ w) <= VALUE
-    assert held_bytes(lambda: recoup.recompute(lambda x: F.gelu(x).sin())(x) @ w) == 0
+    assert held_bytes(lambda: use(fn(x), w)) == plain
+    assert held_bytes(lambda: use(recoup.recompute(fn)(x), w)) <= ours
+    with torch.no_grad():
+        assert held_bytes(lambda: use(recoup.recompute(fn)(x), w)) == 0
 
 
 def test_ten_values_alive_at_once():
@@ -167,34 +136,9 @@ def test_ten_values_alive_at_once():
         assert tracker.current_bytes == 0
 
 
-def test_what_the_user_holds_is_held_by_the_user_alone():
-    x, w = leaf(), weight()
-    with no_collector(), StorageTracker() as tracker:
-        y = recoup.recompute(F.gelu)(x)
-        output = y @ w
-        view = y[:3]
-        assert tracker.current_bytes == VALUE + output.nbytes
-        del y
-        assert tracker.current_bytes == VALUE + output.nbytes
-        del view
-        assert tracker.current_bytes == output.nbytes
-        del output
-        assert tracker.current_bytes == 0
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_a_graph_nothing_is_held(mode):
-    x, w = torch.randn(*SIZE), torch.randn(256, 32)
-    with mode():
-        assert held_bytes(lambda: recoup.recompute(F.gelu)(x) @ w) == 0
-
-
-# -- torch's checkpoint ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_inside_a_checkpoint(use_reentrant, precision):
+def test_inside_a_checkpoint_of_torch(use_reentrant, precision):
     x, w = leaf(), weight(precision)
     run = functools.partial(
         checkpoint, lambda x: recoup.recompute(F.gelu)(x) @ w, x, use_reentrant=use_reentrant
@@ -209,46 +153,14 @@ def test_inside_a_checkpoint(use_reentrant, precision):
         assert tracker.current_bytes == 0
 
 
-def test_a_checkpoint_inside():
-    x, w = leaf(), weight()
-
-    def fn(x):
-        return checkpoint(lambda x: F.gelu(x.sin()), x, use_reentrant=False)
-
-    assert held_bytes(lambda: fn(x) @ w) == VALUE
-    assert held_bytes(lambda: recoup.recompute(fn)(x) @ w) == 0
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_of_a_value_keeps_its_argument(use_reentrant):
-    x, w = leaf(), weight()
-
-    def run(fn):
-        return checkpoint(lambda y: (y @ w).sin(), fn(x), use_reentrant=use_reentrant)
-
-    # Torch holds on to what it is given, as it would to any other tensor; and to nothing more.
-    assert held_bytes(lambda: run(recoup.recompute(F.gelu))) <= held_bytes(lambda: run(F.gelu))
-
-
-# -- in backward, and after it ---------------------------------------------------------------------
-
-
-def deep(fn, x, weights):
-    for w in weights:
-        x = fn(x) @ w
-    return x
-
-
 def test_a_deep_chain_makes_one_value_at_a_time():
-    depth, x = 30, leaf()
+    depth, x, peaks, held = 30, leaf(), [], []
     weights = [(torch.randn(256, 256) / 16).requires_grad_() for _ in range(depth)]
-    for w in weights:
-        w.grad = torch.zeros_like(w)
-    x.grad = torch.zeros_like(x)
-    peaks, held = [], []
+    for each in (x, *weights):
+        each.grad = torch.zeros_like(each)
     for fn in (F.gelu, recoup.recompute(F.gelu)):
         with Remade() as remade, no_collector(), StorageTracker() as tracker:
-            loss = deep(fn, x, weights).sum()
+            loss = functools.reduce(lambda h, w, fn=fn: fn(h) @ w, weights, x).sum()
             held.append(tracker.current_bytes)
             tracker.peak_bytes = 0
             loss.backward()
@@ -261,140 +173,55 @@ def test_a_deep_chain_makes_one_value_at_a_time():
     assert peaks[1] <= peaks[0] - (depth - 2) * VALUE
 
 
-@pytest.mark.parametrize("name", CONSUMERS)
-def test_nothing_is_left(name):
-    consume, x, w = CONSUMERS[name], leaf(), weight()
+@in_consumers
+def test_nothing_is_left(consume):
+    x, w = leaf(), weight()
 
     def run():
         output = consume(recoup.recompute(F.gelu)(x), w)
         return sum(part.sum() for part in tensors(output))
 
-    def step(**kwargs):
-        torch.autograd.grad(run(), (x, w), allow_unused=True, **kwargs)
+    def step(**options):
+        torch.autograd.grad(run(), (x, w), allow_unused=True, **options)
 
     step()
     with no_collector(), StorageTracker() as tracker:
-        peaks = []
-        for _ in range(20):
-            tracker.peak_bytes = 0
+        for _ in range(5):
             step()
             assert tracker.current_bytes == 0
-            peaks.append(tracker.peak_bytes)
-        assert len(set(peaks)) == 1
         run()
         assert tracker.current_bytes == 0  # of a forward alone
-        assert gc.collect() == 0
-    assert hooks_in_force() is None
-
-
-@pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("name", ["matmul", "two", "one after the other", "views"])
-def test_the_gradient_of_a_part_of_a_retained_graph(name, part):
-    consume, x, w = CONSUMERS[name], leaf(), weight()
-    with no_collector(), StorageTracker() as tracker:
-        output = consume(recoup.recompute(F.gelu)(x), w)
-        loss = sum(value.sum() for value in tensors(output))
+        loss = run()
         held = tracker.current_bytes
-        for _ in range(2):
-            torch.autograd.grad(loss, (x, w)[part], retain_graph=True)
+        for part in (x, w):
+            torch.autograd.grad(loss, part, retain_graph=True, allow_unused=True)
             assert tracker.current_bytes == held
-        del loss, output
+        del loss
         assert tracker.current_bytes == 0
+        assert gc.collect() == 0
 
 
-def test_nothing_is_left_of_what_breaks():
-    def breaks(x):
-        x = x.sin().cos()
-        raise KeyError(str(x.shape))
-
-    x, w = leaf(), weight()
-    with no_collector(), StorageTracker() as tracker:
-        with pytest.raises(KeyError):
-            recoup.recompute(breaks)(x)
-        assert tracker.current_bytes == 0
-        y = recoup.recompute(F.gelu)(x)
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            y @ w.t()
-        assert tracker.current_bytes == VALUE
-        del y
-        assert tracker.current_bytes == 0
-    assert hooks_in_force() is None
-
-
-# -- values of values (R8) -------------------------------------------------------------------------
-
-
-def counted(op, runs):
-    def fn(x):
-        runs.append(op.__name__)
-        return op(x)
-
-    return recoup.recompute(fn)
-
-
-@pytest.mark.parametrize("length", [2, 5])
-def test_a_value_of_a_value_is_made_from_the_first(length):
-    """R8: what lies in between is not kept, and each function runs again once."""
+def test_each_function_of_a_chain_of_values_runs_again_once():
+    """R8: what lies in between is not kept, whoever asks first, and whoever uses it."""
     x, w, runs = leaf(), weight(), []
-    ops = [torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.cos][:length]
 
-    def step(y):
-        for op in ops:
-            y = counted(op, runs)(y)
-        return y @ w
-
-    with no_collector(), StorageTracker() as tracker:
-        h = x * 1.0
-        y = step(h)
-        assert tracker.current_bytes == VALUE + y.nbytes  # h and y
-        runs.clear()
-        grads = torch.autograd.grad(y.sin().sum(), (x, w))
-        assert runs == [op.__name__ for op in ops]
-    h = x * 1.0
-    for op in ops:
-        h = op(h)
-    want = torch.autograd.grad((h @ w).sin().sum(), (x, w))
-    assert all(map(torch.equal, grads, want))
-
-
-def test_a_value_that_two_values_and_a_region_use():
-    """R8: it is made once in backward, whoever asks first."""
-    x, w, runs = leaf(), weight(), []
+    def counted(op):
+        return recoup.recompute(lambda x: runs.append(op.__name__) or op(x))
 
     def step(x, make, checkpointed):
         first = make(torch.sin)(x * 1.0)
         one, two = make(torch.exp)(first), make(torch.tanh)(first)
         three = checkpointed(lambda first: first.cos().sin(), first)
-        return one @ w, two @ w, three @ w
+        return sum((each @ w).sin().sum() for each in (one, two, three))
 
-    want = step(x, lambda op: op, lambda fn, *args: fn(*args))
-    want = torch.autograd.grad(sum(y.sin().sum() for y in want), (x, w))
+    want = torch.autograd.grad(step(x, lambda op: op, lambda fn, x: fn(x)), (x, w))
     with no_collector(), StorageTracker() as tracker:
-        ys = step(x, lambda op: counted(op, runs), recoup.checkpoint)
+        loss = step(x, counted, recoup.checkpoint)
         # x * 1.0, what the products return, and what the last one saves
-        assert tracker.current_bytes == 2 * VALUE + sum(y.nbytes for y in ys)
+        assert tracker.current_bytes <= 2 * VALUE + 3 * 64 * 32 * 4 + 4
         runs.clear()
-        loss = sum(y.sin().sum() for y in ys)
         got = torch.autograd.grad(loss, (x, w), retain_graph=True)
         assert sorted(runs) == ["exp", "sin", "tanh"]
         again = torch.autograd.grad(loss, (x, w))
     assert all(map(torch.equal, got, want))
     assert all(map(torch.equal, again, want))
-
-
-USERS = {
-    "checkpoint": lambda y: recoup.checkpoint(torch.cos, y),
-    "recompute": lambda y: recoup.recompute(torch.cos)(y),
-    "Sequential": lambda y: recoup.Sequential(nn.Tanh(), nn.Sigmoid(), memory="sqrt")(y),
-    "Chain": lambda y: recoup.Sequential(nn.Tanh(), memory="log")(y),
-    "measure": lambda y: recoup.measure(lambda: y.sin()),
-    "residuals": lambda y: recoup.residuals(lambda: y.sin()),
-}
-
-
-@pytest.mark.parametrize("user", USERS)
-def test_none_of_ours_takes_a_value_for_exposed(user):
-    """R8: to ask for its address is no reason to keep it."""
-    y = recoup.recompute(torch.sin)(leaf())
-    USERS[user](y)
-    assert not y._recoup_source._is_exposed

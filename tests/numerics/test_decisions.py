@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
-from torch.utils.checkpoint import checkpoint as torchs
 
 import recoup
-from recoup._core.dispatch_modes import num_dispatch_modes
-from recoup._core.kept_outputs import narrowed
 from recoup.errors import ReplayError
 from tests.alive import held_after
 from tests.deciding import (
-    Grouped,
     Router,
     distance,
     gradients,
-    is_second_run,
     perturbed,
 )
-from tests.oracle import hooks_in_force
 
 ROUNDING = 1e-6
 
@@ -37,67 +28,6 @@ def model_and_x(kind=Router, num_blocks=1):
 # -- routers, under everything that runs again -----------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Router, Grouped])
-def test_torchs_checkpoint_chooses_other_experts(kind):
-    """What the other tests are about does happen: without this, they would show nothing."""
-    model, x = model_and_x(kind)
-    plain = gradients(model, model, x)
-    try:
-        found = gradients(model, lambda x: torchs(model, x, use_reentrant=False), x)
-    except CheckpointError:
-        return
-    assert distance(found, plain) > 1e-2
-
-
-WAYS = {
-    "checkpoint": lambda model: lambda x: recoup.checkpoint(model, x),
-    "each": lambda model: lambda x: [x := recoup.checkpoint(block, x) for block in model][-1],
-    "nested": lambda model: (
-        lambda x: recoup.checkpoint(
-            lambda x: [x := recoup.checkpoint(block, x) for block in model][-1], x
-        )
-    ),
-    "function": lambda model: lambda x: recoup.checkpoint(lambda x: model(x), x),
-    "sqrt": lambda model: recoup.Sequential(*model, memory="sqrt"),
-    "log": lambda model: recoup.Sequential(*model, memory="log"),
-    "slots": lambda model: recoup.Sequential(*model, memory=1),
-    "inputs": lambda model: recoup.Sequential(*model, memory="inputs"),
-}
-
-
-@pytest.mark.parametrize("kind", [Router, Grouped])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_router_chooses_once(way, kind):
-    model, x = model_and_x(kind, 5)
-    plain = gradients(model, model, x)
-    run = WAYS[way](model)
-    for _ in range(2):  # looked at for the first time, and later
-        assert distance(gradients(model, run, x), plain) < ROUNDING
-    assert hooks_in_force() is None
-    assert not num_dispatch_modes()
-
-
-def test_a_value_that_is_not_kept():
-    model, x = model_and_x()
-    plain = gradients(model, lambda x: model(x).sin(), x)
-    run = recoup.recompute(model)
-    assert distance(gradients(model, lambda x: run(x).sin(), x), plain) < ROUNDING
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", [Router, Grouped])
-def test_planned_blocks(kind):
-    model, x = model_and_x(kind, 6)
-    plain = gradients(model, model, x)
-    frontier = recoup.plan(model, x, budget="1 GiB")
-    least = recoup.plan(model, x, budget=frontier.least_bytes)
-    least.apply()
-    try:
-        assert distance(gradients(model, model, x), plain) < ROUNDING
-    finally:
-        least.remove()
-
-
 def test_the_bytes_of_the_decisions():
     model, x = model_and_x(Router)
     block = model[0]
@@ -108,15 +38,6 @@ def test_the_bytes_of_the_decisions():
     decided = held - x.nbytes  # beside the output
     assert decided == 32 * 2  # a byte for each of the two experts of each token
     assert decided <= 0.005 * plain
-
-
-def test_code_that_decides_nothing_runs_without_a_mode():
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(4, 16)
-    seen = []
-    model.register_forward_hook(lambda *args: seen.append(num_dispatch_modes() > 0))
-    for _ in range(2):
-        recoup.checkpoint(model, x).sum().backward()
-    assert seen == [True, True, False, False]  # both runs of the step that is looked at
 
 
 # -- every operator that decides -------------------------------------------------------------------
@@ -199,175 +120,7 @@ def test_an_operator_decides_once(name):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_most_of_these_decide_otherwise_in_torchs_checkpoint():
-    wrong = set()
-    for name in OPERATORS:
-
-        def code(x, name=name):
-            return OPERATORS[name](perturbed(x * 1)).exp()
-
-        def step(run, code=code):
-            torch.manual_seed(3)
-            x = TIES.clone().requires_grad_()
-            run(code, x).sum().backward()
-            return x.grad
-
-        plain = step(lambda fn, x: fn(x))
-        try:
-            found = step(lambda fn, x: torchs(fn, x, use_reentrant=False))
-        except CheckpointError:
-            wrong.add(name)
-            continue
-        if not torch.allclose(found, plain, rtol=1e-4, atol=1e-4):
-            wrong.add(name)
-    assert len(wrong) >= 26, sorted(set(OPERATORS) - wrong)
-
-
 # -- with the rest of autograd ---------------------------------------------------------------------
-
-
-def test_a_graph_that_is_retained():
-    model, x = model_and_x()
-    x.requires_grad_()
-    plain = torch.autograd.grad(model(x).square().sum(), x)
-    loss = recoup.checkpoint(model, x).square().sum()
-    for _ in range(3):
-        found = torch.autograd.grad(loss, x, retain_graph=True)
-        assert distance(list(found), list(plain)) < ROUNDING
-
-
-def test_a_gradient_of_the_gradient():
-    model, x = model_and_x()
-
-    def step(run):
-        given = x.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(run(given).square().sum(), given, create_graph=True)
-        return torch.autograd.grad(grad.square().sum(), [given, *model.parameters()])
-
-    plain = step(model)
-    assert distance(list(step(lambda x: recoup.checkpoint(model, x))), list(plain)) < 1e-4
-
-
-def test_autocast():
-    model, x = model_and_x()
-
-    def within(run):
-        def step(x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return run(x).float()
-
-        return step
-
-    plain = gradients(model, within(model), x)
-    found = gradients(model, within(lambda x: recoup.checkpoint(model, x)), x)
-    assert distance(found, plain) < 0.05
-
-
-def test_without_a_graph_nothing_is_kept():
-    model, x = model_and_x()
-    with torch.no_grad():
-        torch.testing.assert_close(recoup.checkpoint(model, x), model(x))
-
-
-def test_a_gradient_within_the_code():
-    model, x = model_and_x()
-
-    def force(x):
-        z = x.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
-        return model(x) + grad
-
-    plain = gradients(model, force, x)
-    for _ in range(2):
-        found = gradients(model, lambda x: recoup.checkpoint(force, x), x)
-        assert distance(found, plain) < 10 * ROUNDING
-
-
-def test_an_exception_leaves_no_mode():
-    def raises(x):
-        if x.sum() > -1e9:
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError):
-        recoup.checkpoint(raises, torch.ones(3, requires_grad=True))
-    assert not num_dispatch_modes()
-
-    def raises_again(x):
-        y = x.topk(2).values.exp()
-        if is_second_run():
-            raise KeyError("stop")
-        return y
-
-    y = recoup.checkpoint(raises_again, torch.ones(3, requires_grad=True))
-    with pytest.raises(KeyError):
-        y.sum().backward()
-    assert not num_dispatch_modes()
-    assert hooks_in_force() is None
-
-
-@functools.lru_cache
-def causal(size, seed):
-    del seed  # a test has a cache of its own
-    return torch.ones(size, size).triu(1) > 0
-
-
-class Lazy(nn.Module):
-    """Makes a mask where it has none, and then takes other decisions of the same shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.mask = None
-
-    def forward(self, x):
-        if self.mask is None:
-            self.mask = torch.ones(len(x), len(x)).triu(1).bool()
-        return x.masked_fill(self.mask, 0.0) * (x > 0) * x.topk(2).values.sum()
-
-
-class Shared(nn.Module):
-    """Layers that share a mask, each of which then decides by the same operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.mask = None
-
-    def forward(self, x):
-        if self.mask is None:
-            self.mask = torch.arange(4.0).expand(4, 4) > torch.tensor(1.0)
-        for _ in range(4):
-            x = torch.where(self.mask, x.sin(), 2 * x.cos())
-            x = x * (x.detach() > x.detach().mean())
-        return x.exp()
-
-
-@pytest.mark.parametrize("run", [recoup.checkpoint, recoup.recompute])
-def test_layers_that_share_a_cached_mask(run):
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    (wanted,) = torch.autograd.grad(Shared()(x).sin().sum(), x)
-    module = Shared()
-    y = recoup.checkpoint(module, x) if run is recoup.checkpoint else run(module)(x)
-    (found,) = torch.autograd.grad(y.sin().sum(), x)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("way", ["cached", "lazy"])
-@pytest.mark.parametrize("run", [recoup.checkpoint, recoup.recompute])
-def test_a_second_run_that_decides_less(run, way):
-    def code(x):
-        return x.masked_fill(causal(len(x), run), 0.0) * (x > 0) * x.topk(2).values.sum()
-
-    module = Lazy() if way == "lazy" else code
-    for size in (4, 4, 6):
-        x = torch.linspace(-8, 8, size**2).view(size, size)
-        wanted = x.clone().requires_grad_()
-        code(wanted).sum().backward()
-        causal.cache_clear()
-        if way == "lazy":
-            module.mask = None
-        x.requires_grad_()
-        fn = (lambda x: recoup.checkpoint(module, x)) if run is recoup.checkpoint else run(module)
-        fn(x).sum().backward()
-        torch.testing.assert_close(x.grad, wanted.grad, rtol=0, atol=0)
 
 
 def test_results_have_the_memory_layout_of_the_first_run():
@@ -417,25 +170,7 @@ def test_a_decision_that_no_earlier_run_made_is_an_error_once_and_then_kept():
     assert distance(found, gradients(model, lambda x: model(x, True), ties)) < ROUNDING
 
 
-def test_integers_of_a_look_are_known_later():
-    """The mask of a dropout, or an index from outside, is no reason to look again."""
-    embedding, ids = nn.Embedding(8, 4), torch.tensor([1, 2, 3])
-    seen = []
-    embedding.register_forward_hook(lambda *args: seen.append(num_dispatch_modes() > 0))
-    for _ in range(3):
-        recoup.checkpoint(embedding, ids).exp().sum().backward()
-    assert seen[0]
-    assert not any(seen[2:])
-
-
 # -- how they are kept -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("bound", "bytes_each"), [(256, 1), (257, 2), (2**15, 2), (2**15 + 1, 4)])
-def test_indices_are_kept_in_the_fewest_bytes(bound, bytes_each):
-    kept = narrowed(torch.tensor([0, bound - 1]), bound)
-    assert kept.element_size() == bytes_each
-    assert kept.tolist() == [0, bound - 1]
 
 
 def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
@@ -451,33 +186,6 @@ def test_a_comparison_is_kept_as_bits_and_a_quantization_not_at_all():
         for _ in range(2):
             held = held_after(lambda code=code: recoup.checkpoint(code, x)).num_bytes
         assert held - x.nbytes == expected
-
-
-def called(module, x):
-    return module(x)
-
-
-class Seen(nn.Module):
-    """Notes how many dispatch modes its forward runs under; decides if told to."""
-
-    def __init__(self, decides):
-        super().__init__()
-        self.decides = decides
-        self.num_modes = []
-
-    def forward(self, x):
-        self.num_modes.append(num_dispatch_modes())
-        return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
-
-
-def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
-    blocks = [Seen(decides=True), Seen(decides=False)]
-    for _ in range(3):
-        x = torch.randn(8, requires_grad=True)
-        for block in blocks:
-            recoup.checkpoint(called, block, x).sum().backward()
-    assert blocks[0].num_modes[2:] == [1] * 4
-    assert blocks[1].num_modes[2:] == [0] * 4
 
 
 class SharedOnce(nn.Module):

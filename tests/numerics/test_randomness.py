@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import threading
 
 import pytest
@@ -14,70 +13,8 @@ import recoup
 from recoup._core.rng import Draws, SeededCall, draw_seed, hash_seed
 from recoup.errors import RecoupError, ReplayError
 from recoup.invertible import AdditiveCoupling, Chain, Dequantize, Logit
-from recoup.schedules import constant
-from tests.oracle import assert_same_step, loss_of_all, run_step
-from tests.zoo import Direct, DrawsItself, chain_of, couplings, dense, invertible_chain_of, leaf
-
-
-@pytest.mark.parametrize("memory", ["sqrt", "log", 1, "constant"])
-def test_the_stream_goes_on_as_in_linear_mode(memory):
-    if memory == "constant":
-        modules, x = invertible_chain_of("dropout")
-        model = Chain(*modules)
-    else:
-        modules, x = chain_of("draws itself")
-        model = recoup.Sequential(*modules)
-    after = {}
-    for mode in ("linear", memory):
-        model.memory = mode
-        torch.manual_seed(4)
-        streams = [torch.get_rng_state()]
-        for _ in range(3):
-            loss = loss_of_all(model(x))
-            streams.append(torch.get_rng_state())
-            torch.randn(2)
-            loss.backward()
-            streams.append(torch.get_rng_state())
-        after[mode] = streams
-    for got, want in zip(after[memory], after["linear"], strict=True):
-        assert torch.equal(got, want)
-    assert not torch.equal(after["linear"][0], after["linear"][1])
-
-
-@pytest.mark.parametrize("memory", ["linear", "sqrt", 1, "constant"])
-def test_draws_differ_from_step_to_step(memory):
-    modules, x = invertible_chain_of("dropout")
-    model = Chain(*modules, memory=memory)
-    assert not torch.equal(model(x)[0], model(x)[0])
-    # and from stage to stage
-    network = nn.Dropout(0.5)
-    y, _ = Chain(AdditiveCoupling(network), AdditiveCoupling(network), memory=memory)(
-        torch.ones(1, 200).double()
-    )
-    changed = y[0, 100:] - 1.0
-    assert {0.0, 2.0, 4.0} == set(changed.tolist())
-
-
-@pytest.mark.parametrize("between", ["draw", "reseed", "model"])
-@pytest.mark.parametrize("memory", ["sqrt", 1, "constant"])
-def test_draws_of_others_between_forward_and_backward(memory, between):
-    build = invertible_chain_of if memory == "constant" else chain_of
-    modules, x = build("dropout")
-    kind = Chain if memory == "constant" else recoup.Sequential
-    gradients = []
-    for mode in ("linear", memory):
-        model = kind(*copy.deepcopy(modules), memory=mode)
-        torch.manual_seed(4)
-        loss = loss_of_all(model(x))
-        if between == "draw":
-            torch.randn(5)
-        elif between == "reseed":
-            torch.manual_seed(99)
-        else:
-            model(x)
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
-    for got, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+from tests.oracle import assert_same_step, run_step
+from tests.zoo import Direct, couplings, leaf
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "log", "constant", 1])
@@ -122,43 +59,6 @@ def test_one_network_twice_in_a_coupling_that_draws():
     assert "Use two networks" in said
 
 
-class Draws3(nn.Module):
-    """A stage that draws from a source that is not torch's default generator."""
-
-    def __init__(self, source):
-        super().__init__()
-        self.source = source
-        self.generator = torch.Generator().manual_seed(1)
-
-    def forward(self, x):
-        if self.source == "own generator":
-            return (x * torch.rand(6, generator=self.generator, dtype=x.dtype)).sin()
-        if self.source == "python":
-            return (x * random.random()).sin()
-        numpy = pytest.importorskip("numpy")
-        return (x * float(numpy.random.rand())).sin()
-
-
-@pytest.mark.parametrize("source", ["own generator", "python", "numpy"])
-def test_other_sources_of_randomness(source):
-    """Right, or an error: never another draw in silence."""
-    x = leaf(4, 6)
-    stages = [Draws3(source), Draws3(source), Draws3(source)]
-
-    def gradient(model):
-        random.seed(1)
-        if source == "numpy":
-            pytest.importorskip("numpy").random.seed(1)
-        return torch.autograd.grad(loss_of_all(copy.deepcopy(model)(x)), x)[0]
-
-    want = gradient(nn.Sequential(*stages))
-    try:
-        got = gradient(recoup.Sequential(*stages, memory=1))
-    except RecoupError:
-        return
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("is_again", [False, True])
 def test_another_thread_that_draws_meanwhile(is_again):
     """After all that the region draws itself, so that no residual shows it."""
@@ -173,48 +73,6 @@ def test_another_thread_that_draws_meanwhile(is_again):
 
     with pytest.raises(ReplayError, match=r"[Aa]nother thread draws from it"):
         recoup.checkpoint(fn, leaf(64, 64)).sum().backward()
-
-
-# -- what is held ----------------------------------------------------------------------------------
-
-
-def held_states(model, x, monkeypatch):
-    """The random states that a forward's run keeps, counted at their source."""
-    found, recording = [], Draws.recording
-
-    def spying(self, **options):
-        found.append(self)
-        return recording(self, **options)
-
-    monkeypatch.setattr(Draws, "recording", spying)
-    loss = loss_of_all(model(x))
-    states = [draws._start for draws in found if draws._start is not None]
-    assert found, "no region was recorded"
-    loss.backward()
-    return sum(state.numel() for group in states for state in group)
-
-
-@pytest.mark.parametrize("memory", ["sqrt", 1, "log"])
-def test_no_state_is_kept_where_nothing_is_drawn(memory, monkeypatch):
-    modules, x = chain_of("mlp")
-    assert held_states(recoup.Sequential(*modules, memory=memory), x, monkeypatch) == 0
-
-
-def test_a_state_is_kept_where_something_is_drawn(monkeypatch):
-    modules = [
-        dense(0.5).double(),
-        dense(0.0).double(),
-        dense(0.0).double(),
-        DrawsItself().double(),
-    ]
-    model = recoup.Sequential(*modules, memory=constant(["recompute"] * 4))
-    size = torch.get_rng_state().numel()
-    assert held_states(model, leaf(4, 6), monkeypatch) == 2 * size
-
-
-def test_no_state_is_kept_in_constant_memory(monkeypatch):
-    modules, x = invertible_chain_of("dropout")
-    assert held_states(Chain(*modules, memory="constant"), x, monkeypatch) == 0
 
 
 # -- the parts -------------------------------------------------------------------------------------
@@ -238,14 +96,6 @@ def test_seeded_repeats_itself_and_leaves_the_stream():
     torch.manual_seed(0)
     SeededCall().run(lambda: torch.rand(300))
     assert torch.equal(torch.get_rng_state(), after), "the stream depends on how much was drawn"
-
-
-def test_seeded_without_a_draw_leaves_the_stream():
-    before = torch.get_rng_state()
-    call = SeededCall()
-    assert call.run(lambda: 7) == 7
-    assert not call.draws
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_seeded_gives_the_stream_back_after_an_exception():
@@ -322,20 +172,6 @@ def test_dropout_that_is_switched_on_later(memory, switch):
                 module.p = 0.5
     new.memory = "linear"
     assert_same_step(run_step(model, x), run_step(new, x), rtol=1e-10)
-
-
-def test_what_is_drawn_by_seeds_within_a_seeded_call_is_repeated_in_any_order():
-    calls = [SeededCall(), SeededCall()]
-    draws = Draws()
-
-    def run(order):
-        return {k: calls[k].run(lambda: (draw_seed(), draw_seed())) for k in order}
-
-    with draws.recording():
-        first = run([0, 1])
-    with draws.replaying():
-        assert run([1, 0]) == first
-    assert first[0] != first[1]
 
 
 def test_a_second_run_leaves_the_draws_of_the_last_region_within_to_that_region():

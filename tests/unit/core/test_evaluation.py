@@ -1,3 +1,5 @@
+"""Networks that forward and inverse of a module share: right, or an error that names the module."""
+
 from __future__ import annotations
 
 import pytest
@@ -9,29 +11,6 @@ from recoup.errors import ReplayError
 from recoup.invertible import AffineCoupling, Chain, InvertibleConv1x1, InvertibleModule
 from tests.oracle import assert_same_step, hooks_in_force, loss_of_all, run_step
 from tests.zoo import leaf, net
-
-
-class Shift(InvertibleModule):
-    """A coupling whose parts can be replaced."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = net(3, 3)
-        self.other = net(3, 3)
-
-    def there(self, a):
-        return self.evaluate(self.network, a)
-
-    def back(self, a):
-        return self.evaluate(self.network, a)
-
-    def forward(self, x):
-        a, b = x.chunk(2, dim=1)
-        return torch.cat([a, b + self.there(a)], dim=1), x.new_zeros(len(x))
-
-    def inverse(self, y):
-        a, b = y.chunk(2, dim=1)
-        return torch.cat([a, b - self.back(a)], dim=1), y.new_zeros(len(y))
 
 
 class Pairs(nn.Module):
@@ -46,82 +25,89 @@ class Pairs(nn.Module):
         return y.tanh(), y.sin()
 
 
-class ReturnsTwo(Shift):
-    def __init__(self):
+class Shift(InvertibleModule):
+    """A coupling: forward adds `there(self, a)` to a half, and the inverse subtracts `back`."""
+
+    def __init__(self, there, back=None, network=None):
         super().__init__()
-        self.network = Pairs()
+        self.network, self.other = network or net(3, 3), net(3, 3)
+        self.there, self.back = there, back or there
 
-    def there(self, a):
-        one, two = self.evaluate(self.network, a)
-        return one * two
-
-    back = there
-
-
-class NotInInverse(Shift):
-    def back(self, a):
-        return self.network(a)
-
-
-class NotInForward(Shift):
-    def there(self, a):
-        return self.network(a)
-
-
-class MoreInInverse(Shift):
-    """The inverse looks at the network once more than forward does, with other inputs."""
+    def forward(self, x):
+        a, b = x.chunk(2, dim=1)
+        return torch.cat([a, b + self.there(self, a)], dim=1), x.new_zeros(len(x))
 
     def inverse(self, y):
-        self.evaluate(self.network, y[:, 3:])
-        return super().inverse(y)
+        a, b = y.chunk(2, dim=1)
+        return torch.cat([a, b - self.back(self, a)], dim=1), y.new_zeros(len(y))
 
 
-class InPlaceOnOutput(Shift):
-    def there(self, a):
-        return self.evaluate(self.network, a).mul_(2.0)
-
-    back = there
+def shared(m, a):
+    return m.evaluate(m.network, a)
 
 
-class SameInputTwice(Shift):
-    def there(self, a):
-        return self.evaluate(self.network, a) + self.evaluate(self.other, a)
-
-    def back(self, a):
-        return self.evaluate(self.other, a) + self.evaluate(self.network, a)
+def both(m, a):
+    return m.evaluate(m.network, a) + m.evaluate(m.other, a)
 
 
-class WithoutGrad(Shift):
-    def there(self, a):
-        with torch.no_grad():
-            fixed = self.evaluate(self.other, a)
-        return self.evaluate(self.network, a) * fixed
-
-    back = there
+def both_turned(m, a):
+    return m.evaluate(m.other, a) + m.evaluate(m.network, a)
 
 
-def right_or_error(kind, error=ReplayError):
+def times_one_without_gradient(m, a):
+    with torch.no_grad():
+        fixed = m.evaluate(m.other, a)
+    return m.evaluate(m.network, a) * fixed
+
+
+def product_of_two(m, a):
+    one, two = m.evaluate(m.network, a)
+    return one * two
+
+
+def called(m, a):
+    return m.network(a)
+
+
+def with_another_look(m, a):
+    m.evaluate(m.network, 2 * a)
+    return m.evaluate(m.network, a)
+
+
+def changed_in_place(m, a):
+    return m.evaluate(m.network, a).mul_(2.0)
+
+
+RIGHT = {
+    "shared": lambda: Shift(shared),
+    "one input twice": lambda: Shift(both, both_turned),
+    "without a gradient": lambda: Shift(times_one_without_gradient),
+    "two outputs": lambda: Shift(product_of_two, network=Pairs()),
+}
+PERHAPS = {
+    "not in inverse": lambda: Shift(shared, called),
+    "not in forward": lambda: Shift(called, shared),
+    "more in inverse": lambda: Shift(shared, with_another_look),
+    "output changed in place": lambda: Shift(changed_in_place),
+}
+
+
+@pytest.mark.parametrize("kind", [*RIGHT, *PERHAPS])
+def test_right_or_an_error_that_names_the_module(kind):
     torch.manual_seed(0)
-    model, x = Chain(*(kind() for _ in range(3))).double(), leaf(4, 6)
+    model = Chain(*((RIGHT | PERHAPS)[kind]() for _ in range(3))).double()
+    x = leaf(4, 6)
     want = run_step(model, x, memory="linear")
     try:
         got = run_step(model, x, memory="constant")
-    except error as raised:
+    except ReplayError as error:
+        said = str(error)
+        assert kind in PERHAPS
         assert hooks_in_force() is None
-        return str(raised)
-    assert_same_step(got, want, rtol=1e-10)
-    return "right"
-
-
-@pytest.mark.parametrize("kind", [Shift, SameInputTwice, WithoutGrad, ReturnsTwo])
-def test_right(kind):
-    assert right_or_error(kind, error=()) == "right"
-
-
-@pytest.mark.parametrize("kind", [NotInInverse, NotInForward, MoreInInverse, InPlaceOnOutput])
-def test_right_or_an_error_that_names_the_module(kind):
-    said = right_or_error(kind)
-    assert said == "right" or kind.__name__ in said
+    else:
+        assert_same_step(got, want, rtol=1e-10)
+        said = "Shift"
+    assert "Shift" in said
 
 
 class WrongShape(Shift):
@@ -141,7 +127,7 @@ class Changes(Shift):
     [(WrongShape, "must undo forward"), (Changes, "of module `1` .* changed its input in place")],
 )
 def test_an_inverse_that_is_none(kind, said):
-    model = Chain(Shift(), kind(), memory="constant").double()
+    model = Chain(Shift(shared), kind(shared), memory="constant").double()
     with pytest.raises(ReplayError, match=said):
         loss_of_all(model(leaf(4, 6))).backward()
 
@@ -170,22 +156,22 @@ def dropping_coupling():
     return AffineCoupling(nn.Sequential(nn.Dropout(0.4), nn.Conv2d(2, 4, 3, padding=1)))
 
 
+@pytest.mark.parametrize("expanded", [(3, 4, 6, 6), (3, 1, 6, 6), (1, 4, 6, 6), (1, 1, 6, 1)])
 @pytest.mark.parametrize("part", [Draws, dropping_coupling])
-def test_masks_do_not_depend_on_the_memory_layout_that_an_inverse_leaves(part):
+def test_masks_do_not_depend_on_the_memory_layout(part, expanded):
+    """Neither on one that an inverse leaves nor on that of the input."""
     torch.manual_seed(0)
     parts = [InvertibleConv1x1(4), part(), Turned(), part(), InvertibleConv1x1(4)]
     chain = Chain(*parts, drift="raise").double()
-    x = torch.randn(3, 4, 6, 6, dtype=torch.float64, requires_grad=True)
-    plain = run_step(chain, x, memory="linear")
-    assert_same_step(run_step(chain, x, memory="constant"), plain, rtol=1e-10)
+    x, found = torch.randn(expanded, dtype=torch.float64).expand(3, 4, 6, 6), []
+    for chain.memory in ("linear", "constant"):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(loss_of_all(chain(x)), [*chain.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
 class Scales(Shift):
     """It scales by numbers that `then` computes, with dropout in the network."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3))
 
     def scale_and_log_det(self, values):
         log_scale = values.tanh()
@@ -203,20 +189,8 @@ class Scales(Shift):
 
 
 def test_what_is_computed_from_an_output_is_a_part_of_the_evaluation():
-    chain = Chain(Scales(), Shift(), Scales(), drift="raise").double()
+    scales = [Scales(shared, network=net(3, 3, 0.3)) for _ in range(2)]
+    chain = Chain(scales[0], Shift(shared), scales[1], drift="raise").double()
     x = leaf(4, 6)
     plain = run_step(chain, x, memory="linear")
     assert_same_step(run_step(chain, x, memory="constant"), plain, rtol=1e-10)
-
-
-@pytest.mark.parametrize("expanded", [(3, 1, 6, 6), (1, 4, 6, 6), (1, 1, 6, 1)])
-def test_masks_of_an_expanded_input(expanded):
-    torch.manual_seed(0)
-    chain = Chain(*[dropping_coupling() for _ in range(3)], drift="raise").double()
-    x = torch.randn(expanded, dtype=torch.float64).expand(3, 4, 6, 6)
-    found = []
-    for memory in ("linear", "constant"):
-        chain.memory = memory
-        torch.manual_seed(1)
-        found.append(torch.autograd.grad(loss_of_all(chain(x)), [*chain.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)

@@ -30,36 +30,6 @@ def x():
     return torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
 
 
-def gradients(call, x, network):
-    return torch.autograd.grad(call(x), [x, *network.parameters()], allow_unused=True)
-
-
-WAYS = {
-    "checkpoint": lambda f: lambda x: recoup.checkpoint(f, x),
-    "twice": lambda f: lambda x: recoup.checkpoint(lambda x: recoup.checkpoint(f, x), x),
-    "torch": lambda f: lambda x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
-    "within": lambda f: f,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_within_a_region_are_those_without(way, network, x):
-    expected = gradients(lambda x: slopes(network, x), x, network)
-    actual = gradients(WAYS[way](lambda x: slopes(network, x)), x, network)
-    for a, b in zip(actual, expected, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
-
-
-def test_a_region_within_is_filled_while_forward_runs(network, x):
-    def inner(x):
-        return recoup.checkpoint(network, x)
-
-    expected = gradients(lambda x: slopes(network, x), x, network)
-    for call in (lambda x: slopes(inner, x), WAYS["checkpoint"](lambda x: slopes(inner, x))):
-        for a, b in zip(gradients(call, x, network), expected, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b)
-
-
 def test_hooks_beneath_see_each_save_once_and_give_backward_what_they_kept(network, x):
     plain, packed, unpacked = [], [], []
     with torch.autograd.graph.saved_tensors_hooks(

@@ -18,7 +18,7 @@ import recoup
 from recoup._core.offload import Traffic
 from recoup._core.saved_tensors import Kept, unpack
 from recoup._core.tiers import tier_for
-from recoup.errors import ChangedError, OffloadError
+from recoup.errors import ChangedError
 from recoup.schedules import Advance, Drop, Load, Offload, Reverse, Schedule, Tape
 
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -167,27 +167,6 @@ def test_what_is_changed_in_place(num_before):
             z.sum().backward()
 
 
-def test_data_has_versions_of_its_own():
-    x, weight = torch.randn(2, 4, 4), torch.ones(4, 4, requires_grad=True)
-    with away(Traffic(LateTier(odds=1.0))):
-        y = x[0] * 1
-        kept = y * weight, x[1] * weight  # the copy of `y` is made
-        y.data.mul_(2)
-        loss = (y.data * weight).sum()
-    assert_equal(torch.autograd.grad(loss, weight), (2 * x[0],))
-    del kept
-
-
-def test_what_arrived_and_was_not_asked_for():
-    tier, x = LateTier(2), torch.randn(5, 5).requires_grad_()
-    with away(Traffic(tier)):
-        y = (x * 1).sin().exp().cos()
-        loss = y.sin().exp().cos().sum()
-    torch.autograd.grad(loss, y)  # fetches some of those before
-    assert tier.num_read
-    assert not any(each.is_arrival for each in tier.alive)
-
-
 def test_a_place_in_the_file_is_used_again_when_nothing_writes_to_it(tmp_path, monkeypatch):
     places, may_end = [], threading.Event()
 
@@ -232,10 +211,3 @@ def test_a_schedule_that_offloads(to, tmp_path):
     look = saved_tensors_hooks(lambda x: seen.append(x.shape) or x.clone(), lambda x: x)
     assert_equal(steps(chain, look), wanted)
     assert seen.count((5, 8)) >= (2 if to == "host" else 1)  # what stays goes to the pair beneath
-
-
-def test_a_folder_that_is_not_there():
-    to = "/nowhere/at/all"
-    actions = Offload(0, to), Advance(0, 1), Load(0), Tape(0), Drop(0), Reverse(0)
-    with pytest.raises(OffloadError, match=to):
-        recoup.Sequential(nn.Linear(4, 4), memory=Schedule(1, actions))(torch.ones(2, 4) * 1)

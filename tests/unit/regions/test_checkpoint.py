@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,64 +11,7 @@ from torch import nn
 
 import recoup
 from recoup._core.storage_tracking import StorageTracker
-from recoup.errors import ChangedError
-from tests.oracle import hooks_in_force
 from tests.zoo import leaf
-
-
-class Pair(NamedTuple):
-    a: torch.Tensor
-    b: torch.Tensor
-
-
-def mixed(x, pair, *, scale, options):
-    y = (x * pair.a).sin() + options["shift"][0] * scale
-    return {"y": y.exp(), "pair": Pair(y.tanh(), pair.b.sin()), "name": options["name"]}
-
-
-def run(call):
-    torch.manual_seed(0)
-    x, a, b, shift = (leaf(4) for _ in range(4))
-    out = call(mixed, x, Pair(a, b), scale=3.0, options={"shift": [shift, None], "name": "n"})
-    assert out["name"] == "n"
-    assert type(out["pair"]) is Pair
-    (out["y"].sum() + out["pair"].a.sum() + out["pair"].b.sum()).backward()
-    return [value.grad for value in (x, a, b, shift)]
-
-
-def test_nested_arguments_and_results():
-    got, want = run(recoup.checkpoint), run(lambda fn, *args, **kwargs: fn(*args, **kwargs))
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_without_gradients():
-    seen = []
-
-    def fn(x):
-        seen.append(hooks_in_force())
-        return x.sin(), x.detach(), x.argmax(), None
-
-    with torch.no_grad():
-        recoup.checkpoint(fn, leaf(3))
-    out = recoup.checkpoint(fn, x := leaf(3))
-    out[0].sum().backward()
-    assert torch.equal(x.grad, x.cos())
-    assert out[3] is None
-    assert seen[0] is None
-    assert seen[1] is not None
-    assert not recoup.checkpoint(torch.sin, torch.ones(3)).requires_grad
-    assert recoup.checkpoint(lambda: 7) == 7
-
-
-def test_a_list_whose_element_is_replaced_is_no_change():
-    x, given = leaf(4), [torch.ones(4).double()]
-    y = recoup.checkpoint(lambda t: (x + t[0]).sin(), given)
-    want = (x + given[0]).cos().detach()
-    given[0] = given[0] * 5
-    y.sum().backward()
-    assert torch.equal(x.grad, want)
-
 
 MODULE = nn.BatchNorm1d(4).double()
 
@@ -172,17 +114,6 @@ def test_results_that_cannot_be_seen_into_and_values_put_elsewhere_are_let_go():
         gc.enable()
 
 
-def test_sparse_matrices():
-    a, layer, x = torch.eye(5).double().to_sparse(), nn.Linear(4, 4).double(), leaf(5, 4)
-
-    def product(a, x):
-        return torch.sparse.mm(a, layer(x)).sin()
-
-    (want,) = torch.autograd.grad(product(a, x).sum(), x)
-    for y in (recoup.checkpoint(lambda x: product(a, x), x), recoup.checkpoint(product, a, x)):
-        assert torch.equal(*torch.autograd.grad(y.sum(), x), want)
-
-
 # -- the keywords of torch (F8) --------------------------------------------------------------------
 
 ACCEPTED = [
@@ -210,24 +141,6 @@ def test_keywords_of_torch_are_taken(given):
     want = step(lambda: fn(x, power=2))
     got = step(lambda: recoup.checkpoint(fn, x, power=2, **given))
     assert all(map(torch.equal, got, want))
-
-
-REFUSED = [
-    (recoup.checkpoint, {"use_reentrant": True}, r"`use_reentrant` is True"),
-    (recoup.checkpoint, {"determinism_check": "some"}, r"`determinism_check` is 'some'"),
-    (recoup.checkpoint, {"debug": True}, r"`debug` is True"),
-    (recoup.checkpoint, {"preserve_rng_state": 3}, r"`preserve_rng_state` is 3"),
-    (recoup.checkpoint, {"context_fn": lambda: None}, r"`context_fn` returned None"),
-    (lambda *_: recoup.recompute(3), {}, r"is 3, but must be a function or module"),
-    (lambda *_: recoup.checkpoint(3, leaf(2)), {}, r"is 3, but must be a function or module"),
-]
-
-
-@pytest.mark.parametrize(("call", "given", "message"), REFUSED)
-def test_what_is_refused(call, given, message):
-    """F8, N13"""
-    with pytest.raises(ValueError, match=message):
-        call(torch.sin, leaf(3), **given)
 
 
 def test_contexts_around_each_run():
@@ -304,48 +217,7 @@ def test_where_the_second_run_ends(early_stop, within):
     assert len(ends) == (1 if stops else 2)
 
 
-def test_a_keyword_of_the_function_by_a_name_of_torch():
-    """F8: as in torch it is not passed on; a partial binds it."""
-
-    def fn(x, debug=True):
-        return x.sin() if debug else x.cos()
-
-    x = leaf(3)
-    assert torch.equal(recoup.checkpoint(fn, x, debug=False), x.sin())
-    assert torch.equal(recoup.checkpoint(functools.partial(fn, debug=False), x), x.cos())
-
-
 # -- arguments and modules -------------------------------------------------------------------------
-
-
-def test_a_module_that_the_first_run_binds():
-    layer = None
-
-    def lazy(x):
-        nonlocal layer
-        layer = nn.Identity() if layer is None else layer
-        return layer(x).exp()
-
-    x = torch.randn(5, requires_grad=True)
-    for _ in range(2):
-        (gradient,) = torch.autograd.grad(recoup.checkpoint(lazy, x).sum(), x)
-        torch.testing.assert_close(gradient, x.detach().exp())
-
-
-@pytest.mark.parametrize("memory", ["checkpoint", "inputs", "sqrt"])
-def test_an_input_changed_between_two_backwards(memory):
-    x = torch.randn(5, requires_grad=True)
-    h = x * 1
-    stages = [nn.Sequential(nn.Tanh(), nn.Softplus()) for _ in range(4)]
-    if memory == "checkpoint":
-        y = recoup.checkpoint(stages[0], h).sum()
-    else:
-        y = recoup.Sequential(*stages, memory=memory)(h).sum()
-    torch.autograd.grad(y, h, retain_graph=True)
-    with torch.no_grad():
-        h.mul_(2)
-    with pytest.raises(ChangedError, match="changed in place"):
-        torch.autograd.grad(y, h)
 
 
 @pytest.mark.parametrize("keywords", [False, True])
@@ -364,27 +236,3 @@ def test_an_argument_that_is_given_twice_is_one_tensor_again(is_parameter, keywo
             loss = output.square().sum()
             found.append(torch.autograd.grad(loss, (x, *attention.parameters())))
         assert all(map(torch.equal, *found[-2:]))
-
-
-def test_a_first_run_within_a_mode_is_repeated_within_one():
-    """Within a mode, as in the check of its first run, torch adds this bias out of place."""
-
-    def versions(fn, x):
-        seen = []
-
-        class Sees(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, y):
-                seen.append(y._version)
-                return y.clone()
-
-            @staticmethod
-            def backward(ctx, g):
-                return g
-
-        recoup.checkpoint(lambda x: Sees.apply(fn(x)).exp().sin(), x).sum().backward()
-        return seen
-
-    layer, x = nn.Linear(8, 8).double(), leaf(2, 6, 8)[:, :3]
-    first, second = versions(layer, x)
-    assert first == second

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup._core import tiers
@@ -40,28 +38,6 @@ class Called(nn.Module):
 
     def forward(self, x):
         return self.fn(self.layer, x)
-
-
-def views(_, x):
-    y = torch.view_as_complex((x * 1).view(64, 32, 2)).exp()
-    picked = (x * 2)[:, torch.tensor([0, 2, 2])].expand(2, 64, 3).prod(-1)
-    return (y * y.conj()).real.sum() + picked.sum() + (x * 3).masked_fill(x > 0, 0.0).exp()
-
-
-def first(layer, x):
-    return layer(x)[0]
-
-
-MODELS = {
-    "layers": net,
-    "rrelu last": lambda: nn.Sequential(nn.Linear(64, 128), nn.RReLU()),
-    "rrelu within": lambda: nn.Sequential(nn.Linear(64, 128), nn.RReLU(), nn.Linear(128, 9)),
-    "views": lambda: Called(views),
-    **{
-        kind.__name__: lambda kind=kind: Called(first, kind(64, 16))
-        for kind in (nn.GRU, nn.LSTM, nn.GRUCell, nn.LSTMCell)
-    },
-}
 
 
 def made(make=net):
@@ -97,18 +73,6 @@ def sent(monkeypatch):
     note = lambda tier, tensor: found.append(tensor.numel()) or send(tier, tensor)  # noqa: E731
     monkeypatch.setattr(tiers.FolderTier, "send", note)
     return found
-
-
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_the_plain_gradients(folder, sent, make):
-    model, x = made(make)
-    wanted = step(model, x, nullcontext())
-    around = recoup.offloading(1, folder)
-    with around, around:  # it may be used again, also in itself
-        pass
-    for again in (around, around, recoup.offloading(SIZE, folder), recoup.offloading()):
-        assert_equal(step(model, x, again), wanted)
-    assert sent
 
 
 def test_autocast_and_compiled_code(folder):
@@ -165,41 +129,6 @@ def test_what_stays_is_seen_by_hooks_beneath(folder, sent):
     assert len(seen) > 6
 
 
-AGAIN = {
-    "checkpoint": recoup.checkpoint,
-    "torch": partial(checkpoint, use_reentrant=False),
-    "recompute": lambda block, x: recoup.recompute(block)(x),
-}
-
-
-@pytest.mark.parametrize("way", [*AGAIN, "sqrt", "noise", "plan"])
-def test_with_what_runs_again(folder, sent, way):
-    def within(block, x):
-        with recoup.offloading(1, folder):  # does nothing
-            return block(x)
-
-    def called(model, x):
-        for block in model[:-1]:
-            with recoup.offloading(SIZE, folder):
-                x = AGAIN[way](partial(within, block), x)
-        return model[-1](x)
-
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
-    model, x = made(lambda: nn.Sequential(*blocks, nn.BatchNorm1d(64, momentum=1.0)))
-    if way == "noise":
-        recoup.weight_noise(model, ".*weight", 0.1)
-    wanted = step(model, x, nullcontext())
-    if way in AGAIN:
-        model = Called(called, model)
-    elif way == "sqrt":
-        model = recoup.Sequential(*model, memory="sqrt")
-    elif way == "plan":
-        recoup.plan(model, x, budget=recoup.plan(model, x).least_bytes).apply()
-    sent.clear()
-    assert_equal(step(model, x, recoup.offloading(SIZE, folder)), wanted)
-    assert way not in AGAIN or len(sent) <= 5  # the inputs
-
-
 def test_forward_does_not_wait_below_the_bound(folder, monkeypatch):
     begun, may_end, has_waited = threading.Event(), threading.Event(), threading.Event()
     waits, write = [], os.pwritev
@@ -251,22 +180,3 @@ def test_nothing_is_left(folder):
         assert pair_in_force() is None
     with pytest.raises(RecoupError, match=r"torch\.func"):
         torch.func.grad(loss)(torch.ones(3))
-
-
-@pytest.mark.parametrize(("argument", "value", "message"), [
-    ("min_bytes", "many", "which is no number of bytes"),
-    ("min_bytes", 0, "but it must be at least 1 byte"),
-    ("in_flight_bytes", -1, "which is no number of bytes"),
-    ("to", None, "which is no folder"),
-    ("to", "/nowhere", "which is no folder. Make the folder first"),
-])  # fmt: skip
-def test_wrong_arguments(argument, value, message):
-    with pytest.raises(ValueError, match=f"`{argument}` is {value!r}, {message}"):
-        recoup.offloading(**{argument: value})
-
-
-def test_a_folder_that_goes_away():
-    with tempfile.TemporaryDirectory() as name:
-        around = recoup.offloading(1, name)
-    with pytest.raises(OffloadError, match="No file can be made in"), around:
-        pass

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import recoup
 from tests.alive import held_after
@@ -78,102 +77,6 @@ def test_outputs_are_not_held():
     assert held(recomputed(model, nn.GELU, nn.Dropout)) == HIDDEN_BYTES
     layers = (nn.Linear(WIDTH, HIDDEN), recoup.Recompute(F.gelu), recoup.Recompute(nn.Dropout()))
     assert held(nn.Sequential(*layers, nn.Linear(HIDDEN, WIDTH))) == HIDDEN_BYTES
-
-
-def test_residuals_name_the_modules():
-    census = recoup.residuals(lambda: recomputed(perceptron(), nn.GELU, nn.Dropout)(batch()))
-    assert "recompute" in str(census)
-
-
-# -- the same numbers ------------------------------------------------------------------------------
-
-AROUND = {
-    "plain": None,
-    "checkpoint of torch": lambda model, x: checkpoint(model, x, use_reentrant=False),
-    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
-    "checkpoint": lambda model, x: recoup.checkpoint(model, x),
-    "recompute": lambda model, x: recoup.recompute(model)(x).sin(),
-    "autocast": lambda model, x: torch.autocast("cpu", torch.bfloat16)(model)(x),
-    **{
-        f"Sequential {memory}": lambda model, x, memory=memory: recoup.Sequential(
-            *model, memory=memory
-        )(x)
-        for memory in ("linear", "inputs", "sqrt", "log", 2)
-    },
-}
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_a_step_is_the_plain_one(around):
-    model = normed()
-    other = recomputed(model, *CHOSEN)
-    for _ in range(2):
-        got = left_by(other, call=AROUND[around])
-        assert_same(got, left_by(model, call=AROUND[around]))
-
-
-def in_place(*layers):
-    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), *layers, nn.Linear(HIDDEN, WIDTH))
-
-
-MODELS = {
-    "batch norm": (lambda: in_place(nn.BatchNorm1d(HIDDEN), nn.ReLU()), (nn.BatchNorm1d, nn.ReLU)),
-    "in place": (lambda: in_place(nn.ReLU(inplace=True)), (nn.ReLU,)),
-    "before one in place": (
-        lambda: in_place(nn.BatchNorm1d(HIDDEN), nn.ReLU(inplace=True)),
-        (nn.BatchNorm1d,),
-    ),
-    "nothing to do": (
-        lambda: in_place(nn.Identity(), nn.Flatten(), nn.Dropout(0.0)),
-        (nn.Identity, nn.Flatten, nn.Dropout),
-    ),
-    "within one another": (lambda: normed(), (nn.Sequential, nn.Dropout)),
-    "all": (lambda: normed(), (nn.Module,)),
-    "recurrent": (lambda: nn.Sequential(nn.LSTM(WIDTH, WIDTH)), (nn.LSTM,)),
-    # Its attention is given one tensor three times.
-    "attention": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, HIDDEN), (nn.MultiheadAttention,)),
-    "a buffer that forward changes": (
-        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))),
-        (nn.Linear,),
-    ),
-    "evaluation": (lambda: normed().eval(), CHOSEN),
-    "used twice": (lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.GELU()] * 2), (nn.GELU,)),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_modules_of_many_kinds(name):
-    make, types = MODELS[name]
-    torch.manual_seed(0)
-    model = make()
-    other = recomputed(model, *types)
-    for _ in range(2):
-        assert_same(left_by(other), left_by(model))
-
-
-def test_models_of_transformers():
-    """Their activations are modules of their own."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.BertConfig(vocab_size=31, intermediate_size=32, **sizes)
-    model, ids = transformers.BertForMaskedLM(config).train(), torch.randint(31, (4, 16))
-    kinds = {type(part) for part in model.modules() if "GELU" in type(part).__name__}
-    other = recomputed(model, nn.Dropout, nn.LayerNorm, *kinds)
-    assert_same(left_by(other, ids), left_by(model, ids))
-    held_bytes = [held_after(lambda each=each: each(ids)).num_bytes for each in (other, model)]
-    assert held_bytes[0] < held_bytes[1]
-
-
-def test_a_plan_for_it():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(normed() for _ in range(4)))
-    other, x = recomputed(model, *CHOSEN), batch()
-    budget = f"{recoup.plan(other, x, budget='1 GiB').least_bytes} B"
-    recoup.plan(other, x, budget=budget).apply()
-    assert_same(left_by(other), left_by(model))
-    with pytest.raises(ValueError, match=r"Sequential whose `forward` was replaced"):
-        recoup.recompute_(other, nn.Sequential)
 
 
 # -- with reparametrized weights -------------------------------------------------------------------
@@ -265,32 +168,6 @@ def test_copies(how):
     assert held(COPIES[how](module)) == held(module)
 
 
-def test_hooks_are_called_as_before():
-    seen, model = [], perceptron()
-    model[1].register_forward_hook(lambda *_: seen.append("forward"))
-    model[1].register_full_backward_hook(lambda *_: seen.append("backward"))
-    left_by(recoup.recompute_(model, nn.GELU))
-    assert seen == ["forward", "backward"]
-
-
-def test_derived_types():
-    class Wider(nn.Dropout):
-        pass
-
-    model = recoup.recompute_(nn.Sequential(Wider(0.5)), nn.Dropout)
-    assert isinstance(model[0], Wider)
-    assert_same(left_by(model), left_by(nn.Sequential(nn.Dropout(0.5))))
-
-
-def test_a_twin_of_it():
-    model = recoup.weight_dropout(recomputed(normed(), *CHOSEN), r".*weight")
-    twin = recoup.weights.twin(model)
-    left_by(model)
-    assert type(twin[2]) is type(model[2])
-    x = batch()
-    assert torch.equal(twin(x), model.eval()(x))
-
-
 def test_a_graph_is_the_plain_one():
     model, x = recomputed(normed(), *CHOSEN).eval(), batch()
     targets = [
@@ -318,42 +195,3 @@ def test_the_module_form():
     first, others = pair(x, scale=2.0)
     (first * others["x"]).sum().backward()
     assert torch.allclose(x.grad, 2 * (2 * x).cos(), atol=1e-5)
-
-
-# -- errors ----------------------------------------------------------------------------------------
-
-
-def replaced():
-    model = perceptron()
-    model[1].forward = torch.tanh
-    return model
-
-
-REFUSED = [
-    (perceptron, (), "`types` is empty"),
-    (perceptron, (nn.Conv2d,), r"Conv2d, but Sequential has no module of that type. There are: Dr"),
-    (perceptron, (F.gelu,), r"gelu.*, but must be types of modules"),
-    (perceptron, (nn.GELU(),), r"GELU\(.*, but must be types of modules"),
-    (lambda: nn.GELU, (nn.GELU,), r"`model` is .*must be an nn.Module"),
-    (lambda: nn.Sequential(torch.jit.trace(nn.GELU(), batch())), (torch.jit.ScriptModule,),
-     "TracedModule whose `forward` was replaced"),
-    (replaced, (nn.Dropout, nn.GELU), r"GELU whose `forward` was replaced"),
-    (lambda: nn.ModuleList([nn.GELU()]), (nn.GELU, nn.ModuleList), r"ModuleList, which has no for"),
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
-@pytest.mark.parametrize(("make", "types", "message"), REFUSED)
-def test_what_is_refused(make, types, message):
-    model = make()
-    kinds = [type(part) for part in model.modules()] if isinstance(model, nn.Module) else []
-    with pytest.raises(ValueError, match=message):
-        recoup.recompute_(model, *types)
-    if kinds:  # nothing was changed
-        assert [type(part) for part in model.modules()] == kinds
-
-
-@pytest.mark.parametrize("fn", [nn.GELU, 3])
-def test_what_cannot_be_called(fn):
-    with pytest.raises(ValueError, match=r"`fn` is .*must be a function or a module"):
-        recoup.Recompute(fn)

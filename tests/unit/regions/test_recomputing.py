@@ -8,7 +8,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +18,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
-from recoup._core.operators import traits_of
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
-from recoup.regions.operator_draws import Draws
 from tests.alive import no_collector
 from tests.oracle import Operators, hooks_in_force
 
@@ -335,53 +332,6 @@ def test_steps(name):
     assert held <= held_plainly + more
 
 
-LAYERS = {
-    "LSTM": lambda: nn.LSTM(SIZE, SIZE, 2, dropout=0.2),
-    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(SIZE, SIZE)),
-    "weight dropout": lambda: recoup.weight_dropout(nn.LSTM(SIZE, SIZE), "weight_hh_l0", p=0.5),
-    "batch norm": lambda: nn.BatchNorm1d(2),
-    "batch norm, evaluated": lambda: nn.BatchNorm1d(2).eval(),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_within(name):
-    """Statistics count once, and another forward before backward does not disturb."""
-    torch.manual_seed(1)
-    layer = LAYERS[name]()
-
-    def run(context):
-        module, x = copy.deepcopy(layer), leaves()[1].detach().view(4, 2, SIZE).requires_grad_()
-        torch.manual_seed(2)
-        with context():
-            h = module(x)
-            h = h[0] if isinstance(h, tuple) else h
-            with torch.no_grad():
-                module(x.detach())
-        with torch.no_grad():
-            module.train()(x * 3)
-        h.exp().square().sum().backward()
-        found = [parameter.grad for parameter in module.parameters()]
-        return [x.grad, *found, *module.buffers(), torch.get_rng_state()]
-
-    assert_same(run(recomputing), run(nullcontext))
-
-
-def test_gradients_of_every_kind():
-    a = leaves()[0][:4, :4].detach().double().requires_grad_()
-
-    def fn(a):
-        with recomputing():
-            h = (a @ a).tanh()
-        return h * a + h.t() @ h
-
-    assert torch.autograd.gradcheck(fn, (a,))
-    assert torch.autograd.gradgradcheck(fn, (a,))
-    loss = fn(noisy(a)).sum()
-    first = torch.autograd.grad(loss, a, retain_graph=True)
-    assert_same(torch.autograd.grad(loss, a), first)
-
-
 # -- what runs again -------------------------------------------------------------------------------
 
 
@@ -407,30 +357,6 @@ def test_what_runs_again(make, num_used, want):
     with Operators() as seen:
         loss.backward()
     assert {op: seen.names.count(op) for op in want} == want
-
-
-def test_memory_falls_as_the_block_runs_and_runs_again():
-    """At most two of ten states in a row are alive, in forward and when they are made again."""
-    a, _ = leaves()
-    with StorageTracker() as tracker:
-        with recomputing():
-            h = a.detach()
-            for _ in range(10):
-                h = torch.randn_like(h) + h
-            loss = (a * h).sum()
-        del h
-        assert tracker.peak_bytes <= 3 * UNIT + 3 * 8192
-        tracker.peak_bytes = tracker.current_bytes
-        loss.backward()
-    assert tracker.peak_bytes <= 5 * UNIT + 3 * 8192
-
-
-def test_what_is_known_of_operators():
-    assert traits_of(aten.native_batch_norm.default).writes >= {3, 4}  # no schema says so
-    assert traits_of(aten.add.out).writes == {"out"}
-    assert traits_of(aten.t.default).is_view
-    assert not traits_of(aten.add_.Tensor).is_view
-    assert not traits_of(aten.add_.Tensor).overwrites
 
 
 def cond(h):
@@ -571,21 +497,6 @@ def test_a_comparison_can_be_left_out():
 # -- threads and devices ---------------------------------------------------------------------------
 
 
-def test_threads_share_a_graph():
-    a, x = leaves()
-    with recomputing():
-        w = noisy(a).tanh()
-    losses = [(F.linear(x, w) * (1 + place)).sum() for place in range(8)]
-    (want,) = torch.autograd.grad(losses[0], a, retain_graph=True)
-
-    def work(place):
-        found = [torch.autograd.grad(losses[place], a, retain_graph=True)[0] for _ in range(25)]
-        return all(torch.allclose(each, want * (1 + place), rtol=1e-4) for each in found)
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(work, range(8)))
-
-
 @pytest.mark.parametrize("others_draw", [False, True])
 def test_threads_with_blocks_of_their_own(others_draw):
     """From a default generator that they all draw from; one of them outside of any block."""
@@ -608,44 +519,6 @@ def test_threads_with_blocks_of_their_own(others_draw):
 
     with ThreadPoolExecutor(3) as threads:
         assert all(threads.map(work, range(3)))
-
-
-def test_draws_on_any_device(monkeypatch):
-    """By the module that torch has for it, whose generator is as it was afterwards."""
-    generator = torch.Generator().manual_seed(4)
-    module = SimpleNamespace(
-        get_rng_state=lambda device: generator.get_state(),
-        set_rng_state=lambda state, device: generator.set_state(state),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-
-    class Drawing:
-        _schema = SimpleNamespace(arguments=[])
-        overloadpacket = SimpleNamespace(overloads=list)
-
-        def __call__(self, device):
-            return torch.rand(5, generator=generator)
-
-    func, kwargs, first, again = Drawing(), {"device": torch.device("xpu", 0)}, Draws(), Draws()
-    drawn = [first.first(func, (), kwargs) for _ in range(3)]
-    state = generator.get_state()
-    assert all(torch.equal(again.again(func, (), kwargs, draw), result) for result, draw in drawn)
-    assert torch.equal(generator.get_state(), state)
-    assert [draw.before is None for _, draw in drawn] == [False, True, True]
-    monkeypatch.undo()
-    with pytest.raises(ReplayError, match="draws on vulkan, whose torch module has no"):
-        first.first(func, (), {"device": torch.device("vulkan")})
-
-
-def test_a_state_is_kept_where_it_does_not_follow_from_the_last():
-    draws, own = Draws(), torch.Generator().manual_seed(4)
-    torch.manual_seed(1)
-    drawn = [draws.first(aten.rand.default, ([3],), {})[1] for _ in range(2)]
-    torch.rand(1)
-    drawn.append(draws.first(aten.rand.default, ([3],), {})[1])
-    drawn.append(draws.first(aten.rand.generator, ([3],), {"generator": own})[1])
-    assert [type(draw.before) for draw in drawn] == [int, type(None), torch.Tensor, int]
-    assert draws.first(aten.native_dropout.default, (torch.ones(3), 0.5, False), {})[1] is None
 
 
 @pytest.mark.cuda
@@ -723,13 +596,6 @@ def test_hooks_around_see_what_is_kept(is_nested):
     assert (8, SIZE) in seen  # what `linear` saves of its input
     assert seen.count((SIZE, SIZE)) == 1 + is_nested  # `a`, once for each block that takes it
     assert torch.allclose(ours[1], ran(body, nullcontext)[0][1])
-
-
-def test_hooks_that_are_disabled():
-    disabled = torch.autograd.graph.disable_saved_tensors_hooks("not here")
-    with disabled, pytest.raises(RuntimeError, match="not here"), recomputing():
-        leaves()[0].exp()
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -1,0 +1,338 @@
+"""What is refused: the call, the exception, and the words that name the argument and a way out."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import recoup
+from recoup._core.executor import Executor
+from recoup.errors import (
+    ChangedError,
+    NotInvertibleError,
+    OffloadError,
+    RecoupError,
+    ReplayError,
+    ScheduleError,
+)
+from recoup.invertible import AdditiveCoupling, Chain, DriftGuard, Flip
+from recoup.schedules import (
+    Advance,
+    Invert,
+    Keep,
+    Load,
+    Offload,
+    Reverse,
+    Schedule,
+    Tape,
+    constant,
+    revolve,
+    sqrt,
+)
+from tests.oracle import hooks_in_force, loss_of_all
+from tests.zoo import dense, invertible_chain_of, leaf, net
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def checkpoint(**options):
+    return lambda: recoup.checkpoint(torch.sin, leaf(3), **options)
+
+
+def sequential(*modules, **options):
+    return lambda: recoup.Sequential(*(modules or [nn.Tanh(), nn.Tanh()]), **options)
+
+
+def recompute_(build, *types):
+    return lambda: recoup.recompute_(build(), *types)
+
+
+def gelus():
+    return nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Dropout())
+
+
+def replaced():
+    model = gelus()
+    model[1].forward = torch.tanh
+    return model
+
+
+def in_a_folder_that_is_gone():
+    with tempfile.TemporaryDirectory() as name:
+        around = recoup.offloading(1, name)
+    with around:
+        pass
+
+
+def offload_to_nowhere():
+    to = "/nowhere/at/all"
+    actions = Offload(0, to), Advance(0, 1), Load(0), Tape(0), Reverse(0)
+    recoup.Sequential(nn.Linear(4, 4), memory=Schedule(1, actions))(torch.ones(2, 4) * 1)
+
+
+def drops_what_it_loads():
+    end = [action for index in (2, 1, 0) for action in (Invert(index), Reverse(index))]
+    actions = (Keep(0), Advance(0, 3), Load(3), *end)
+    model = Chain(*invertible_chain_of("couplings")[0][:3], memory=Schedule(3, actions, name="no"))
+    model(leaf(4, 6))
+
+
+ARGUMENTS = [
+    (checkpoint(use_reentrant=True), ValueError, r"`use_reentrant` is True"),
+    (checkpoint(determinism_check="some"), ValueError, r"`determinism_check` is 'some'"),
+    (checkpoint(debug=True), ValueError, r"`debug` is True"),
+    (checkpoint(preserve_rng_state=3), ValueError, r"`preserve_rng_state` is 3"),
+    (checkpoint(context_fn=lambda: None), ValueError, r"`context_fn` returned None"),
+    (lambda: recoup.checkpoint(3, leaf(2)), ValueError, r"is 3, but must be a function or module"),
+    (lambda: recoup.recompute(3), ValueError, r"is 3, but must be a function or module"),
+    (lambda: recoup.Recompute(3), ValueError, r"`fn` is .*must be a function or a module"),
+    (lambda: recoup.Recompute(nn.GELU), ValueError, r"`fn` is .*must be a function or a module"),
+    *((sequential(memory=each), ValueError, r"`memory`|`slots`")
+      for each in ("square", "2 stages", 0, -1, 1.5, None, True, ("sqrt",))),
+    (sequential(memory=sqrt(3)), ValueError, r"for 3 stages, but the chain has 2"),
+    (sequential(otherwise="drop"), ValueError, r"`otherwise` is 'drop'"),
+    (sequential(AdditiveCoupling(net(3, 3)), nn.Tanh(), memory="constant"), NotInvertibleError,
+     r'module `1` \(Tanh\).*"sqrt".*otherwise='),
+    (lambda: sequential(nn.Linear(3, 3), nn.Tanh(), memory=constant(2))()(leaf(2, 3).float()),
+     NotInvertibleError, "Linear"),
+    (lambda: Chain(Flip(), drift="later"), ValueError, r"`drift` is 'later'"),
+    (lambda: DriftGuard(tolerance=2), ValueError, "`tolerance` is 2"),
+    (recompute_(gelus), ValueError, "`types` is empty"),
+    (recompute_(gelus, nn.Conv2d), ValueError,
+     r"Conv2d, but Sequential has no module of that type. There are: Dr"),
+    (recompute_(gelus, F.gelu), ValueError, r"gelu.*, but must be types of modules"),
+    (recompute_(gelus, nn.GELU()), ValueError, r"GELU\(.*, but must be types of modules"),
+    (recompute_(lambda: nn.GELU, nn.GELU), ValueError, r"`model` is .*must be an nn.Module"),
+    (recompute_(replaced, nn.Dropout, nn.GELU), ValueError, r"GELU whose `forward` was replaced"),
+    (recompute_(lambda: nn.ModuleList([nn.GELU()]), nn.ModuleList), ValueError,
+     r"ModuleList, which has no for"),
+    (lambda: recoup.offloading(min_bytes="many"), ValueError, "`min_bytes` is 'many', which is no"),
+    (lambda: recoup.offloading(min_bytes=0), ValueError, "`min_bytes` is 0, but it must be at"),
+    (lambda: recoup.offloading(in_flight_bytes=-1), ValueError, "`in_flight_bytes` is -1, which"),
+    (lambda: recoup.offloading(to=None), ValueError, "`to` is None, which is no folder"),
+    (lambda: recoup.offloading(to="/nowhere"), ValueError, "no folder. Make the folder first"),
+    (in_a_folder_that_is_gone, OffloadError, "No file can be made in"),
+    (offload_to_nowhere, OffloadError, "/nowhere/at/all"),
+    (drops_what_it_loads, ScheduleError, "no"),
+    (lambda: Executor(Schedule(2, (Advance(0, 2), Load(1), Tape(1), Reverse(1)), name="wrong")),
+     ScheduleError, r"needs x_1 kept"),
+    (lambda: Executor(Schedule(2, (Tape(0), Tape(1), Reverse(1)), name="half")),
+     ScheduleError, "incomplete"),
+    (lambda: Executor(sqrt(3)).execute([None, None], (torch.zeros(1),)),
+     ScheduleError, "for 3 stages and the chain has 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "words"), ARGUMENTS)
+def test_arguments(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+    assert hooks_in_force() is None
+
+
+def test_what_is_refused_changes_nothing():
+    model = recoup.Sequential(nn.Tanh(), nn.Tanh(), memory="sqrt")
+    with pytest.raises(ValueError, match="`memory`"):
+        model.memory = "square"
+    assert model.memory == "sqrt"
+    model = replaced()
+    with pytest.raises(ValueError, match="GELU"):
+        recoup.recompute_(model, nn.Dropout, nn.GELU)
+    assert type(model[2]) is nn.Dropout
+
+
+def test_an_error_in_a_stage_is_the_users():
+    model = recoup.Sequential(nn.Linear(3, 3), nn.Linear(4, 4), nn.Tanh(), memory="sqrt")
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied"):
+        model(torch.zeros(2, 3))
+    assert hooks_in_force() is None
+
+
+# -- changes between the two runs that have a name -------------------------------------------------
+
+CULPRITS = {
+    "parameter": (lambda net: net[0].weight.detach().mul_(2), r"`0.weight` of \w+ .*in place"),
+    "mode": (lambda net: net.eval(), "in training mode in forward, and no longer is"),
+    "hook": (lambda net: net[1].register_forward_hook(lambda *a: a[2] * 2), "hooks of its modules"),
+    "forward": (lambda net: setattr(net[1], "forward", torch.sin), "hooks of its .* `forward`"),
+    "module": (lambda net: net.insert(1, nn.Tanh()), "a module in it was replaced, added"),
+    "parameters": (
+        lambda net: setattr(net[0], "weight", nn.Parameter(2 * net[0].weight)),
+        "a parameter in it was replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "sqrt"])
+@pytest.mark.parametrize("name", CULPRITS)
+def test_errors_name_the_culprit(name, way):
+    change, said = CULPRITS[name]
+    model, others = dense(0.5).double(), [dense().double() for _ in range(8)]
+    if way == "sqrt":
+        y = recoup.Sequential(*others[:4], model, *others[4:], memory="sqrt")(leaf(3, 6))
+    else:
+        y = recoup.checkpoint(model, leaf(3, 6))
+    change(model)
+    for _ in range(2):
+        with pytest.raises(ChangedError, match=said):
+            y.sum().backward(retain_graph=True)
+    assert hooks_in_force() is None
+
+
+def is_second_run():
+    return torch._C._current_graph_task_id() != -1
+
+
+# Functions of the input and of whether they run for the second time.
+OTHERWISE = {
+    "a save more": (lambda x, n: (x.sin() if n else x).exp().cos(), "did not repeat"),
+    "a save less": (lambda x, n: x.sin() if n else x.sin().cos(), "saved 1 .* where .* saved 2"),
+    "two for one": (lambda x, n: (x * x if n else x.exp()).cos(), "did not repeat"),
+    "another shape": (lambda x, n: x[:, n:].sin().exp(), r"64 of shape \(4, 3\) where the first"),
+    "another type": (lambda x, n: x.to([x.dtype, torch.float][n]).sin().exp(), "float32 of shape"),
+    "numbers": (lambda x, n: (x * (n + 1)).sin().exp(), r"with other values .* off by \d"),
+    "a branch": (lambda x, n: x.sin().exp() + (x + n).cos().exp(), "with other values"),
+    "a row": (lambda x, n: (x + n * torch.eye(4)[1:2].mT).sin().exp(), "with other values"),
+}
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "sqrt", "inputs"])
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_second_run_that_differs(name, way):
+    class Stage(nn.Module):
+        def forward(self, x):
+            return OTHERWISE[name][0](x, int(is_second_run()))
+
+    call = partial(recoup.checkpoint, Stage())
+    if way != "checkpoint":
+        call = recoup.Sequential(Stage(), *(nn.Identity() for _ in range(5)), memory=way)
+    y = call(leaf(4, 4))
+    with pytest.raises(ReplayError, match=f"Stage.*{OTHERWISE[name][1]}"):
+        y.sum().backward()
+
+
+# -- tensors that are changed in place -------------------------------------------------------------
+
+MEMORIES = ["sqrt", "log", "inputs", 1, 3]
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_an_input_that_is_changed_in_place(memory):
+    h = leaf(4, 6) * 1.0
+    output = recoup.Sequential(*(dense().double() for _ in range(6)), memory=memory)(h)
+    with torch.no_grad():
+        h.mul_(3.0)
+    with pytest.raises(ChangedError, match=r"The input of module `0` .*was changed in place"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "inputs", "sqrt"])
+def test_an_input_that_is_changed_between_two_backwards(memory):
+    h = leaf(5) * 1
+    stages = [nn.Sequential(nn.Tanh(), nn.Softplus()) for _ in range(4)]
+    chain = recoup.Sequential(*stages, memory="sqrt" if memory == "checkpoint" else memory)
+    y = (recoup.checkpoint(stages[0], h) if memory == "checkpoint" else chain(h)).sum()
+    torch.autograd.grad(y, h, retain_graph=True)
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(ChangedError, match="changed in place"):
+        torch.autograd.grad(y, h)
+
+
+def test_an_input_that_a_hook_of_backward_changes():
+    x, blocks = torch.randn(3, 5), [nn.Linear(5, 5) for _ in range(3)]
+    loss = recoup.Sequential(*blocks, memory=revolve(3, 1))(x).sum()
+    blocks[1].weight.register_hook(lambda gradient: (x.add_(1), None)[1])
+    with pytest.raises(ChangedError, match="The input of module `0`"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["dropout", "multi-scale"])
+def test_an_output_of_a_constant_chain_that_is_changed_in_place(name):
+    modules, x = invertible_chain_of(name)
+    chain = Chain(*modules, memory="constant")
+    y, _ = chain(x)
+    with torch.no_grad():
+        (y[0] if isinstance(y, tuple) else y).mul_(2.0)
+    with pytest.raises(ChangedError, match=r"output of the chain was changed in place"):
+        loss_of_all(y).backward()
+
+
+def test_the_input_of_a_constant_chain_is_of_no_need_without_a_guard():
+    modules, x = invertible_chain_of("dropout")
+    for options in ({}, {"drift": "raise"}):
+        h = x * 1.0
+        loss = loss_of_all(Chain(*modules, memory="constant", **options)(h))
+        with torch.no_grad():
+            h.mul_(3.0)
+        if not options:
+            with pytest.raises(ChangedError, match="The input of module `0`"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "recompute", "inputs"])
+def test_a_weight_that_shows_in_no_residual(way):
+    """The input of a linear layer stays the same, and its gradient is that of another weight."""
+    layer, x = nn.Linear(5, 5), torch.randn(3, 5, requires_grad=True)
+    ways = {
+        "checkpoint": partial(recoup.checkpoint, layer),
+        "recompute": recoup.recompute(layer),
+        "inputs": recoup.Sequential(layer, nn.Identity(), memory="inputs"),
+    }
+    loss = ways[way](x).sum()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(ChangedError, match=r"A parameter that .* was changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("memory", ["sqrt", "inputs"])
+@pytest.mark.parametrize("first", [nn.Tanh(), nn.Softmax(-1)])
+def test_a_residual_that_a_later_operator_overwrites(first, memory):
+    """As in the plain run: autograd itself does not look at what goes through hooks."""
+    modules = [nn.Linear(4, 4), first, nn.LeakyReLU(0.3, inplace=True), *[nn.Linear(4, 4)] * 4]
+    if memory == "inputs":  # in one stage: what a stage of its own overwrites is a copy
+        modules = [nn.Sequential(*modules), nn.Linear(4, 4)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nn.Sequential(*modules)(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ChangedError, match="changed in place by a later operator"):
+        recoup.Sequential(*modules, memory=memory)(torch.randn(2, 4)).sum().backward()
+
+
+# -- transforms, and threads that draw -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", ["checkpoint", "sqrt", "constant"])
+def test_transforms_of_torch_say_so(memory):
+    kind = Chain if memory == "constant" else recoup.Sequential
+    modules = invertible_chain_of("couplings")[0] if kind is Chain else [dense().double()] * 4
+    chain = kind(*modules, memory=memory if memory != "checkpoint" else "linear")
+    call = (lambda x: recoup.checkpoint(torch.sin, x)) if memory == "checkpoint" else chain
+    with pytest.raises(RecoupError, match=r"torch\.func|saved tensor hooks"):
+        torch.func.grad(lambda x: loss_of_all(call(x)))(leaf(4, 6).detach())
+    assert hooks_in_force() is None
+
+
+def test_functional_call_with_other_tensors():
+    model, x = recoup.Sequential(*(dense().double() for _ in range(6)), memory="sqrt"), leaf(4, 6)
+    others = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    y = torch.func.functional_call(model, others, (x,))
+    with pytest.raises(ChangedError, match=r"did not repeat its first run"):
+        y.sum().backward()
+
+
+def test_an_optimizer_within_backward_that_changes_a_shared_weight():
+    block, x = dense().double(), leaf(4, 6)
+
+    chain = recoup.Sequential(block, *(dense().double() for _ in range(6)), block, memory="sqrt")
+    chain[5].register_full_backward_hook(lambda *_: (block[0].weight.detach().mul_(2), None)[1])
+    loss = chain(x).square().sum()
+    with pytest.raises(ChangedError, match=r"`0.weight` of .* in place"):
+        loss.backward()
