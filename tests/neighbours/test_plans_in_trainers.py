@@ -301,8 +301,9 @@ def test_transformers_refuses_what_it_cannot_plan(tmp_path):
 @pytest.mark.parametrize(
     ("trainer", "left_out"),
     [
-        # A module of Lightning returns its loss, and each trainer has its optimizer.
-        ("lightning", {"loss", "optimizer", "holds_output"}),
+        # A module of Lightning returns its loss, its step is planned with all forwards that it has,
+        # and each trainer has its optimizer.
+        ("lightning", {"loss", "num_forwards", "optimizer", "holds_output"}),
         ("transformers", {"optimizer", "holds_output"}),
     ],
 )
