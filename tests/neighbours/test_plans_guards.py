@@ -196,7 +196,7 @@ def test_numbers_from_elsewhere_in_a_planned_block(make: Callable[[], Any]):
     model, x = Net(block=lambda width: Drawing(width, numbers)), torch.randn(64, 32)
     try:
         plan = plan_for(model, x, share=0.0).apply()
-    except ReplayError:  # right, or this
+    except (ReplayError, UserWarning):  # right, or this: it keeps everything
         return
     for block in model.blocks:
         block.seen.clear()

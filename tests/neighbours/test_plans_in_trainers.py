@@ -301,8 +301,9 @@ def test_transformers_refuses_what_it_cannot_plan(tmp_path):
 @pytest.mark.parametrize(
     ("trainer", "left_out"),
     [
-        # A module of Lightning returns its loss, and each trainer has its optimizer.
-        ("lightning", {"loss", "optimizer", "holds_output"}),
+        # A module of Lightning returns its loss, its step is planned with all forwards that it has,
+        # and each trainer has its optimizer.
+        ("lightning", {"loss", "num_forwards", "optimizer", "holds_output"}),
         ("transformers", {"optimizer", "holds_output"}),
     ],
 )
@@ -485,3 +486,38 @@ def test_transformers_plans_again(tmp_path):
     assert max(sizes) > 1
     assert sizes[8:] == sizes[7:8] * 8
     assert not found._forward_pre_hooks
+
+
+@pytest.mark.slow
+def test_transformers_plans_at_the_first_forward_with_a_graph(tmp_path):
+    """A reference forward without a graph comes first (GRPO), and two with one (R-Drop)."""
+    transformers = transformers_or_skip()
+    pytest.importorskip("accelerate")
+
+    class Twice(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+            with torch.no_grad():
+                model(**{key: value[:1, :4] for key, value in inputs.items()})
+            return model(**inputs).loss + model(**inputs).loss
+
+    def run(*callbacks: Any) -> Any:
+        model = MODELS["gpt2"]().model
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], num_train_epochs=1,
+            per_device_train_batch_size=4, disable_tqdm=True, save_strategy="no", seed=1,
+        )  # fmt: skip
+        trainer = Twice(
+            model=model, args=args, train_dataset=Tokens(), callbacks=list(callbacks)
+        )  # fmt: skip
+        trainer.train()
+        return model
+
+    least, most = gpt2_bytes()
+    with pytest.raises(BudgetError, match="num_forwards=2"):
+        run(of_transformers()((least + most) // 2))
+    callback, peaks = of_transformers()(least + most, num_forwards=2), peaks_of_transformers()
+    found, wanted = run(callback, peaks), run()
+    assert max(peaks.peaks[1:]) <= least + most  # in the first one it is planned
+    assert len({row.name for row in callback.plan.blocks}) < len(callback.plan.blocks)
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name

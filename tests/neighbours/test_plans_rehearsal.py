@@ -507,8 +507,6 @@ def test_an_argument_that_is_wrong(options: dict[str, Any], text: str):
     [
         (without_parameters, "nothing that requires a gradient"),
         (lambda: Net().requires_grad_(False), "nothing that requires a gradient"),
-        (lambda: nn.Linear(32, 32), "no modules repeat"),
-        (lambda: nn.Sequential(nn.Linear(32, 32), nn.ReLU()), "no modules repeat"),
         (Calls, "calls none of them"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup._core.dispatch_modes import num_dispatch_modes
 from recoup.errors import ReplayError
 from tests.alive import held_after
 from tests.deciding import (

@@ -171,7 +171,9 @@ def _start() -> None:
 
 
 def _stop() -> list[Any]:
-    """End the session and return its events in order."""
+    """End the session and return its events in order; none if other code has ended it."""
+    if not _autograd._profiler_enabled():
+        return []
     threads = [events for events in _autograd._disable_profiler_legacy() if events]
     events = list(chain.from_iterable(threads))
     if len(threads) > 1:

@@ -198,6 +198,27 @@ def when_backward_ends(method: Callable[[], object]) -> None:
     _engine.queue_callback(call)
 
 
+class _Freed:
+    """A callback of a backward that does nothing, and calls a function when it is freed."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        """Do nothing."""
+
+    def __del__(self) -> None:
+        self._call()
+
+
+def when_backward_is_freed(call: Callable[[], object]) -> None:
+    """Call a function after the backward that this thread runs has ended or failed.
+
+    The thread is outside of that backward by then: its profiler can be ended.
+    """
+    _engine.queue_callback(_Freed(call))
+
+
 def version_of(tensor: Tensor) -> int:
     """Return the version of `tensor`; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version

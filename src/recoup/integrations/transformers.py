@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from recoup._core.pytree import flatten
 from recoup.integrations.planning_callback import PlanningCallback
+from recoup.planning.forwards import enclosing_checkpoints
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
 from recoup.planning.search import plan_of_call
@@ -21,8 +24,8 @@ __all__ = ["MemoryBudget"]
 class MemoryBudget(PlanningCallback, TrainerCallback):
     """A callback that plans for a number of bytes with the first batch, and applies the plan.
 
-    The plan is made in the first forward of training, for its arguments, precision and device.
-    Backward pays as the plan says.
+    The plan is made in the first forward of training that builds a graph (within a backward, too),
+    for its arguments, precision and device. Backward pays as the plan says.
 
     Args:
         budget: bytes: an int, or a string such as ``"2 GiB"``.
@@ -34,6 +37,7 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         exact: as for `recoup.plan`: whether no block may be inverted.
         offload_to: as for `recoup.plan`: where the inputs of blocks may wait for backward.
         tiles: as for `recoup.plan`: whether the output layer and MLPs may run in tiles.
+        num_forwards: as for `recoup.plan`: how many times a step calls the model before a backward.
         replan: as for `recoup.plan`: whether batches of other shapes get plans of their own.
 
     Attributes:
@@ -64,11 +68,12 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
         exact: bool = True,
         offload_to: str | os.PathLike[str] | None = None,
         tiles: bool | int = False,
+        num_forwards: int = 1,
         replan: bool = False,
     ) -> None:
         options = PlanOptions(
             loss=loss, blocks=blocks, budget_of=budget_of, compile=compile, exact=exact,
-            offload_to=offload_to, tiles=tiles,
+            offload_to=offload_to, tiles=tiles, num_forwards=num_forwards,
             holds_output=False,  # the trainer holds only the loss by then
         )  # fmt: skip
         super().__init__(budget, options, show, replan=replan)
@@ -91,8 +96,10 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
             options = replace(options, optimizer=getattr(optimizer, "optimizer", optimizer))
 
         def first_forward(module: nn.Module, given: Any, named: dict[str, Any]) -> None:
-            if not module.training:
-                return
+            needs_gradient = (*module.parameters(), *flatten((given, named))[0])
+            builds_graph = torch.is_grad_enabled() and any(t.requires_grad for t in needs_gradient)
+            if not module.training or not builds_graph or enclosing_checkpoints()[0]:
+                return  # a reference model's turn, or a first pass without a graph
             self._remove_hook()
             made = plan_of_call(
                 module, module, given, named, self.budget, options, replan=self.replan

@@ -20,6 +20,7 @@ __all__ = [
     "find_links",
     "has_list_of_blocks",
     "name_blocks",
+    "outermost_called",
     "repeated_calls",
     "repeats",
     "with_links",
@@ -209,6 +210,28 @@ def _outermost(module: nn.Module, path: str, counts: Counter[int]) -> Iterator[B
             yield name, child
         else:
             yield from _outermost(child, name, counts)
+
+
+def outermost_called(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
+    """Return the outermost modules that one forward calls; for a single one, those within it.
+
+    Args:
+        model: the model.
+        called: the modules that the forward calls.
+    """
+    ids = set(map(id, called))
+
+    def within(module: nn.Module, path: str) -> Iterator[Block]:
+        for name, child in _children(module, path):
+            if id(child) in ids:
+                yield name, child
+            else:
+                yield from within(child, name)
+
+    found = list(within(model, ""))
+    while len(found) == 1 and (inner := list(within(found[0][1], found[0][0]))):
+        found = inner
+    return found
 
 
 def _children(module: nn.Module, path: str) -> list[Block]:

@@ -17,6 +17,8 @@ Rule 4. A pass holds its chain until the next chain begins or the pass ends. Aft
         autograd holds what the chain has kept.
 Rule 5. Blocks within a checkpoint of another library run plainly, in forward and in its
         recomputation, because that checkpoint recomputes what they save.
+Rule 6. A plan for several forwards before one backward has the stages of all of them. A forward
+        goes on after the stages of those whose backward is pending (NOTE [ Pending forwards ]).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -43,6 +45,7 @@ from recoup.planning.forwards import (
     followed,
 )
 from recoup.planning.measured_calls import MeasuredCall
+from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
 from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Schedule
@@ -91,10 +94,14 @@ class _OpenChain:
 
 
 class _Pass:
-    """The progress of one forward of the model."""
+    """The progress of one forward of the model.
 
-    def __init__(self) -> None:
-        self.latest = -1  # the index of the stage of the last call
+    Args:
+        latest: the index of the stage of the last call, in the forwards of the step before it.
+    """
+
+    def __init__(self, latest: int = -1) -> None:
+        self.latest = latest  # the index of the stage of the last call
         self.used: set[int] = set()
         self.chain: _OpenChain | None = None
         self.checkpoints = enclosing_checkpoints()
@@ -121,6 +128,8 @@ class PlanFollower:
         blocks: all planned blocks; those without a stage are recomputed if they are called.
         sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
         tiled: the parts of the model that run in tiles; None if none do.
+        num_forwards: the number of forwards whose stages these are.
+        bound: the bound that the plan sets to each step; None for none, in rehearsals.
     """
 
     def __init__(
@@ -130,7 +139,11 @@ class PlanFollower:
         blocks: Sequence[Block],
         sizes: ArgumentSizes | None = None,
         tiled: PartsFollower | None = None,
+        num_forwards: int = 1,
+        bound: StepBound | None = None,
     ) -> None:
+        self._num_forwards, self._bound = num_forwards, bound
+        self._pending = PendingForwards() if bound is None else bound.pending
         self._tiled = tiled
         self._parts = set[int]() if tiled is None else set(map(id, tiled.modules))
         self._model = model
@@ -173,13 +186,28 @@ class PlanFollower:
         if self._sizes is not None:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
             self._warn_of_drift()
-        now, passes = _Pass(), self._of_thread.passes
+        passes, bound = self._of_thread.passes, self._bound
+        is_counted = not passes and enclosing_checkpoints() == (0, None)
+        pending = self._pending.alive() if is_counted else []
+        if bound is not None and is_counted:
+            model = cast("nn.Module", self._model)
+            pending = bound.check(model)
+            if not pending:
+                bound.pending.watch(bound, model)
+        own = pending[len(pending) - len(pending) % self._num_forwards :]
+        now = _Pass(max((each.latest for each in own), default=-1))  # See Rule 6
         passes.append(now)
         try:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        except BaseException:
+            self._pending.unwatch()
+            raise
         finally:
             passes.remove(now)
             now.end_chain()
+        if is_counted:
+            self._pending.add(output, 0 if bound is None else bound.held_by_each, now.latest)
+        return output
 
     def _next_index(self, module: nn.Module, now: _Pass) -> int | None:
         indices = self._indices.get(id(module), ())
@@ -295,6 +323,7 @@ class PlannedModel(NamedTuple):
         calls: the calls of blocks that were seen, in order.
         tiled: the parts of the model that run in tiles; None if none do.
         guard: the drift guard of inverted blocks; None if no schedule inverts any.
+        num_forwards: the number of forwards of the root that the calls are of.
     """
 
     model: nn.Module
@@ -303,12 +332,14 @@ class PlannedModel(NamedTuple):
     calls: Sequence[MeasuredCall]
     tiled: PartsFollower | None = None
     guard: DriftGuard | None = None
+    num_forwards: int = 1
 
     def follower(
         self,
         schedule: Schedule,
         sizes: ArgumentSizes | None = None,
         make: Callable[..., PlanFollower] = PlanFollower,
+        bound: StepBound | None = None,
     ) -> PlanFollower:
         """Return a follower of a schedule.
 
@@ -316,9 +347,11 @@ class PlannedModel(NamedTuple):
             schedule: a schedule of the calls, and of one more stage: the code after them.
             sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
             make: `PlanFollower`, or a function with its arguments that makes another kind.
+            bound: the bound that the plan sets to each step; None for none, in rehearsals.
         """
         stages = planned_stages(schedule, self.calls, self.guard)
-        return make(self.root, stages, self.blocks, sizes, self.tiled)
+        root, blocks, tiled = self.root, self.blocks, self.tiled
+        return make(root, stages, blocks, sizes, tiled, self.num_forwards, bound)
 
     @property
     def followed_modules(self) -> list[nn.Module]:

@@ -64,6 +64,7 @@ def largest(
     exact: bool = True,
     offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
+    num_forwards: int = 1,
 ) -> Largest:
     """Return the largest batch, or the longest sequence, that a plan can train in a budget.
 
@@ -90,6 +91,7 @@ def largest(
         exact: whether no block may be inverted.
         offload_to: where the inputs of blocks may wait for backward.
         tiles: whether the output layer and MLPs may run in tiles.
+        num_forwards: how many times a step calls the model before one backward.
 
     Returns:
         The size, the plan for it, and the arguments. Up to a hundredth more may fit.
@@ -112,8 +114,9 @@ def largest(
     """
     budget_bytes = checked_budget(budget)
     options = PlanOptions(
-        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles
-    )
+        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
+        num_forwards,
+    )  # fmt: skip
     if not callable(build_batch):
         raise ValueError(
             f"`build_batch` is {build_batch!r}, but must be a function from a size to the "

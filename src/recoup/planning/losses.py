@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recoup._core.pytree import flatten
 
-__all__ = ["Losses", "losses_from"]
+__all__ = ["Losses", "losses_from", "losses_of_several"]
 
 Losses = Callable[[Any], Sequence[Tensor]]
 
@@ -45,6 +45,17 @@ def losses_from(loss: Callable[[Any], Any] | None) -> Losses:
         return _differentiable(several)
 
     return given
+
+
+def losses_of_several(loss: Callable[..., Any] | None) -> Losses:
+    """Return a function from a list of outputs, one of each forward of a step, to their losses.
+
+    Args:
+        loss: a function with as many arguments as there are outputs; None to find the loss of each.
+    """
+    if loss is not None:
+        return losses_from(lambda outputs: loss(*outputs))
+    return lambda outputs: [each for output in outputs for each in _found(output)]
 
 
 def _found(output: Any) -> Sequence[Tensor]:

@@ -30,7 +30,7 @@ from recoup._core.call import Call, run_again
 from recoup._core.compile import is_compiled
 from recoup._core.generators import fingerprint
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import is_in_backward, pair_in_force, saving
+from recoup._core.saved_tensors import backward_id, pair_in_force, saving
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
@@ -92,6 +92,7 @@ class _Meter:
         self._state_bytes = state_bytes  # bytes of a random state
         self._names = names
         self._checkpoints = enclosing_checkpoints()
+        self._backward = backward_id()  # within which it is planned, if any
         self._line = line
         self._returned = CallOutputs(())
         # Storages that are alive before the step, or that a call was given.
@@ -105,7 +106,8 @@ class _Meter:
         self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a block, and measure it."""
-        if self._checkpoints != enclosing_checkpoints() or is_in_backward():
+        around = enclosing_checkpoints(), backward_id()
+        if around != (self._checkpoints, self._backward):
             return run(*args, **kwargs)  # a checkpoint of another library recomputes it
         calls = self.measured.calls
         name = self._names[id(module)]

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from recoup.planning.compiling import backend_of
+from recoup.planning.losses import losses_from, losses_of_several
+from recoup.planning.offload_place import NOWHERE, OffloadPlace
 from recoup.planning.sizes import check_budget_of
+from recoup.planning.step import Forwards, Step
 from recoup.planning.tiling import checked_tiles
 
 __all__ = ["PlanOptions"]
@@ -31,6 +34,7 @@ class PlanOptions:
         exact: whether no block may be inverted.
         offload_to: where inputs of blocks may wait.
         tiles: whether parts may run in tiles.
+        num_forwards: the number of forwards before one backward.
 
     Raises:
         ValueError: one of them is invalid.
@@ -45,6 +49,7 @@ class PlanOptions:
     exact: bool = True
     offload_to: str | os.PathLike[str] | None = None
     tiles: bool | int = False
+    num_forwards: int = 1
 
     def __post_init__(self) -> None:
         check_budget_of(self.budget_of)
@@ -53,6 +58,11 @@ class PlanOptions:
         for name in ("exact", "holds_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be True or False.")
+        if type(self.num_forwards) is not int or self.num_forwards < 1:
+            raise ValueError(
+                f"`num_forwards` is {self.num_forwards!r}, but must be the number of times that a "
+                "step calls the model before one backward, at least 1."
+            )
         if isinstance(self.blocks, Iterator):  # it would serve one plan
             object.__setattr__(self, "blocks", list(self.blocks))
         if self.loss is not None and not callable(self.loss):
@@ -70,6 +80,20 @@ class PlanOptions:
                 '`optimizer` is given, but its state counts only with budget_of="total". Leave it '
                 "out, or set that."
             )
+
+    def step(
+        self,
+        model: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: OffloadPlace = NOWHERE,
+    ) -> Step:
+        """Return a step with these options that calls the model, or a function around it."""
+        losses = losses_from(self.loss)
+        if call is model and self.num_forwards > 1:
+            call, losses = Forwards(model, self.num_forwards), losses_of_several(self.loss)
+        return Step(model, call, args, kwargs, losses, self.holds_output, place=place)
 
     def check_replan(self) -> None:
         """Raise a ValueError if plans with these options cannot be made for other shapes."""

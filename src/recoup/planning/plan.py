@@ -6,14 +6,15 @@ import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
 from recoup.planning.advice import held_by_others, what_can_be_inverted
 from recoup.planning.following import PlanFollower, PlannedModel
-from recoup.planning.forwards import WrappedForwards, wrapped_forwards_in
-from recoup.planning.replanning import Replanner
+from recoup.planning.forwards import Follower, WrappedForwards, wrapped_forwards_in
+from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import (
     BlockPlan,
     Summary,
@@ -62,6 +63,41 @@ def own_forwards(model: nn.Module) -> list[WrappedForwards]:
     return [each for each in found if getattr(each.owner, "model", None) is model]
 
 
+class PlanFamily(Follower, Protocol):
+    """The interface of plans for several shapes, which a plan is the first of."""
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """A line on the shapes that have a plan."""
+        ...
+
+    @property
+    def followed_modules(self) -> list[nn.Module]:
+        """The modules whose forwards go through the plans."""
+        ...
+
+    def begin(self, group: WrappedForwards) -> None:
+        """Serve the calls of the model until `end`."""
+        ...
+
+    def end(self) -> None:
+        """Serve no more calls."""
+        ...
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Choose the plan for the next call, or make one."""
+        ...
+
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+        """Return the plan that serves a call with these arguments; None if there is none."""
+        ...
+
+
 class Plan:
     """A plan: what each block of a model does with its residuals; made by `recoup.plan`.
 
@@ -77,6 +113,7 @@ class Plan:
         step_seconds: the time of a step that follows it.
         kept_seconds: the time of the step that keeps all residuals.
         sizes: the sizes of the arguments of the step that was planned.
+        held_bytes: the bytes that the forwards of the step held when its backward began.
 
     Attributes:
         model: the model.
@@ -103,6 +140,7 @@ class Plan:
         step_seconds: float,
         kept_seconds: float,
         sizes: ArgumentSizes,
+        held_bytes: int,
     ) -> None:
         self.model = planned.model
         self.budget_bytes = budget_bytes
@@ -122,7 +160,10 @@ class Plan:
                 "guard takes care (`plan.drift`)",
             )
         self.planned = planned
-        self.replanner: Replanner | None = None
+        self.replanner: PlanFamily | None = None
+        self._held_bytes = held_bytes
+        modules = [planned.model, *(module for _, module in planned.blocks)]
+        self._modes = [(module, module.training) for module in modules]
         self._point = point
         self._rehearsed_bytes = rehearsed_bytes
         self._least_bytes = least_bytes
@@ -228,8 +269,7 @@ class Plan:
     @property
     def family(self) -> tuple[Plan, ...]:
         """The plans for the shapes that occurred, with ``replan=True``; otherwise this plan."""
-        plans = [self] if self.replanner is None else self.replanner.plans
-        return tuple(plan for plan in plans if isinstance(plan, Plan))
+        return tuple([self] if self.replanner is None else self.replanner.plans)
 
     def most_lost(self, share: float) -> float:
         """Return how much slower it is at most than other plans, if all took less bytes.
@@ -293,9 +333,26 @@ class Plan:
                 raise
         return self
 
-    def follower(self) -> PlanFollower:
-        """Return a follower of the plan, which warns once of larger arguments."""
-        return self.planned.follower(self.schedule, self.sizes)
+    def bound(self, pending: PendingForwards) -> StepBound:
+        """Return the bound that it sets to steps.
+
+        Args:
+            pending: the forwards of the model whose backward is pending.
+        """
+        return StepBound(
+            self.budget_bytes - self.standing_bytes, self._rehearsed_bytes, self._held_bytes,
+            sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
+            self.planned.num_forwards, self._modes if self.planned.root else (), pending,
+        )  # fmt: skip
+
+    def follower(self, bound: StepBound | None = None) -> PlanFollower:
+        """Return a follower of the plan, which warns once of larger arguments.
+
+        Args:
+            bound: the bound that it sets to steps; None for its own.
+        """
+        bound = self.bound(PendingForwards()) if bound is None else bound
+        return self.planned.follower(self.schedule, self.sizes, bound=bound)
 
     def _begin(self, *, is_held: bool) -> None:
         family = self.replanner

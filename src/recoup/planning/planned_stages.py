@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -101,7 +102,7 @@ def _way_of(
 def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:
     """Yield the start and the stop of each chain."""
     starts = [index for index, call in enumerate(calls) if index == 0 or not call.is_linked]
-    yield from zip(starts, [*starts[1:], len(calls)], strict=True)
+    yield from pairwise([*starts, len(calls)])
 
 
 def _planned_chain(

@@ -33,12 +33,17 @@ from recoup.errors import ReplayError
 from recoup.planning.state_snapshot import StateSnapshot, settings_restored
 
 __all__ = [
+    "ChangedParameterError",
     "foreign_leaves",
     "is_in_rehearsal",
     "rehearsal",
     "uncollected",
     "without_gradients",
 ]
+
+
+class ChangedParameterError(ReplayError):
+    """A forward changed a parameter, which planning must not cause."""
 
 
 class _Here(threading.local):
@@ -88,7 +93,7 @@ def rehearsal(module: nn.Module, values: Iterable[object] = ()) -> Generator[Non
     changed = set(map(id, found.changed_parameters()))
     for name, parameter, version in versions:
         if version_of(parameter) != version or id(parameter) in changed:
-            raise ReplayError(
+            raise ChangedParameterError(
                 f"Parameter `{name}` of {type(module).__name__} was changed by the forward of the "
                 "measured step (a data-dependent initialization?), which planning must not cause. "
                 "Run one forward before recoup.plan."

@@ -1,4 +1,4 @@
-"""A family of plans: a planned model plans again where other shapes need it.
+"""Plans by shape: a planned model plans again where other shapes need it.
 
 NOTE [ Plans for several shapes ]
 
@@ -19,15 +19,17 @@ Rule 3. A shape that none of them serves is first tried under the plan whose sha
 Rule 4. Plans are made before the forward begins, in a hook that runs before all others of the
         model (FSDP2 gathers parameters in one). The arguments are those that the caller gave, and
         the steps are run as for the first plan, hooks included.
-Rule 5. No plan is made without gradients, in a mode other than that of the first plan, within a
-        second run or a backward, or in a rehearsal of a model around this one.
-Rule 6. A plan joins the family when it is complete. If planning fails or is interrupted, the
-        family serves what it served before. Plans whose shapes the new one serves are dropped.
+Rule 5. No plan is made without gradients, for evaluation after training, within a region or a
+        second run of one, or in a rehearsal of a model around this one.
+Rule 6. A plan is entered when it is complete. If planning fails or is interrupted, the others serve
+        what they served before. Plans whose shapes the new one serves are dropped.
 Rule 7. A plan is made only while one thread calls the model: the steps that make it clear the
         gradients that another thread may be accumulating. With several threads, shapes that no
         plan serves are an error.
 Rule 8. Ranks that hold parts of a model choose by the largest loss among them, so that all choose
         the same plan, or all make one.
+Rule 9. If a step calls the model once more than its plan is for, and that does not fit, that call
+        gets a plan for the bytes that are left. Later steps are planned for so many calls.
 """
 
 from __future__ import annotations
@@ -38,35 +40,193 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from recoup._core.compile import is_traced, uncompiled
-from recoup._core.rng import is_run_again
-from recoup.errors import RecoupError
-from recoup.planning.family import MOST_LOST, Member, PlanMaker, PlanOfShapes
-from recoup.planning.forwards import WrappedForwards
+from recoup._core.compile import is_compiled, is_traced, uncompiled
+from recoup.errors import BudgetError, RecoupError
+from recoup.planning.forwards import WrappedForwards, enclosing_checkpoints, suspended
+from recoup.planning.frontier import Frontier
+from recoup.planning.options import PlanOptions
+from recoup.planning.pending import PendingForwards
+from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.shapes import ArgumentShapes, shapes_of
+from recoup.planning.step import device_of, peak_of
 
-__all__ = ["Replanner"]
+__all__ = ["PlanMaker", "PlansByShape"]
 
+_MOST_LOST = 0.04  # of the time of a step, before a shape gets a plan of its own
+_NEAR = 0.97  # of the entries: such a shape loses nothing that is worth a plan
+_ROOM = 0.02  # of the time of a step, for bytes that are left free
 _MOST_TRIED = 2.0  # budgets that a step may take, as its shapes say, to be tried
 _MOST_PLANS = 64
+_MOST_SHAPES = 64  # of a plan that are remembered
 _logger = logging.getLogger(__name__)
 _planning = threading.RLock()  # one thread plans, and others wait for its plan
 
 
+class PlanMaker(NamedTuple):
+    """The maker of the plans for other shapes, and of those for more forwards.
+
+    Args:
+        model: the model.
+        call: the model itself, or a function that calls it.
+        budget_bytes: the budget.
+        options: the options of the plans.
+        frontier: a function from a model, a call, its arguments and options to their plans.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+    budget_bytes: int
+    options: PlanOptions
+    frontier: Callable[..., Frontier]
+
+    def check(self) -> None:
+        """Raise a ValueError if plans cannot be made for other shapes."""
+        self.options.check_replan()
+        if self.call is self.model and is_compiled(self.model):
+            raise ValueError(
+                f"`replan` is True, but `model` is a compiled {type(self.model).__name__}, which "
+                "does not show its arguments before its forward. Plan before compiling it, or "
+                "leave `replan` out."
+            )
+
+    def plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_forwards: int,
+        *,
+        has_room: bool = False,
+        taken_bytes: int = 0,
+    ) -> Plan:
+        """Return a plan for other arguments.
+
+        Args:
+            args: the arguments.
+            kwargs: the keyword arguments.
+            num_forwards: the number of forwards of a step.
+            has_room: whether it leaves bytes of the budget free where that costs little time.
+            taken_bytes: the bytes of the budget that forwards before it hold.
+
+        Raises:
+            BudgetError: no plan keeps to the budget.
+        """
+        found = self.frontier(self.model, self.call, args, kwargs, self._options_for(num_forwards))
+        if has_room:
+            return found.plan_with_room(self.budget_bytes, _ROOM)
+        plan = found.plan(self.budget_bytes - taken_bytes)
+        plan.budget_bytes = self.budget_bytes
+        return plan
+
+    def peak_under(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return the peak of a step with other arguments that follows a plan, in one step.
+
+        It is infinite if there is no memory for it, or if other steps may take more.
+        """
+        planned = plan.planned
+        if any(call.is_estimated for call in planned.calls):
+            return math.inf
+        options = self._options_for(planned.num_forwards)
+        step = options.step(self.model, self.call, args, kwargs)
+        step = replace(step, tiled=planned.tiled)
+        with suspended(own_forwards(self.model)), planned.followed(plan.schedule):
+            try:
+                return plan.standing_bytes + peak_of(step, device_of(self.model))
+            except torch.OutOfMemoryError:
+                return math.inf
+
+    def _options_for(self, num_forwards: int) -> PlanOptions:
+        own, loss = self.options, self.options.loss
+        if loss is None or own.num_forwards not in (1, num_forwards):
+            return replace(own, num_forwards=num_forwards)
+
+        def served(*outputs: Any) -> Any:
+            try:
+                each = [outputs] if own.num_forwards > 1 else [(output,) for output in outputs]
+                losses = [loss(*given) for given in each]
+            except Exception as error:
+                raise ValueError(
+                    f"`loss` failed for a batch of another shape than the example ({error}). With "
+                    "replan=True it must serve every shape: let the model return its loss, read "
+                    "sizes and targets from the output, or let `loss` read the targets of the "
+                    "current batch from an object that the training loop updates before it calls "
+                    "the model."
+                ) from error
+            return losses[0] if len(losses) == 1 else losses
+
+        return replace(own, num_forwards=num_forwards, loss=served)
+
+
+class _Tried(NamedTuple):
+    """Shapes with which a step has kept to the budget, and its bytes relative to the first."""
+
+    shapes: ArgumentShapes
+    share: float
+
+
+class _Entry:
+    """A plan, with the shapes that it was made for and those that it was tried on."""
+
+    def __init__(self, shapes: ArgumentShapes, plan: Plan, pending: PendingForwards) -> None:
+        self.plan = plan
+        self.bound = plan.bound(pending)
+        self.follower = plan.follower(self.bound)
+        self.modules = frozenset(map(id, plan.planned.followed_modules))
+        self.tried = [_Tried(shapes, 1.0)]
+
+    @property
+    def shapes(self) -> ArgumentShapes:
+        """The shapes that it was made for."""
+        return self.tried[0].shapes
+
+    def lost(self, shapes: ArgumentShapes) -> float:
+        """Return a bound on the time lost for `shapes`; infinite if they are not served."""
+        return min(self._lost(tried, shapes) for tried in self.tried)
+
+    def _lost(self, tried: _Tried, shapes: ArgumentShapes) -> float:
+        if not tried.shapes.cover(shapes):
+            return math.inf
+        share = tried.shapes.share_of(shapes)
+        return 0.0 if share >= _NEAR else self.plan.most_lost(tried.share * share * share)
+
+    def growth_to(self, shapes: ArgumentShapes) -> tuple[float, float]:
+        """Return how unlike these shapes are those that were tried, and the budgets they may take.
+
+        Both are infinite for a call of another family.
+        """
+        used = self.plan.rehearsed_peak_bytes / max(self.plan.budget_bytes, 1)
+        growths = [(tried.shapes.growth_to(shapes), tried.share) for tried in self.tried]
+        return min((abs(math.log(g)) if g else math.inf, used * share * g) for g, share in growths)
+
+    def serve(self, shapes: ArgumentShapes, peak_bytes: float) -> bool:
+        """Serve these shapes, too, if a step that took so many bytes fits and is not too slow."""
+        share = peak_bytes / max(self.plan.rehearsed_peak_bytes, 1)
+        if peak_bytes > self.plan.budget_bytes or self.plan.most_lost(share) > _MOST_LOST:
+            return False
+        own, *others = self.tried
+        if len(others) > 1 and all(
+            shapes.cover(each.shapes) and shapes.share_of(each.shapes) >= _NEAR
+            for each in others[-2:]
+        ):
+            del others[-1]  # the last ones say all that it says
+        self.tried = [own, *[*others, _Tried(shapes, share)][-_MOST_SHAPES:]]
+        return True
+
+
 class _OfThread(threading.local):
-    member: Member | None = None
+    entry: _Entry | None = None
 
 
-class Replanner:
-    """The follower of a family of plans, which makes a plan for a call that none serves.
+class PlansByShape:
+    """The follower of the plans of a model, which makes one for a call that none serves.
 
     Args:
         model: the model.
@@ -82,14 +242,14 @@ class Replanner:
     def __init__(
         self,
         model: nn.Module,
-        first: PlanOfShapes,
+        first: Plan,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         maker: PlanMaker,
     ) -> None:
-        self._model = model
-        self._maker = maker
-        self._is_training = model.training
+        self._model, self._maker = model, maker
+        self._pending = PendingForwards()
+        self._num_forwards = first.planned.num_forwards
         self._of_thread = _OfThread()
         self._group: WrappedForwards | None = None
         self._hook: RemovableHandle | None = None
@@ -101,35 +261,36 @@ class Replanner:
                 "`replan` is True, but there is no tensor among the arguments whose shape tells "
                 "when to plan again. Give the model tensors, in lists or dicts if need be."
             )
-        self._members = [Member(shapes, first)]
+        self._entries = [_Entry(shapes, first, self._pending)]
+        self._beside: list[_Entry] = []  # for what other forwards leave free (See Rule 9)
 
     @property
-    def plans(self) -> list[PlanOfShapes]:
-        """The plans of the family."""
-        return [member.plan for member in self._members]
+    def plans(self) -> list[Plan]:
+        """The plans."""
+        return [entry.plan for entry in (*self._entries, *self._beside)]
 
     @property
-    def chosen(self) -> PlanOfShapes:
+    def chosen(self) -> Plan:
         """The plan that this thread's next call follows."""
-        return (self._of_thread.member or self._members[0]).plan
+        return (self._of_thread.entry or self._entries[0]).plan
 
     @property
     def summary(self) -> str:
         """A line on the shapes that have a plan."""
-        shown = "; ".join(str(member.shapes) for member in self._members[:4])
-        more = "; ..." if len(self._members) > 4 else ""
-        return f"plans again for other shapes; {len(self._members)} planned ({shown}{more})"
+        shown = "; ".join(str(entry.shapes) for entry in self._entries[:4])
+        more = "; ..." if len(self._entries) > 4 else ""
+        return f"plans again for other shapes; {len(self._entries)} planned ({shown}{more})"
 
     @property
     def followed_modules(self) -> list[nn.Module]:
-        """The modules whose forwards go through the family."""
+        """The modules whose forwards go through the plans."""
         modules = (each for plan in self.plans for each in plan.planned.followed_modules)
         return list({id(each): each for each in modules}.values())
 
     def begin(self, group: WrappedForwards) -> None:
         """Serve the calls of the model, whose forwards `group` has wrapped, until `end`."""
         self._group = group
-        if self._members[0].plan.planned.root is not None:
+        if self._entries[0].plan.planned.root is not None:
             hook = _Hook(self)
             self._hook = self._model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
@@ -148,10 +309,10 @@ class Replanner:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the model, or a block of one of the plans, under the plan that was chosen last."""
-        member = self._of_thread.member or self._members[0]
-        if id(module) not in member.modules:
+        entry = self._of_thread.entry or self._entries[0]
+        if id(module) not in entry.modules:
             return forward(*args, **kwargs)
-        return member.follower.called(module, forward, args, kwargs)
+        return entry.follower.called(module, forward, args, kwargs)
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Choose the plan for the next call, with these arguments, or make one.
@@ -160,63 +321,93 @@ class Replanner:
             BudgetError: no plan for these arguments keeps to the budget.
         """
         group = self._group
-        is_plain = not torch.is_grad_enabled() or is_traced() or is_run_again()
+        is_plain = not torch.is_grad_enabled() or is_traced() or enclosing_checkpoints()[0]
         if group is None or group.follower is None or is_plain:
             return
-        shapes = shapes_of(self._model, args, kwargs)
         with _planning:
             self._threads.add(threading.get_ident())
-            lost = self._lost(shapes)
-            best = min(range(len(lost)), key=lambda place: lost[place])
-            member = self._members[best]
-            may_plan = self._model.training is self._is_training and not is_in_rehearsal()
-            if lost[best] > MOST_LOST and may_plan:
-                self._threads &= {each.ident for each in threading.enumerate()}
-                if len(self._threads) > 1:
-                    raise _in_many_threads(self._model, shapes)
-                member = self._serving(shapes, lost, group, args, kwargs)
-            self._of_thread.member = member
+            self._of_thread.entry = self._served(group, args, kwargs)
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanOfShapes | None:
+    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
         """Return the plan that serves a call with these arguments; None if there is none yet."""
-        lost = self._lost(shapes_of(self._model, args, kwargs))
-        best = min(range(len(lost)), key=lambda place: lost[place])
-        return self._members[best].plan if lost[best] < math.inf else None
+        lost, entry = self._best(self._entries, shapes_of(self._model, args, kwargs))
+        return entry.plan if lost < math.inf else None
 
-    def _lost(self, shapes: ArgumentShapes) -> list[float]:
-        return largest_among_ranks(self._model, [m.lost(shapes) for m in self._members])
-
-    def _serving(
-        self,
-        shapes: ArgumentShapes,
-        lost: Sequence[float],
-        group: WrappedForwards,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Member:
-        """Return a member for shapes that none serves (See Rule 3)."""
+    def _served(
+        self, group: WrappedForwards, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Entry:
+        shapes, pending = shapes_of(self._model, args, kwargs), self._pending.alive()
+        if pending:
+            entries = [self._of_thread.entry or self._entries[0], *self._beside]
+            lost = self._lost(entries, shapes)
+            for entry, each in zip(entries, lost, strict=True):
+                if each < math.inf and entry.bound.fits(pending):
+                    return entry
+            return self._made_beside(group, shapes, args, kwargs)
+        entries = [e for e in self._entries if e.bound.num_forwards == self._num_forwards]
+        lost, best = self._best(entries or self._entries, shapes)
+        if (entries and lost <= _MOST_LOST) or not self._may_plan(shapes):
+            return best
         begin = time.perf_counter()
-        near = self._nearest(shapes, lost)
+        near = self._nearest(entries, shapes) if entries else None
         peak = math.inf if near is None else self._maker.peak_under(near.plan, args, kwargs)
-        if near is not None and near.may_serve(peak):
-            near.serve(shapes, peak)
+        if near is not None and near.serve(shapes, peak):
             near.plan.sizes.include(args, kwargs)
-            what, member = f"tried the plan for {near.shapes} on", near
+            what, entry = f"tried the plan for {near.shapes} on", near
         else:
             has_room = near is not None and near.plan.budget_bytes < peak < math.inf
-            plan = self._maker.plan(args, kwargs, has_room=has_room)
-            what, member = "planned", Member(shapes, plan)
-            self._add(member, group)
-        seconds = time.perf_counter() - begin
-        name = type(self._model).__name__
-        _logger.info(
-            "%s: %s %s in %.3g s; %d plans", name, what, shapes, seconds, len(self._members)
-        )
-        return member
+            made = self._maker.plan(args, kwargs, self._num_forwards, has_room=has_room)
+            what, entry = "planned", _Entry(shapes, made, self._pending)
+            self._enter(entry, group)
+        self._log(what, shapes, begin)
+        return entry
 
-    def _nearest(self, shapes: ArgumentShapes, lost: Sequence[float]) -> Member | None:
+    def _made_beside(
+        self,
+        group: WrappedForwards,
+        shapes: ArgumentShapes,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Entry:
+        """Return an entry for a call beside others whose backward is pending (See Rule 9)."""
+        bound = (self._of_thread.entry or self._entries[0]).bound
+        pending = bound.check(self._model) if not self._may_plan(shapes) else self._pending.alive()
+        begin = time.perf_counter()
+        taken = sum(each.held_bytes for each in pending) + bound.gradient_bytes
+        try:
+            made = self._maker.plan(args, kwargs, 1, taken_bytes=taken)
+        except (BudgetError, ValueError) as error:
+            raise bound.error(self._model, pending) from error
+        self._num_forwards = max(self._num_forwards, len(pending) + 1)
+        entry = _Entry(shapes, made, self._pending)
+        self._follow(entry, group)
+        self._beside = [*self._beside[-_MOST_PLANS + 1 :], entry]
+        self._log("planned beside others", shapes, begin)
+        return entry
+
+    def _may_plan(self, shapes: ArgumentShapes) -> bool:
+        if is_in_rehearsal() or not (any(shapes.training) or not any(self._trained)):
+            return False
+        self._threads &= {each.ident for each in threading.enumerate()}
+        if len(self._threads) > 1:
+            raise _in_many_threads(self._model, shapes)
+        return True
+
+    @property
+    def _trained(self) -> tuple[bool, ...]:
+        return self._entries[0].shapes.training
+
+    def _lost(self, entries: Sequence[_Entry], shapes: ArgumentShapes) -> list[float]:
+        return largest_among_ranks(self._model, [each.lost(shapes) for each in entries])
+
+    def _best(self, entries: Sequence[_Entry], shapes: ArgumentShapes) -> tuple[float, _Entry]:
+        lost = self._lost(entries, shapes)
+        best = min(range(len(lost)), key=lambda place: lost[place])
+        return lost[best], entries[best]
+
+    def _nearest(self, entries: Sequence[_Entry], shapes: ArgumentShapes) -> _Entry | None:
         """Return the plan to try on `shapes`; None if all serve them slowly, or none is near."""
-        pairs = [m.growth_to(shapes) for m in self._members]
+        lost, pairs = self._lost(entries, shapes), [each.growth_to(shapes) for each in entries]
         unlike = largest_among_ranks(self._model, [one for one, _ in pairs])
         uses = largest_among_ranks(self._model, [use for _, use in pairs])
         found = [
@@ -224,24 +415,23 @@ class Replanner:
             for place, each in enumerate(lost)
             if each == math.inf and uses[place] <= _MOST_TRIED
         ]
-        return self._members[min(found)[1]] if found else None
+        return entries[min(found)[1]] if found else None
 
-    def _add(self, member: Member, group: WrappedForwards) -> None:
-        """Let a member join the family, and drop those whose shapes it serves (See Rule 6)."""
+    def _follow(self, entry: _Entry, group: WrappedForwards) -> None:
+        followed = set(map(id, self.followed_modules))
+        modules = entry.plan.planned.followed_modules
+        group.begin([each for each in modules if id(each) not in followed])
+
+    def _enter(self, entry: _Entry, group: WrappedForwards) -> None:
+        """Enter a plan, and drop those whose shapes it serves (See Rule 6)."""
         lost = largest_among_ranks(
             self._model,
-            [max(member.lost(each.shapes) for each in m.tried) for m in self._members],
+            [max(entry.lost(each.shapes) for each in e.tried) for e in self._entries],
         )
-        kept = [m for m, each in zip(self._members, lost, strict=True) if each > MOST_LOST]
-        followed = set(map(id, self.followed_modules))
-        modules = member.plan.planned.followed_modules
-        group.begin([each for each in modules if id(each) not in followed])
-        self._members = [*kept[-_MOST_PLANS + 1 :], member]
-        if len(kept) >= _MOST_PLANS:
-            self._warn()
-
-    def _warn(self) -> None:
-        if not self._has_warned:
+        kept = [e for e, each in zip(self._entries, lost, strict=True) if each > _MOST_LOST]
+        self._follow(entry, group)
+        self._entries = [*kept[-_MOST_PLANS + 1 :], entry]
+        if len(kept) >= _MOST_PLANS and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"A {type(self._model).__name__} with replan=True was given more than "
@@ -250,20 +440,23 @@ class Replanner:
                 stacklevel=2,
             )
 
+    def _log(self, what: str, shapes: ArgumentShapes, begin: float) -> None:
+        name, seconds = type(self._model).__name__, time.perf_counter() - begin
+        num = len(self._entries)
+        _logger.info("%s: %s %s in %.3g s; %d plans", name, what, shapes, seconds, num)
+
 
 class _Hook:
     """The hook of a model that has the plan chosen (See Rule 4); a copy does nothing."""
 
-    def __init__(self, replanner: Replanner | None = None) -> None:
-        self._replanner = replanner
+    def __init__(self, plans: PlansByShape | None = None) -> None:
+        self._plans = plans
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
-        if self._replanner is not None:
-            if torch.compiler.is_compiling():
-                uncompiled(_serve)(self._replanner, args, kwargs)
-            else:
-                self._replanner.serve(args, kwargs)
+        if self._plans is not None:
+            serve = uncompiled(_serve) if torch.compiler.is_compiling() else _serve
+            serve(self._plans, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook()
@@ -281,5 +474,5 @@ def _in_many_threads(model: nn.Module, shapes: ArgumentShapes) -> RecoupError:
     )
 
 
-def _serve(replanner: Replanner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    replanner.serve(args, kwargs)
+def _serve(plans: PlansByShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    plans.serve(args, kwargs)

@@ -16,21 +16,20 @@ from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
-from recoup.planning.blocks import name_blocks, with_links
+from recoup.planning.blocks import Block, name_blocks, with_links
 from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
 from recoup.planning.frontier import Frontier
 from recoup.planning.inverting import with_inverses
-from recoup.planning.losses import losses_from
+from recoup.planning.keeping_all import ExplainedFrontier, price_whole, remedy_for
 from recoup.planning.offload_place import place_of
 from recoup.planning.options import PlanOptions
-from recoup.planning.other_shapes import OtherShapes
 from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.priced_blocks import price_blocks
 from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.rehearsal import uncollected
-from recoup.planning.replanning import Replanner
+from recoup.planning.rehearsal import ChangedParameterError, uncollected
+from recoup.planning.replanning import PlanMaker, PlansByShape
 from recoup.planning.sizes import checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import kinds_of_blocks
@@ -54,6 +53,7 @@ def plan(
     exact: bool = ...,
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
+    num_forwards: int = ...,
     replan: bool = ...,
     **example_kwargs: Any,
 ) -> Plan: ...
@@ -73,6 +73,7 @@ def plan(
     exact: bool = ...,
     offload_to: str | os.PathLike[str] | None = ...,
     tiles: bool | int = ...,
+    num_forwards: int = ...,
     replan: bool = ...,
     **example_kwargs: Any,
 ) -> Frontier: ...
@@ -91,6 +92,7 @@ def plan(
     exact: bool = True,
     offload_to: str | os.PathLike[str] | None = None,
     tiles: bool | int = False,
+    num_forwards: int = 1,
     replan: bool = False,
     **example_kwargs: Any,
 ) -> Plan | Frontier:
@@ -143,11 +145,16 @@ def plan(
             along the sequence. The loss and the gradients are then those of the model to rounding,
             not to the bit; where the output layer is in tiles, they cannot be differentiated again,
             and logits that the model returns are computed when they are read.
+        num_forwards: how many times a step calls the model before one backward (2 for SimCSE and
+            R-Drop). Each call is planned with the example arguments, and `loss` is given all
+            outputs: ``lambda a, b: ...``. A step that calls the model more often raises a
+            BudgetError before a call that may exceed the budget.
         replan: whether a training step with other shapes of arguments follows a plan that was made
             for others, if one keeps it within the budget and none of its own could be more than 4 %
             faster, or else makes one when it is called. A plan that was not made for larger shapes
             is tried first, in one step. So larger batches keep to the budget, too, or raise a
-            BudgetError before anything has run. `loss` must then serve other shapes. Logger
+            BudgetError before anything has run. More forwards before one backward than
+            `num_forwards` get a plan, too. `loss` must then serve other shapes. Logger
             ``recoup.planning.replanning`` tells which shapes are planned.
         example_kwargs: keyword arguments of the model.
 
@@ -177,8 +184,9 @@ def plan(
     neural networks with limited memory" (2019).
     """
     options = PlanOptions(
-        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles
-    )
+        loss, blocks, budget_of, optimizer, holds_output, compile, exact, offload_to, tiles,
+        num_forwards,
+    )  # fmt: skip
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
     if budget is not None:
@@ -219,9 +227,10 @@ def plan_of_call(
     budget_bytes = checked_budget(budget)
     if not replan:
         return frontier_of_call(model, call, args, kwargs, options).plan_now(budget_bytes)
-    others = OtherShapes(model, call, budget_bytes, options, frontier_of_call)
+    maker = PlanMaker(model, call, budget_bytes, options, frontier_of_call)
+    maker.check()
     made = frontier_of_call(model, call, args, kwargs, options).plan_now(budget_bytes)
-    made.replanner = Replanner(model, made, args, kwargs, others)
+    made.replanner = PlansByShape(model, made, args, kwargs, maker)
     return made
 
 
@@ -253,19 +262,23 @@ def frontier_of_call(
     (standing,) = map(int, largest_among_ranks(model, [standing]))
     device = device_of(model)
     place = place_of(options.offload_to, device)
-    losses = losses_from(options.loss)
-    step = Step(model, call, args, kwargs, losses, options.holds_output, place=place)
+    step = options.step(model, call, args, kwargs, place)
     named = name_blocks(model, blocks)
     with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
-        named = named or blocks_that_are_called(step)
+        others: list[Block] = []
         if not named:
-            raise ValueError(
-                f"`model` is a {type(model).__name__} in which no modules repeat. Name its "
-                "`blocks`."
-            )
-        kinds = [named] if blocks is not None else kinds_of_blocks(step, named)
-        priced = [price_blocks(step, kinds[0], device)]
-        priced += [price_blocks(step, kind, device, priced[0]) for kind in kinds[1:]]
+            named, others = blocks_that_are_called(step)
+        try:
+            is_told = blocks is not None or not named
+            kinds = [named or others] if is_told else kinds_of_blocks(step, named)
+            priced = [price_blocks(step, kinds[0], device)] if kinds[0] else []
+            priced += [price_blocks(step, kind, device, priced[0]) for kind in kinds[1:]]
+        except (torch.OutOfMemoryError, ChangedParameterError):
+            raise
+        except RuntimeError as error:
+            return _keeping_all(step, device, standing, error)
+        if not priced:
+            return _keeping_all(step, device, standing, None)
         if guard is not None:
             links = with_links(model, named) if blocks is None else []
             if links and all(kind.blocks != links for kind in priced):
@@ -282,7 +295,28 @@ def frontier_of_call(
         with recompiling() if backend is not None else nullcontext():
             if backend is not None:
                 priced = [code for kind in priced for code in price_codes(kind, device, backend)]
+    if others:
+        return ExplainedFrontier(priced, device, standing, remedy_for(others))
     return Frontier(priced, device, standing)
+
+
+def _keeping_all(
+    step: Step, device: torch.device, standing: int, error: RuntimeError | None
+) -> Frontier:
+    """Return the one plan of a model of which nothing can be run again.
+
+    Raises:
+        RuntimeError: `error`, if the plain step fails, too.
+    """
+    try:
+        whole = price_whole(step, device)
+    except Exception:
+        if error is None:
+            raise
+        raise error from None
+    why = remedy_for([]) if error is None else f"Its blocks cannot be run again. {error}"
+    reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
+    return ExplainedFrontier([whole], device, standing, why, reason)
 
 
 def _check_model(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import ge
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,23 +23,26 @@ class ArgumentShapes(NamedTuple):
             their flags and strings, the types of their tensors, the autocast in force, and which
             parameters require gradients.
         shapes: the shape of each tensor.
+        training: which modules are in training mode; a plan for them serves evaluation, too.
     """
 
     family: tuple[object, ...]
     shapes: tuple[tuple[int, ...], ...]
+    training: tuple[bool, ...] = ()
 
     def cover(self, other: ArgumentShapes) -> bool:
-        """Whether no tensor of `other`, a call of the same family, is larger in any dimension."""
-        return self.family == other.family and all(
-            mine >= theirs
-            for own, others in zip(self.shapes, other.shapes, strict=True)
-            for mine, theirs in zip(own, others, strict=True)
+        """Whether a step of `other`, a call of the same family, takes no more bytes."""
+        return (
+            self.family == other.family
+            and all(map(ge, self.training, other.training))
+            and all(all(map(ge, *pair)) for pair in zip(self.shapes, other.shapes, strict=True))
         )
 
     def share_of(self, other: ArgumentShapes) -> float:
         """Return the least number of entries of a tensor of `other`, relative to the own one."""
         pairs = zip(self.shapes, other.shapes, strict=True)
-        return min((_numel(theirs) / max(_numel(own), 1) for own, theirs in pairs), default=1.0)
+        shares = (math.prod(theirs) / max(math.prod(own), 1) for own, theirs in pairs)
+        return min(shares, default=1.0)
 
     def growth_to(self, other: ArgumentShapes) -> float:
         """Return how many times as many bytes a step of `other` may take, roughly.
@@ -61,8 +65,11 @@ def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
     Numbers are left out, since they count steps and batches.
     """
+    modules = list(model.modules())
     family: list[object] = [*map(_autocast, ("cpu", "cuda"))]
-    family.append(tuple(parameter.requires_grad for parameter in model.parameters()))
+    family.append(
+        tuple(p.requires_grad for each in modules for p in each.parameters(recurse=False))
+    )
     shapes: list[tuple[int, ...]] = []
     for name, leaf in _leaves("", {**dict(enumerate(args)), **kwargs}):
         if isinstance(leaf, Tensor):
@@ -70,7 +77,8 @@ def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             shapes.append(tuple(leaf.shape))
         elif isinstance(leaf, (bool, str, type(None))):
             family.append((name, leaf))
-    return ArgumentShapes(tuple(family), tuple(shapes))
+    training = tuple(each.training for each in modules)
+    return ArgumentShapes(tuple(family), tuple(shapes), training)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -99,7 +107,3 @@ def _autocast(device: str) -> torch.dtype | None:
 def _growth(shape: tuple[int, ...], other: tuple[int, ...]) -> float:
     ratios = [theirs / max(mine, 1) for mine, theirs in zip(shape, other, strict=True)]
     return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

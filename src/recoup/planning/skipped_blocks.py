@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from recoup.planning.blocks import Block, find_leaves, repeated_calls
+from recoup.planning.blocks import Block, find_leaves, outermost_called, repeated_calls
 from recoup.planning.measured_calls import Measured, MeasuredCall
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.step import Observer, Step
@@ -69,17 +69,18 @@ def measure_most(
     return step, measured, [called, *sequences]
 
 
-def blocks_that_are_called(step: Step) -> list[Block]:
-    """Return the blocks of a model whose module tree shows none.
+def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
+    """Return the blocks of a model whose module tree shows none, and what to take if none repeats.
 
     Those are the modules that one forward calls more than once (one block for all layers), or else
-    repeated modules without submodules in lists.
+    repeated modules without submodules in lists; then the outermost modules that it calls.
     """
     named: list[Block] = list(cast("Iterator[Block]", step.model.named_modules()))[1:]
     modules = [module for _, module in named]
     with step.rehearsed():
-        called = _sequence(step, modules)
-    return repeated_calls(step.model, called) or find_leaves(step.model)
+        called = _sequence(replace(step, call=step.root or step.call), modules)
+    found = repeated_calls(step.model, called) or find_leaves(step.model)
+    return found, [] if found else outermost_called(step.model, called)
 
 
 def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
-from recoup.memory.timeline import timeline
+from recoup.memory.timeline import Span, timeline
 from recoup.planning.forwards import PartsFollower, followed
 from recoup.planning.offload_place import NOWHERE, OffloadPlace
 from recoup.planning.ranks import largest_among_ranks
@@ -27,7 +27,16 @@ from recoup.planning.verification import (
     outcome_of,
 )
 
-__all__ = ["Observer", "Step", "device_of", "now", "peak_of", "plain_outcome", "seconds_of"]
+__all__ = [
+    "Forwards",
+    "Observer",
+    "Step",
+    "device_of",
+    "now",
+    "peak_of",
+    "plain_outcome",
+    "seconds_of",
+]
 
 
 class Observer:
@@ -41,6 +50,24 @@ class Observer:
 
 
 AnyObserver = TypeVar("AnyObserver", bound=Observer)
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """A call of a model several times, with the same arguments."""
+
+    model: nn.Module
+    num: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return [self.model(*args, **kwargs) for _ in range(self.num)]
+
+
+@dataclass
+class _Seen:
+    """What the latest run of a step whose bytes were counted held when its backward began."""
+
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,20 +97,34 @@ class Step:
     place: OffloadPlace = NOWHERE
     tiled: PartsFollower | None = None
     verification: Verification = field(default_factory=Verification, init=False)
+    seen: _Seen = field(default_factory=_Seen, init=False)
 
     def __post_init__(self) -> None:
         if self.tiled is not None:
             self.verification.allow_other_sums(self.tiled.eps)
 
+    @property
+    def num_forwards(self) -> int:
+        """The number of forwards of the model, if it calls nothing else."""
+        return self.call.num if isinstance(self.call, Forwards) else 1
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The model, if the step calls nothing else."""
+        return self.model if isinstance(self.call, Forwards) or self.call is self.model else None
+
     def rehearsed(self) -> AbstractContextManager[None]:
         """Return a context in which runs of the step leave no trace."""
         return rehearsal(self.model, (self.args, self.kwargs, self.call, self.losses))
 
-    def run(self, seconds: list[float] | None = None) -> list[Tensor | None]:
+    def run(
+        self, seconds: list[float] | None = None, between: Callable[[], object] = bool
+    ) -> list[Tensor | None]:
         """Run the step, and return the gradients of the arguments that require them.
 
         Args:
             seconds: a list to which the times of forward and of backward are appended.
+            between: what to call before backward begins.
         """
         args, kwargs = self._arguments()
         given = [t for t in flatten((args, kwargs))[0] if t.requires_grad and t.is_leaf]
@@ -96,6 +137,7 @@ class Step:
                 losses = self.losses(output)
             if not self.holds_output:
                 output = None
+            between()
             with without_gradients(foreign_leaves(self.model, losses)) as leaves:
                 with _timing(seconds):
                     torch.autograd.backward(losses)
@@ -149,13 +191,17 @@ class Step:
         return observer
 
     def _arguments(self) -> Any:
-        """Return copies of the containers in the arguments, with the tensors detached."""
+        """Return copies of the containers in the arguments, with tensors without their history.
+
+        A leaf that requires a gradient stays itself: a loss may ask for its gradient (forces).
+        """
         tensors, tree = flatten((self.args, self.kwargs))
         # A tensor that is there twice is one tensor: code may ask (an attention does).
         own = {
-            id(t): t if isinstance(t, nn.Parameter) else t.detach().requires_grad_(t.requires_grad)
+            id(t): t if t.requires_grad and t.is_leaf
+            else t.detach().requires_grad_(t.requires_grad)
             for t in tensors
-        }
+        }  # fmt: skip
         return tree.unflatten(tuple(own[id(t)] for t in tensors))
 
     def forget(self) -> None:
@@ -188,13 +234,16 @@ def peak_of(step: Step, device: torch.device, tolerance: float = 0.0) -> int:
         DifferentStepError: on some rank the outcome differs from that of the plain step.
     """
     with step.rehearsed(), timeline(device) as line:
-        gradients = step.run()
-        ran = line.mark()  # before the comparison, which takes memory, too
+        marks: list[Span] = []
+        gradients = step.run(between=lambda: marks.append(line.mark()))
+        marks.append(line.mark())  # before the comparison, which takes memory, too
         difference = step.verification.difference(outcome_of(step.model, gradients), tolerance)
         del gradients
         step.forget()
-    found = [ran.peak_bytes, float(difference is not None)]
-    peak_bytes, is_different = largest_among_ranks(step.model, found)
+    peak = max(span.peak_bytes for span in marks)
+    found = [peak, marks[0].end_bytes, float(difference is not None)]
+    peak_bytes, held_bytes, is_different = largest_among_ranks(step.model, found)
+    step.seen.held_bytes = int(held_bytes)
     if is_different:
         raise DifferentStepError(difference or "On another rank, a planned step differs.")
     return int(peak_bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -197,7 +197,7 @@ def _serving(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             "No plan of the family serves arguments of these shapes. Run a training forward with "
             "them before, which makes one, or give `plan`."
         )
-    return cast("Plan", found)
+    return found
 
 
 def _line_of(step: Step, name: str, standing_bytes: int = 0) -> StepLine:

@@ -102,10 +102,11 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
         DifferentStepError: the results of a rehearsal differ from those of the plain step.
     """
     step, budget = kind.step, budget_bytes - standing
-    root = step.model if step.call is step.model else None
+    held: dict[int, int] = {}  # by each rehearsal, when its backward began
     planned = PlannedModel(
-        step.model, root, kind.blocks, kind.calls, guard=kind.guard, tiled=step.tiled
-    )
+        step.model, step.root, kind.blocks, kind.calls, guard=kind.guard, tiled=step.tiled,
+        num_forwards=step.num_forwards,
+    )  # fmt: skip
     is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
@@ -116,6 +117,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
             for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
                 if peak_bytes > budget:  # See Rule 3 of ranks.py
                     peak_bytes = min(peak_bytes, peak_of(step, device, tolerance))
+        held[index] = step.seen.held_bytes
         # Other forwards call more blocks than the rehearsal did.
         return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
 
@@ -136,7 +138,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
         rehearsed_bytes=choice.peak_bytes, least_bytes=choice.least_bytes,
         budget_bytes=budget_bytes, standing_bytes=standing,
         step_seconds=step_seconds, kept_seconds=kind.kept_seconds,
-        sizes=ArgumentSizes(step.args, step.kwargs),
+        sizes=ArgumentSizes(step.args, step.kwargs), held_bytes=held[choice.point_index],
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.planning.replanning import Replanner
+from recoup.planning.pending import StepBound
+from recoup.planning.replanning import PlansByShape
 
 BUDGET = 10_000_000
 NUM_BLOCKS = 24
@@ -29,6 +30,7 @@ def seconds(kept):
 class Planned:
     root = None
     followed_modules = ()
+    num_forwards = 1
 
 
 class Sizes:
@@ -55,7 +57,10 @@ class FakePlan:
         self.rehearsed_peak_bytes = peak(shape, self.kept, quadratic)
         assert self.rehearsed_peak_bytes <= BUDGET
 
-    def follower(self):
+    def bound(self, pending):
+        return StepBound(BUDGET, self.rehearsed_peak_bytes, 0, 0, 1, [], pending)
+
+    def follower(self, bound):
         return None
 
     def most_lost(self, share):
@@ -68,7 +73,7 @@ class Maker:
         self.quadratic = quadratic
         self.num_plans = self.num_trials = 0
 
-    def plan(self, args, kwargs, *, has_room):
+    def plan(self, args, kwargs, num_forwards, *, has_room):
         self.num_plans += 1
         return FakePlan(args[0].shape, self.quadratic, 0.02 if has_room else 0.0)
 
@@ -88,7 +93,7 @@ def served(shapes, quadratic):
     """The maker of the plans, and the most time of a step relative to a plan of its own."""
     maker = Maker(quadratic)
     first = FakePlan(shapes[0], quadratic)
-    family = Replanner(nn.Linear(1, 1), first, (torch.empty(shapes[0]),), {}, maker)
+    family = PlansByShape(nn.Linear(1, 1), first, (torch.empty(shapes[0]),), {}, maker)
     family.begin(Group())
     worst = 0.0
     for shape in shapes:

@@ -115,11 +115,6 @@ def test_blocks_that_are_none(blocks, message):
         plan(stack(), batch(), "1 GiB", blocks=blocks)
 
 
-def test_a_model_without_repeats():
-    with pytest.raises(ValueError, match="`model` is a Linear in which no modules repeat"):
-        plan(nn.Linear(32, 32), batch(), "1 GiB")
-
-
 # -- arguments -------------------------------------------------------------------------------------
 
 

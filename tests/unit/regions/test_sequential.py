@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import pytest
+import torch
 from torch import nn
 
 import recoup

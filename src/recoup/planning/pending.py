@@ -1,0 +1,201 @@
+"""Forwards whose backward is pending, and what the next forward of a step may take beside them.
+
+NOTE [ Pending forwards ]
+
+Rule 1. A forward is pending from its end until a backward reaches one of its outputs, or until its
+        graph is freed. The nodes of its outputs hold a token, and call it before they run. A
+        backward that leaves its graph for another one (`retain_graph`, `create_graph`) ends
+        nothing.
+Rule 2. The forwards of one thread count. A forward within a forward of the model, or within a
+        region or a checkpoint around it, does not: the outer one decides what is kept.
+Rule 3. A plan is for a number of forwards before one backward. A forward beyond that number takes
+        what a step takes beyond the forwards that it was planned with, and the gradients of the
+        first backward are there when the second one begins. What this predicts is compared with the
+        budget before the forward runs.
+Rule 4. A plan made in evaluation mode holds for no training: dropouts keep masks, and norms the
+        statistics of a batch. The modes of the model and of its blocks are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from recoup._core.pytree import flatten
+from recoup._core.saved_tensors import is_graph_retained
+from recoup.errors import BudgetError
+from recoup.memory import format_bytes
+from recoup.planning.first_step import StepWatch
+from recoup.planning.step import device_of
+
+__all__ = ["PendingForwards", "StepBound"]
+
+_DEEPEST = 3  # levels of users' objects in which outputs are found
+
+
+class _Forward:
+    """A forward that has ended; nodes of its graph hold it (See Rule 1).
+
+    Args:
+        held_bytes: the bytes that it holds until its backward.
+        latest: the index of the last stage of its plan that it called.
+        watch: the watch on its step; None for none.
+    """
+
+    __slots__ = ("__weakref__", "_watch", "held_bytes", "is_over", "latest")
+
+    def __init__(self, held_bytes: int, latest: int, watch: StepWatch | None) -> None:
+        self.held_bytes = held_bytes
+        self.latest = latest
+        self.is_over = False
+        self._watch = watch
+
+    def __call__(self, gradients: object) -> None:
+        """End it: a backward has reached one of its outputs."""
+        self.is_over |= not is_graph_retained()
+        if self._watch is not None:
+            self._watch.backward_begins()
+
+
+class PendingForwards(threading.local):
+    """The forwards of a model whose backward has not come, of each thread (See Rule 2)."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[_Forward]] = []
+        self._watch: StepWatch | None = None
+
+    def watch(self, bound: StepBound, model: nn.Module) -> None:
+        """Watch the step that begins, if it is the first one."""
+        if self._watch is None or not self._watch.is_done:
+            self.unwatch()
+            device = device_of(model)
+            self._watch = StepWatch(type(model).__name__, device, bound.budget_bytes)
+
+    def unwatch(self) -> None:
+        """End the watch on a step that has no backward."""
+        if self._watch is not None and not self._watch.is_done:
+            self._watch.end()
+
+    def alive(self) -> list[_Forward]:
+        """Return those that are pending, the first one first."""
+        pairs = [(ref, found) for ref in self._refs if (found := ref()) and not found.is_over]
+        self._refs = [ref for ref, _ in pairs]
+        return [found for _, found in pairs]
+
+    def add(self, output: Any, held_bytes: int, latest: int) -> None:
+        """Note that a forward has ended.
+
+        Args:
+            output: its output.
+            held_bytes: the bytes that it holds until its backward.
+            latest: the index of the last stage of its plan that it called.
+        """
+        made = _Forward(held_bytes, latest, self._watch)
+        nodes = {id(t.grad_fn): t.grad_fn for t in _tensors_of(output) if t.grad_fn is not None}
+        for node in nodes.values():
+            node.register_prehook(made)
+        if nodes:
+            self._refs.append(weakref.ref(made, self._freed))
+        elif not self._refs:
+            self.unwatch()
+
+    def _freed(self, ref: weakref.ref[_Forward]) -> None:
+        if not self.alive():
+            self.unwatch()
+
+
+def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors of an output, also those of dataclasses and other objects."""
+    tensors, tree = flatten(value)
+    yield from tensors
+    for leaf in tree.others() if depth < _DEEPEST else ():
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
+            yield from _tensors_of(list(vars(leaf).values()), depth + 1)
+
+
+@dataclasses.dataclass
+class StepBound:
+    """The bound that a plan sets to each step of a model.
+
+    Args:
+        budget_bytes: the budget of a step.
+        peak_bytes: the peak of the step that was rehearsed.
+        held_bytes: the bytes that its forwards held when their backward began.
+        gradient_bytes: the bytes of the gradients of the parameters.
+        num_forwards: the number of its forwards.
+        training: the model and the blocks that were in training mode, and the others.
+        pending: the forwards whose backward is pending.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    held_bytes: int
+    gradient_bytes: int
+    num_forwards: int
+    modes: Sequence[tuple[nn.Module, bool]]
+    pending: PendingForwards
+
+    @property
+    def held_by_each(self) -> int:
+        """The bytes that one forward holds until its backward."""
+        return self.held_bytes // self.num_forwards
+
+    def bytes_with(self, pending: Iterable[_Forward]) -> int:
+        """Return the bytes that a step with one more forward than these takes (See Rule 3)."""
+        held = [each.held_bytes for each in pending]
+        if len(held) < self.num_forwards:
+            return self.peak_bytes
+        others = (self.num_forwards - 1) * self.held_by_each
+        first_gradients = self.gradient_bytes if self.num_forwards == 1 else 0
+        return sum(held) - others + self.peak_bytes + first_gradients
+
+    def fits(self, pending: Iterable[_Forward]) -> bool:
+        """Whether a step with one more forward than these keeps to the budget."""
+        return self.bytes_with(pending) <= self.budget_bytes
+
+    def check(self, model: nn.Module) -> list[_Forward]:
+        """Return the forwards that are pending before one more forward of the model.
+
+        Raises:
+            BudgetError: that one more takes more bytes than the budget.
+            ValueError: the model trains, and the plan was made in evaluation mode (See Rule 4).
+        """
+        for module, was_training in self.modes:
+            if module.training and not was_training:
+                raise ValueError(
+                    f"A {type(model).__name__} is trained under a plan that was made while "
+                    f"{'it' if module is model else f'a {type(module).__name__} in it'} was in "
+                    "evaluation mode, in which it keeps less. Call `model.train()` before "
+                    "recoup.plan, or give `replan=True`."
+                )
+        pending = self.pending.alive()
+        if not self.fits(pending):
+            gc.collect()  # a graph in a reference cycle is pending no more
+            pending = self.pending.alive()
+        if not self.fits(pending):
+            raise self.error(model, pending)
+        return pending
+
+    def error(self, model: nn.Module, pending: Sequence[_Forward]) -> BudgetError:
+        """Return the error for a step with one more forward than these."""
+        found, num = self.bytes_with(pending), len(pending) + 1
+        held = sum(each.held_bytes for each in pending)
+        return BudgetError(
+            f"A {type(model).__name__} was called for the {_ordinal(num)} time before a backward, "
+            f"and its plan is for {self.num_forwards}: the calls before hold up to "
+            f"{format_bytes(held)}, and with this one the step takes up to {format_bytes(found)} "
+            f"({found} bytes) of a budget of {format_bytes(self.budget_bytes)}. Plan with "
+            f"`num_forwards={num}`, call it in torch.no_grad() where no gradient is needed, or let "
+            "go of outputs that are not needed.",
+            found,
+        )
+
+
+def _ordinal(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")

@@ -1,0 +1,434 @@
+"""Whole steps under a plan: forwards, modes, losses outside, and what cannot be planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import jacrev, vmap
+
+import recoup
+from recoup.errors import BudgetError
+from tests.alive import allocated_bytes
+from tests.neighbours.planned import Block, Net, assert_same, loss_of, result_of
+
+
+def net(block: Any = Block) -> Net:
+    torch.manual_seed(0)
+    return Net(block=block)
+
+
+def batch(size: int = 64) -> Tensor:
+    return torch.randn(size, 32, generator=torch.Generator().manual_seed(size))
+
+
+def budget_between(share: float, model: nn.Module, *args: Any, **options: Any) -> int:
+    """A budget between the least (0) and what a plain step takes (1)."""
+    frontier = recoup.plan(model, *args, **options)
+    least = frontier.least_bytes
+    return int(least + (max(frontier.points[-1].peak_bytes, least) - least) * share)
+
+
+def several(*outputs: Tensor) -> Tensor:
+    """A loss in which all outputs meet (SimCSE, R-Drop, MNRL)."""
+    ones = torch.stack(outputs)
+    return loss_of(ones) + (ones - ones.mean(0)).square().sum()
+
+
+def peak_of(model: nn.Module, step: Any) -> int:
+    """The peak of a step by the allocator's events; the model is as before."""
+    peaks: list[int] = []
+    result_of(model, lambda: peaks.append(allocated_bytes(step)[0]))
+    return peaks[0]
+
+
+def step_of(model: nn.Module, num: int, x: Tensor, loss: Any = several) -> Any:
+    return lambda: loss(*(model(x) for _ in range(num))).backward()
+
+
+# --- several forwards before one backward ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num", "share"), [(2, 0.0), (2, 0.5), (2, 1.1), (4, 0.5)], ids=lambda value: str(value)
+)
+def test_forwards_that_are_planned_together(num: int, share: float):
+    model, x = net(), batch()
+    options: Any = {"loss": several, "num_forwards": num}
+    budget = budget_between(share, model, x, **options)
+    step, single = step_of(model, num, x), step_of(model, 1, x)
+    wanted, alone = result_of(model, step), result_of(model, single)
+    with recoup.plan(model, x, budget=budget, **options).applied():
+        assert peak_of(model, step) <= budget
+        for _ in range(2):
+            assert_same(result_of(model, step), wanted)
+            assert_same(result_of(model, single), alone)
+
+
+def test_each_output_has_a_loss_of_its_own_if_none_is_given():
+    model, x = net(), batch()
+    plan = recoup.plan(model, x, budget="1 GiB", num_forwards=2)
+    assert len(plan.blocks) == 2 * len(model.blocks)
+    with pytest.raises(ValueError, match="`num_forwards` is 0"):
+        recoup.plan(model, x, budget="1 GiB", num_forwards=0)
+
+
+@dataclasses.dataclass
+class Output:
+    found: Any
+
+
+FORMS = {
+    "tensor": lambda y: y,
+    "dict": lambda y: {"y": y},
+    "dataclass": lambda y: Output([y]),
+    "object": lambda y: _own(y),
+}
+
+
+def _own(y: Tensor) -> Any:
+    made = type("Own", (), {})()
+    made.inner = Output(y)
+    return made
+
+
+class Formed(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.net, self.form = net(), FORMS[form]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.net(x))
+
+
+def tensor_of(output: Any) -> Tensor:
+    while not isinstance(output, Tensor):
+        if isinstance(output, (dict, list)):
+            output = next(iter(output.values() if isinstance(output, dict) else output))
+        else:
+            output = next(iter(vars(output).values()))
+    return output
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forward_too_many_is_an_error_before_it_takes_memory(form: str):
+    model, x = Formed(form), batch()
+    loss = lambda output: loss_of(tensor_of(output))  # noqa: E731
+    budget = budget_between(0.5, model, x, loss=loss)
+    with recoup.plan(model, x, budget=budget, loss=loss).applied():
+        loss(model(x)).backward()  # the first step, which is watched
+        first = model(x)
+
+        def second() -> None:
+            with pytest.raises(BudgetError, match=r"second time.*num_forwards=2") as caught:
+                model(x)
+            assert caught.value.least_bytes > budget
+
+        assert allocated_bytes(second)[0] < 1024
+        loss(first).backward()  # what is pending no more, counts no more
+        held = [loss(model(x))]
+        held[0].backward(retain_graph=True)
+        second()
+        held[0].backward()
+        model(x)  # dropped, and so are these
+        for _ in range(3):
+            model(x)
+        with torch.no_grad():
+            outputs = [model(x) for _ in range(3)]
+        loss(model(x)).backward()
+        del outputs
+
+
+def test_a_forward_more_that_fits_goes_on():
+    model, x = net(), batch()
+    step = step_of(model, 2, x)
+    wanted, peak = result_of(model, step), peak_of(model, step)
+    model.zero_grad()
+    with recoup.plan(model, x, budget=2 * peak, loss=several).applied():
+        assert_same(result_of(model, step), wanted)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_replanning_for_more_forwards(num: int):
+    """Each step is right and within the budget, or an error; soon all are planned together."""
+    model, x = net(), batch()
+    budget = int(1.1 * recoup.plan(model, x, loss=several, num_forwards=num).least_bytes)
+    plan = recoup.plan(model, x, budget=budget, loss=loss_of, replan=True)
+    separate = lambda *outputs: sum(map(loss_of, outputs))  # noqa: E731
+    step = step_of(model, num, x, separate)
+    wanted = result_of(model, step)
+    with plan.applied():
+        num_errors = 0
+        for _ in range(3):
+            try:
+                assert_same(result_of(model, step), wanted)
+            except BudgetError:
+                num_errors += 1
+        assert num_errors == 3 or len(plan.blocks) <= len(plan.family[-1].blocks)
+        if num_errors < 3:
+            assert peak_of(model, step) <= budget
+    told = recoup.plan(
+        model, x, budget=budget, loss=separate, replan=True, num_forwards=num
+    )  # fmt: skip
+    with told.applied():
+        larger = batch(70)
+        for given in (x, larger):
+            own = step_of(model, num, given, separate)
+            try:
+                own()
+            except BudgetError:
+                assert given is larger
+                continue
+            assert peak_of(model, own) <= budget
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_evaluation_is_not_for_training():
+    model, x = net().eval(), batch()
+    budget = budget_between(0.3, model, x, loss=loss_of)
+    plan = recoup.plan(model, x, budget=budget, loss=loss_of)
+    with plan.applied():
+        step_of(model, 1, x, loss_of)()
+        model.train()
+        with pytest.raises(ValueError, match=r"in evaluation mode.*model.train\(\).*replan=True"):
+            model(x)
+        model.eval()
+        model.blocks[1].train()
+        with pytest.raises(ValueError, match="evaluation mode"):
+            model(x)
+    model.eval()
+    with recoup.plan(model, x, budget=budget, loss=loss_of, replan=True).applied() as plan:
+        model.train()
+        model(x)
+        assert len(plan.family) == 2
+        step = step_of(model, 1, x, loss_of)
+        model.zero_grad()
+        assert peak_of(model, step) <= budget
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def large(y: Tensor) -> Tensor:
+    return (y[:, None] * y[None]).softmax(-1).square().mean()
+
+
+def is_profiled() -> bool:
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def test_a_loss_outside_of_the_model_that_does_not_fit_is_said_once():
+    model, x = net(), batch()
+    plan = recoup.plan(model, x, budget=budget_between(1.1, model, x, loss=loss_of), loss=loss_of)
+    with plan.applied():
+        with pytest.warns(UserWarning, match=r"first step of a Net .* `loss=`"):
+            large(model(x)).backward()
+        assert not is_profiled()
+    with plan.applied():
+        loss_of(model(x)).backward()  # the first step fits
+        large(model(x)).backward()
+
+
+def test_the_watch_leaves_nothing_behind():
+    model, x = net(), batch()
+    plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
+    with plan.applied():
+        for fails in (lambda: model(x[:, :5]), lambda: loss_of(model(x)) + torch.ones(3, 5) @ x):
+            with pytest.raises(RuntimeError):
+                fails()
+            assert not is_profiled()
+        with pytest.raises(ZeroDivisionError):
+            fail_in_backward(model, x)
+        assert not is_profiled()
+    with plan.applied(), torch.profiler.profile() as profiler:  # of the user
+        loss_of(model(x)).backward()
+    assert len(profiler.events()) > 0
+    with plan.applied():
+        measured = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
+        again = recoup.measure(lambda: loss_of(model(x)).backward(), device="cpu", repeats=0)
+    assert measured.peak_bytes >= again.peak_bytes > 0
+    assert not is_profiled()
+
+
+def fail_in_backward(model: nn.Module, x: Tensor) -> None:
+    hidden = x.clone().requires_grad_()
+    hidden.register_hook(lambda gradient: 1 / 0)
+    loss_of(model(hidden)).backward()
+
+
+class Energies(nn.Module):
+    def __init__(self, width: int = 32, num_blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(3, width), nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.Softplus(), nn.Linear(4 * width, width))
+            for _ in range(num_blocks)
+        )
+
+    def forward(self, positions: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(positions))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_energies_and_forces():
+    model, positions = Energies(), torch.randn(128, 3, requires_grad=True)
+
+    def loss(energies: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(energies.sum(), positions, create_graph=True)
+        return energies.square().mean() + force.square().mean()
+
+    def step() -> None:
+        loss(model(positions)).backward()
+
+    wanted, most = result_of(model, step), peak_of(model, step)
+    wanted["positions"], positions.grad = positions.grad, None
+    model.zero_grad()
+    frontier = recoup.plan(model, positions, loss=loss)
+    assert positions.grad is None
+    budget = (frontier.least_bytes + most) // 2
+    assert frontier.least_bytes < 0.9 * most
+    with frontier.plan(budget).applied():
+        assert peak_of(model, step) <= budget
+        positions.grad = None
+        found = result_of(model, step)
+    found["positions"] = positions.grad
+    assert_same(found, wanted)
+
+
+# --- within a backward ----------------------------------------------------------------------------
+
+
+def test_a_forward_within_a_backward_is_planned():
+    """GradCache: representations without a graph, then a forward and a backward for each chunk."""
+    model, chunks = net(), [batch(64), batch(80)]
+
+    def step() -> None:
+        with torch.no_grad():
+            found = [model(chunk) for chunk in chunks]
+        leaves = [each.requires_grad_() for each in found]
+
+        def again(gradient: Tensor) -> None:
+            del gradient
+            with torch.enable_grad():
+                for chunk, leaf in zip(chunks, leaves, strict=True):
+                    torch.manual_seed(2)
+                    (model(chunk) * leaf.detach()).sum().backward()
+
+        loss = several(*(leaf[:64] for leaf in leaves))
+        loss.register_hook(again)
+        loss.backward()
+
+    wanted = result_of(model, step)
+    budget = budget_between(0.5, model, chunks[1], loss=loss_of)
+    plan = recoup.plan(model, chunks[0], budget=budget, loss=loss_of, replan=True)
+    with plan.applied():
+        assert_same(result_of(model, step), wanted)
+        assert len(plan.family) == 2 or "80 x 32" in str(plan)
+        assert_same(result_of(model, step), wanted)
+
+
+# --- what cannot be planned -----------------------------------------------------------------------
+
+
+class Numpy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(np.random.rand()))
+
+
+class Jacobian(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        jacobians = vmap(jacrev(lambda row: torch.tanh(self.norm(row))))(x)
+        return super().forward(x + jacobians.sum(-1))
+
+
+@pytest.mark.parametrize("block", [Numpy, Jacobian])
+def test_blocks_that_cannot_run_again_are_kept_and_that_is_said(block: Any):
+    model, x = net(block), batch()
+
+    def step() -> None:
+        np.random.seed(0)
+        loss_of(model(x)).backward()
+
+    wanted = result_of(model, step)
+    with pytest.warns(
+        UserWarning, match="keeps everything. Its blocks cannot be run again"
+    ) as said:
+        plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
+    assert len(said) == 1
+    with plan.applied():
+        assert_same(result_of(model, step), wanted)
+        assert peak_of(model, step) <= plan.rehearsed_peak_bytes
+    with pytest.raises(BudgetError, match="cannot be run again"):
+        recoup.plan(model, x, budget=plan.rehearsed_peak_bytes // 2, loss=loss_of)
+
+
+def test_a_step_that_fails_plainly_fails_with_its_own_error():
+    class Fails(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("own error")
+
+    with pytest.raises(RuntimeError, match="own error"):
+        recoup.plan(net(Fails), batch(), budget="1 GiB", loss=loss_of)
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.third = nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "remedy"),
+    [
+        (Three, (2, 3, 16, 16), "`first`, `second`, `third`.*nn.Sequential"),
+        (Recurrent, (4, 50, 16), "recurrent layer.*segments"),
+        (lambda: nn.Sequential(Recurrent()), (4, 50, 16), "`0.lstm`, `0.head`"),
+        (Bare, (4, 16), "nn.Sequential"),
+    ],
+    ids=["convolutions", "lstm", "wrapped", "bare"],
+)
+def test_any_module_has_blocks(build: Any, shape: Any, remedy: str):
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    step = lambda: model(x).abs().sum().backward()  # noqa: E731
+    wanted, peak = result_of(model, step), peak_of(model, step)
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if build is Bare else "error")
+        plan = recoup.plan(model, x, budget=2 * peak)
+    with plan.applied():
+        assert_same(result_of(model, step), wanted)
+    with pytest.raises(BudgetError, match=remedy):
+        recoup.plan(model, x, budget=100)
