@@ -116,7 +116,7 @@ def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
     yield from tensors
     for leaf in tree.others() if depth < _DEEPEST else ():
         if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            yield from _tensors_of(list(vars(leaf).values()), depth + 1)
+            yield from _tensors_of(dict(vars(leaf)), depth + 1)
 
 
 @dataclasses.dataclass
