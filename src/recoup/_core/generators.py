@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -87,22 +86,6 @@ class generators_restored:  # noqa: N801 - it reads as what it does
 
     def __exit__(self, *error: object) -> None:
         set_generator_states(self.states)
-
-
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.generators: dict[torch.device, torch.Generator] = {}
-
-
-_local = _Local()
-
-
-def generator_at_hand(device: torch.device, seed: int) -> torch.Generator:
-    """Return a generator of this thread seeded with `seed`, to draw with at once."""
-    generator = _local.generators.get(device)
-    if generator is None:
-        _local.generators[device] = generator = torch.Generator(device)
-    return generator.manual_seed(seed)
 
 
 def own_generator(device: torch.device, seed: int) -> torch.Generator:

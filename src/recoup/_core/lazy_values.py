@@ -19,7 +19,9 @@ NOTE [ A source and its slots ]
 
 Rule 1. A value that was changed in place before it was saved can no longer be made again, so the
         tensor itself is kept. Changing it after it was saved is an error in backward: a tensor
-        without memory shares the value's version counter and reveals the change.
+        without memory shares the value's version counter and reveals the change. One that stands
+        for a parameter needs none: a write to it is an error at once, and what is made again for
+        backward is what was saved.
 Rule 2. The slots of a source share one recomputed value: it is made when the first slot is unpacked
         and freed after the last, so a weight that is used at every time step is made once. It is
         freed at the end of a backward even if some slot was not unpacked.
@@ -41,7 +43,6 @@ from torch._guards import TracingContext
 
 from recoup._core.autocast_copies import Cast, cast_of
 from recoup._core.compile import never_compiled
-from recoup._core.memory_layout import geometry_of
 from recoup._core.pytree import tensors_in
 from recoup._core.save_observer import Way, current
 from recoup._core.saved_tensors import (
@@ -52,6 +53,7 @@ from recoup._core.saved_tensors import (
     is_transformed,
     pair_in_force,
     pop_down_to,
+    pop_pair,
     push_pair,
     storage_id,
     unpack,
@@ -85,15 +87,16 @@ class Source:
         self.name = name
         self._lock = threading.RLock() if lock is None else lock
         self._slots: list[weakref.ref[_Slot]] = []
-        self._waiting: set[int] = _NONE  # the slots that will still ask for what was made
 
     # As long as nothing was made or saved; set on the class, since most sources are short-lived.
     stands_for = ""
     dtype = torch.float32
     _made: Tensor | None = None
+    _waiting: set[int] = _NONE  # the slots that will still ask for what was made
     _witness: Tensor | None = None  # See Rule 1
     _version = 0
     _is_exposed = False
+    _is_asked = False  # whether a slot asks for the value, so that it is not left with the source
 
     def make(self) -> None:
         """Make the value again and `give` it."""
@@ -109,7 +112,7 @@ class Source:
         self._waiting = {id(slot) for ref in self._slots if (slot := ref()) is not None}
         if self._waiting:
             self._made = made.detach()
-            if is_in_backward():
+            if len(self._waiting) > self._is_asked and is_in_backward():
                 when_backward_ends(self._forget)
 
     def watch(self, tensor: Tensor) -> None:
@@ -119,14 +122,15 @@ class Source:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor`, in the memory of the value, still has the numbers of it."""
-        if version_of(tensor) != self._version or tensor.dtype is not self.dtype:
+        version = 0 if tensor.is_inference() else tensor._version
+        if version != self._version or tensor.dtype is not self.dtype:
             return False
         return not (self._is_exposed or tensor.is_conj() or tensor.is_neg())
 
     def slot(self, tensor: Tensor, cast: Cast | None = None) -> Packed:
         """Return what autograd saves in place of `tensor`, a view or a cast of the value."""
         slot = _Slot(self, tensor, cast)
-        if self._witness is None and cast is None:  # it has the version counter of the value
+        if self._witness is None and cast is None and not self.stands_for:  # See Rule 1
             with torch._C.DisableTorchFunctionSubclass():  # it may be a value
                 self._witness = tensor.detach()
                 self._witness.data = tensor.new_empty(0)
@@ -138,9 +142,17 @@ class Source:
     def get(self, slot: _Slot) -> Tensor:
         """Return the value for a slot, and make it if it was not made yet."""
         with self._lock:
-            self._check()
+            if self._witness is not None and version_of(self._witness) != self._version:
+                raise ChangedError(
+                    f"{self.name} is recomputed in backward, but was changed in place after an "
+                    "operator had saved it. Change a clone instead."
+                )
             if self._made is None:
-                self.make()
+                self._is_asked = True
+                try:
+                    self.make()
+                finally:
+                    self._is_asked = False
             made = self._made
             if made is None:
                 raise ReplayError(
@@ -149,16 +161,8 @@ class Source:
                 )
             self._waiting.discard(id(slot))
             if not self._waiting or not is_in_backward():
-                self._forget()
+                self._made, self._waiting = None, _NONE
             return made
-
-    def _check(self) -> None:
-        """Raise if the value was changed in place since it was watched (See Rule 1)."""
-        if self._witness is not None and version_of(self._witness) != self._version:
-            raise ChangedError(
-                f"{self.name} is recomputed in backward, but was changed in place after an "
-                "operator had saved it. Change a clone instead."
-            )
 
     def _forget(self) -> None:
         with self._lock:
@@ -174,7 +178,7 @@ class _Slot:
     def __init__(self, source: Source, tensor: Tensor, cast: Cast | None) -> None:
         self._source = source
         self._cast = cast
-        self._geometry = geometry_of(tensor)
+        self._geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     @never_compiled
     def get(self) -> Tensor:
@@ -222,15 +226,20 @@ class Value(Tensor):
                 is_view = is_view and storage_id(result) == storage_id(value)
                 return marked(result, value._recoup_source) if is_view else result
             seam = _Seam(func, args, kwargs)
-            push_pair(seam.pack, unpack)
+            pack = seam.pack
+            push_pair(pack, unpack)
             try:
                 result = func(*args, **kwargs)
                 if stands_for or type(first) is list:
                     _check_unchanged(func, first)
                 return seam.marked(result)
             finally:
-                pop_down_to(seam.beneath)
-                seam.values, seam.storages = [], {}  # each saved tensor holds the pair of hooks
+                top = pair_in_force()
+                if top is not None and top[0] is pack:
+                    pop_pair()
+                else:
+                    pop_down_to(seam.beneath)
+                seam.values, seam.storages = (), {}  # each saved tensor holds the pair of hooks
 
     # A copy is a tensor as any other. What is copied stays alive until `memo` ends: it knows it by
     # its address.
@@ -378,11 +387,11 @@ class _Seam:
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         is_flat = not kwargs and _NESTED.isdisjoint(map(type, args))
-        self.values: list[Value] = []
+        self.values: tuple[Value, ...] = ()
         self.storages: dict[int, Value] = {}
         for each in args if is_flat else tensors_in((args, kwargs)):
             if isinstance(each, Value):
-                self.values.append(each)
+                self.values = (*self.values, each)
                 if each.layout is torch.strided:
                     self.storages[each.untyped_storage()._cdata] = each
         self.beneath = pair_in_force()
@@ -399,10 +408,13 @@ class _Seam:
                 owned = value
             if value is not None and owned is not None:
                 source = value._recoup_source
-                if _is_here(value._recoup_within, self._around) and source.owns(owned):
+                is_here = self._around is None or self._around is value._recoup_within
+                if is_here and source.owns(owned):  # See Rule 4
                     return source.slot(tensor, cast)  # See Rule 2
-        name = f"A tensor that {getattr(self._func, '__name__', 'an operator')} saved"
-        return Kept(tensor, name, self.beneath)
+        return Kept(tensor, self, self.beneath)
+
+    def __str__(self) -> str:
+        return f"A tensor that {getattr(self._func, '__name__', 'an operator')} saved"
 
     def marked(self, result: Any) -> Any:
         """Mark the results that are views of values (See Rule 2)."""

@@ -277,13 +277,13 @@ class Kept:
 
     Args:
         tensor: the tensor to keep.
-        name: the name of the tensor in error messages.
+        name: the name of the tensor in error messages; an object is asked for it then.
         pair: the pair beneath ours (See Rule 1).
     """
 
     __slots__ = ("_name", "_packed", "_unpack", "_version")
 
-    def __init__(self, tensor: Tensor, name: str, pair: Pair | None) -> None:
+    def __init__(self, tensor: Tensor, name: object, pair: Pair | None) -> None:
         self._name = name
         self._version = 0 if tensor.is_inference() else tensor._version
         self._unpack: Callable[[Any], Tensor] | None = None
@@ -324,7 +324,7 @@ class Kept:
             self.get()
 
 
-def changed_in_place(name: str) -> ChangedError:
+def changed_in_place(name: object) -> ChangedError:
     """Return the error for a kept tensor that was changed in place."""
     return ChangedError(
         f"{name} was changed in place between forward and backward, so backward would see other "

@@ -19,22 +19,10 @@ from recoup.weights.choosing import (
     suited,
 )
 from recoup.weights.compiled import register_operators
-from recoup.weights.module import attach, attached_to, restore_class, swap_class
+from recoup.weights.module import attach, fit_class, weights_of
 from recoup.weights.reparametrization import Magnitude, Reparametrization
 from recoup.weights.ties import share, shared
 from recoup.weights.weight import ParametrizedWeight
-
-__all__ = [
-    "Applied",
-    "applied",
-    "apply_to",
-    "keep_only",
-    "parametrized_weights",
-    "remove",
-    "reparametrized",
-    "set_step",
-    "update",
-]
 
 # What DistributedDataParallel, torch.compile and trainers call the model within them.
 _WRAPPERS = frozenset(("module", "_orig_mod", "_forward_module"))
@@ -69,12 +57,13 @@ def apply_to(
         steps.append(step)
     for step, each in zip(steps, found, strict=True):
         weights = attach(each.owner).weights
-        if each.key not in weights:
+        known = weights.get(each.key)
+        if known is None:
             name = f"`{each.name}` of {type(module).__name__}"
             # A draw is the same, whether a model was wrapped before or after this.
             parts = [part for part in each.name.split(".") if part not in _WRAPPERS]
-            weights[each.key] = ParametrizedWeight(each.key, ".".join(parts), name)
-        weights[each.key].add(step)
+            known = weights[each.key] = ParametrizedWeight(each.key, ".".join(parts), name)
+        known.set_steps([*known.steps, step])
         if tied == "same":
             share(step, each)
         else:
@@ -82,7 +71,8 @@ def apply_to(
     roots = attach(module).roots
     roots += [each for each in dict.fromkeys(s.application for s in steps) if each not in roots]
     for part in covering:
-        swap_class(part)
+        attach(part)
+        fit_class(part)
     return module
 
 
@@ -137,9 +127,8 @@ def parametrized_weights(module: nn.Module) -> Iterator[ParametrizedWeight]:
 
 def _named_weights(module: nn.Module) -> Iterator[tuple[str, ParametrizedWeight]]:
     for name, owner, key, _ in named(module):
-        attached = attached_to(owner)
-        if attached is not None and key in attached.weights:
-            yield name, attached.weights[key]
+        if key in weights_of(owner):
+            yield name, weights_of(owner)[key]
 
 
 def update(
@@ -177,16 +166,17 @@ def update(
     if not changes:
         raise ValueError("Neither `p` nor `std` is given, so nothing would change.")
     uses = reparametrized(module, where, "where")
-    for only_check in (True, False):
-        for name, value in changes.items():
-            found = [(u, s) for u, weight in uses for s in weight.steps if s.argument == name]
-            if not found:
-                raise ValueError(
-                    f"`{name}` is given, and no parameter that `where` {where!r} chooses has such "
-                    "a reparametrization. See recoup.weights.applied(module)."
-                )
-            for (_, owner, key, _), step in found:
-                step.set_magnitude(owner, key, value, only_check=only_check)
+    checked: list[tuple[Reparametrization, Named, Magnitude]] = []
+    for name, value in changes.items():
+        found = [(s, use) for use, weight in uses for s in weight.steps if s.argument == name]
+        if not found:
+            raise ValueError(
+                f"`{name}` is given, and no parameter that `where` {where!r} chooses has such "
+                "a reparametrization. See recoup.weights.applied(module)."
+            )
+        checked += [(step, use, step.checked(value)) for step, use in found]
+    for step, use, rate in checked:
+        step.set_rate(use.owner, use.key, rate)
     return module
 
 
@@ -229,9 +219,9 @@ def reparametrized(
 ) -> list[tuple[Named, ParametrizedWeight]]:
     """Return the reparametrized weights that `where` chooses, or raise if there are none."""
     found = [
-        (each, attached.weights[each.key])
+        (each, weights_of(each.owner)[each.key])
         for each in matching(module, where, argument)
-        if (attached := attached_to(each.owner)) is not None and each.key in attached.weights
+        if each.key in weights_of(each.owner)
     ]
     if not found:
         raise ValueError(
@@ -272,34 +262,20 @@ def remove(module: nn.Module, pattern: Where = ".*") -> nn.Module:
                 "be written into it: that would change the other use. Untie them first."
             )
     for (_, owner, key, _), weight in found:
-        del attach(owner).weights[key]
+        del weights_of(owner)[key]
         for step in weight.steps:
             step.removed_from(owner, key)
-    _tidy(module)
+    for part in module.modules():
+        fit_class(part)
     return module
 
 
 def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -> None:
     """Take reparametrizations off the weights of `module`, and leave its parameters as they are."""
     for owner in module.modules():
-        attached = attached_to(owner)
-        weights = {} if attached is None else attached.weights
-        for key, weight in [*weights.items()]:
-            weight.keep_only(is_kept)
+        for key, weight in [*weights_of(owner).items()]:
+            weight.set_steps([step for step in weight.steps if is_kept(step)])
             if not weight.steps:
-                del weights[key]
-    _tidy(module)
-
-
-def _tidy(module: nn.Module) -> None:
-    """Give back the classes of the modules of a tree in which nothing is applied any more."""
+                del weights_of(owner)[key]
     for part in module.modules():
-        attached = attached_to(part)
-        if attached is None:
-            continue
-        alive = {a for weight in parametrized_weights(part) for a in weight.applications}
-        attached.roots = [application for application in attached.roots if application in alive]
-        if alive:
-            swap_class(part)
-        else:
-            restore_class(part)
+        fit_class(part)

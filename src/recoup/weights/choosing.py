@@ -16,18 +16,6 @@ from recoup._core.stand_ins import check_has_own_forward
 from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Reparametrization
 
-__all__ = [
-    "ANY_WEIGHT",
-    "Named",
-    "Where",
-    "check",
-    "check_is_module",
-    "matching",
-    "named",
-    "note_sharing",
-    "suited",
-]
-
 ANY_WEIGHT = r"(.*[._])?weight(_[^.]*)?"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Where = str | type[nn.Module] | Callable[[str, nn.Parameter, nn.Module], bool] | Sequence[Any]
@@ -140,7 +128,7 @@ def _is_function(entry: object) -> bool:
 
 def _is_added(each: Named) -> bool:
     """Whether it is the magnitude of a weight norm, or the deviation of a weight's noise."""
-    weights = weights_of(each.owner)
+    weights = weights_of(each.owner).values()
     return any(each.key == step.added(weight.key) for weight in weights for step in weight.steps)
 
 
@@ -198,7 +186,7 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
             f"`{step.added(name)}` exists already, which is what {step.kind} would call the "
             "parameter that it adds. Rename it, or let `pattern` leave this weight out."
         )
-    weight = next((weight for weight in weights_of(owner) if weight.key == key), None)
+    weight = weights_of(owner).get(key)
     for other in () if weight is None else weight.steps:
         if step.is_same_as(other):
             raise ValueError(

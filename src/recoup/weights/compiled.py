@@ -35,8 +35,6 @@ from recoup.weights.normed import product_of
 from recoup.weights.reparametrization import Application, Drawn
 from recoup.weights.steps import Step, leave, local, overriding
 
-__all__ = ["NOT_IN_GRAPH", "new_handle", "read_in_graph", "register_operators", "step_in_graph"]
-
 NOT_IN_GRAPH = (
     "Outside of graphs run recurrent layers with reparametrized weights, and what reads a weight "
     "that a function computes (recoup.weights.apply), whose noise has a deviation that is a "
@@ -178,11 +176,11 @@ def _seeds(handle: Tensor, flags: Sequence[int], num_columns: int, place: int) -
     del num_columns, place  # See Rule 5
     found: list[Drawn | None] = []
     owner: Any = _by_handle[int(handle)]
-    step = Step(None, owner.roots)
+    step = Step(None, getattr(owner, "roots", ()))  # a weight has none
     local.frames.append(step)
     try:
-        for weight, flag in zip(owner.weights_within, flags, strict=True):
-            draws_alone = flag >= 2 and not owner.roots
+        for weight, flag in zip(getattr(owner, "weights_within", (owner,)), flags, strict=True):
+            draws_alone = flag >= 2 and not step.applications
             made = weight.draws_again(0, bool(flag & 1), draws_alone, flag >= 2)
             drawn = {each.step: each for each in made}
             found += [drawn.get(each) for each in weight.steps]
@@ -236,7 +234,7 @@ def _redrawn(
         step, magnitude = _by_handle[int(handle)].steps[number], each[1].view(torch.float64)[column]
         if magnitude and not (transposed and step.is_additive):
             drawn = Drawn(step, int(each[0, column]), float(magnitude))
-            weight = step.compute(weight, (), drawn, in_place=True)
+            weight = step.compute(weight, (), drawn, is_new=True)
     return weight
 
 

@@ -13,8 +13,6 @@ from recoup._core.rng import draw_seed
 from recoup.weights.application import parametrized_weights
 from recoup.weights.steps import Override, SameDraw, Step
 
-__all__ = ["disabled", "enabled", "same_draw", "step"]
-
 
 @contextmanager
 def step(module: nn.Module) -> Generator[None, None, None]:

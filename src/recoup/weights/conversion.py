@@ -12,8 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["to_plain_names"]
-
 _LSTM = r"(?:weight|bias)_[ih]h_l\d+(?:_reverse)?"
 # Regular expressions for whole names, and what they become.
 _TORCH = (  # parametrizations and the weight norms of torch.nn.utils

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from recoup._core.call import Call, run_again
 from recoup.weights.application import reparametrized
 from recoup.weights.choosing import Where
-from recoup.weights.noise import WeightNoise
-
-__all__ = ["kl_divergence"]
+from recoup.weights.noise import WeightNoise, root_mean_square
 
 
 def kl_divergence(
@@ -79,12 +77,13 @@ def kl_divergence(
         if noise is None:
             continue
         operands = [step.operands(each.owner, each.key) for step in weight.steps]
+        learned = noise.operands(each.owner, each.key)
         parameters = (each.parameter, *(value for given in operands for value in given))
         number = noise.magnitude(noise.application.step)
         key = (*map(id, parameters), number, noise.relative)
         if key not in found:
-            mean, std = weight.without_draws(each.owner), noise.std_now(each.owner, each.key)
-            found[key] = (noise, mean, std)
+            std = learned[0] if learned else number
+            found[key] = (noise, weight.without_draws(each.owner), std)
     if not found:
         raise ValueError(
             f"No parameter of {type(module).__name__} that `where` {where!r} chooses has weight "
@@ -117,7 +116,8 @@ def _of_weight(
     kind = torch.promote_types(mean.dtype, torch.float32)
     if num == 0:
         return mean.new_zeros((), dtype=kind)
-    std = torch.as_tensor(noise.deviation(mean, std), dtype=kind, device=mean.device)
+    std = std * root_mean_square(mean) if noise.relative else std
+    std = torch.as_tensor(std, dtype=kind, device=mean.device)
     # One number stands for as many entries as it is broadcast to.
     log_std, variance = std.abs().log().mean(), std.square().mean()
     if prior_std is None:

@@ -12,40 +12,81 @@ Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if the
 Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
         none is alive at a fork or at exit. Operators leave the interpreter to the other threads
         while they run, and on 32768 elements or fewer they start no threads of their own.
-Rule 4. The weight of an embedding, of which a forward may need a few rows, is drawn by
+Rule 4. A draw of one piece takes as long as its operators are many. So it is made on its own, and
+        torch adds it or multiplies by it; autograd holds the recipe of a mask in its place.
+Rule 5. The weight of an embedding, of which a forward may need a few rows, is drawn by
         `row_draws.py`, which takes longer for a whole table.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
-from recoup._core.generators import generator_at_hand, own_generator
+from recoup._core.generators import own_generator
 from recoup._core.rng import hash_seed
-
-__all__ = [
-    "check",
-    "dropped",
-    "empty_like",
-    "lanes_for",
-    "noise_beside",
-    "noised",
-    "num_dropped_of",
-    "piece_for",
-    "scale_for",
-    "scales",
-    "uniforms",
-]
+from recoup._core.saved_tensors import untransformed
 
 _CHUNK = 2**17  # entries (See Rule 1)
+_CPU = torch.device("cpu")
 _PIECE = 2**15  # entries that an operator works on (See Rule 3)
 _GPU_PIECE = 2**22
 
 _Write = Callable[[torch.Generator, slice], None]  # a piece of a result
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+
+_local = _Local()
+
+
+class Rate(NamedTuple):
+    """A probability as masks have it (See Rule 2).
+
+    Attributes:
+        num_dropped: of 65536 entries.
+        lanes: the type in which words are viewed.
+        num_lanes: the entries for each word.
+        least: the least value of a lane that is kept.
+        scale: what entries that are kept are multiplied by, as the type of the weight has it.
+        constants: the two as tensors, from which an operator takes half the time.
+    """
+
+    num_dropped: int
+    lanes: torch.dtype
+    num_lanes: int
+    least: int
+    scale: float
+    constants: tuple[Tensor, Tensor]
+
+
+@functools.lru_cache(1024)
+def rate_of(p: float, dtype: torch.dtype) -> Rate:
+    """Return the rate of which `p` is the probability, for weights of a type."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"`p` is {p}, but must be a share of entries from 0 to 1.")
+    num_dropped = round(p * 65536)
+    scale = 65536 / (65536 - num_dropped) if num_dropped < 65536 else 0.0
+    if dtype.itemsize == 2 and dtype.is_floating_point:
+        # Torch would multiply with the exact scale. That of the type is finite.
+        scale = torch.tensor(scale, dtype=dtype).clamp_(max=torch.finfo(dtype).max).item()
+    lanes, num_lanes, least = torch.int16, 4, num_dropped - 32768
+    if num_dropped % 256 == 0:
+        lanes, num_lanes, least = torch.int8, 8, num_dropped // 256 - 128
+    with no_modes(), untransformed():  # they are cached
+        least_kept = torch.tensor(min(least, torch.iinfo(lanes).max), dtype=lanes, device=_CPU)
+        constants = least_kept, torch.tensor(scale, dtype=dtype, device=_CPU)
+    return Rate(num_dropped, lanes, num_lanes, least, scale, constants)
 
 
 def dropped(
@@ -69,32 +110,26 @@ def dropped(
     Raises:
         ValueError: if `seed` or `p` is out of range, or `weight` has no floating-point numbers.
     """
-    check(weight.dtype, seed)
-    out = empty_like(weight) if out is None else out
-    num_dropped = num_dropped_of(p)
-    if num_dropped == 65536:
+    mask = mask_beside(weight, seed, p, axes)
+    if mask is not None:
+        made = mask.get()
+        return torch.mul(weight, made, out=made if out is None else out)
+    out, rate = starting(weight, seed, out), rate_of(p, weight.dtype)
+    if rate.num_dropped == 65536:
         return out.zero_()
-    if num_dropped == 0:
+    if rate.num_dropped == 0:
         return out if out is weight else out.copy_(weight)
-    if axes and any(weight.shape[axis] != 1 for axis in axes):
+    if any(weight.shape[axis] != 1 for axis in axes):
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
         mask = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
         return torch.mul(weight, mask, out=out)
-    scale = scale_for(num_dropped, out.dtype)
-    kind, num_each, least = lanes_for(num_dropped)
-    if _is_small(out):
-        numel = out.numel()
-        lanes = _words(-(-numel // num_each), out, _generator(out, seed)).view(kind)
-        kept = (lanes[:numel] if numel % num_each else lanes).ge_(least).view(out.shape)
-        return torch.mul(weight, kept, out=out).mul_(scale)
     source, flat = _flat(weight, out), out.view(-1)
     zero = torch.zeros((), dtype=out.dtype, device=out.device)
 
     def write(generator: torch.Generator, place: slice) -> None:
-        num = place.stop - place.start
-        lanes = _words(-(-num // num_each), out, generator).view(kind)[:num]
-        kept = torch.ge(lanes, least, out=torch.empty(num, dtype=out.dtype, device=out.device))
-        torch.addcmul(zero, source[place], kept, value=scale, out=flat[place])
+        kept = torch.empty(place.stop - place.start, dtype=out.dtype, device=out.device)
+        kept = _kept(kept, rate, generator, rate.least)
+        torch.addcmul(zero, source[place], kept, value=rate.scale, out=flat[place])
 
     _share(out, seed, write)
     return out
@@ -118,10 +153,10 @@ def noised(weight: Tensor, seed: int, std: float, *, out: Tensor | None = None) 
     Raises:
         ValueError: if `seed` is out of range, or `weight` has no floating-point numbers.
     """
-    check(weight.dtype, seed)
-    out = empty_like(weight) if out is None else out
-    if _is_small(out):
-        return torch.add(weight, _little_noise(out, seed, std), out=out)
+    noise = noise_beside(weight, seed, std)
+    if noise is not None:
+        return noise.add_(weight) if out is None else torch.add(weight, noise, out=out)
+    out = starting(weight, seed, out)
     source, flat = _flat(weight, out), out.view(-1)
     kind = torch.promote_types(out.dtype, torch.float32)
 
@@ -134,9 +169,43 @@ def noised(weight: Tensor, seed: int, std: float, *, out: Tensor | None = None) 
     return out
 
 
+def mask_beside(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Mask | None:
+    """Return the mask of `dropped`; None where it is more than a piece, or none."""
+    rate = rate_of(p, weight.dtype)
+    is_piece = weight.numel() <= _PIECE and weight.is_cpu and weight.is_floating_point()
+    if axes or not is_piece or seed >> 63 or not 0 < rate.num_dropped < 65536:
+        return None
+    return Mask(weight.shape, weight.dtype, seed, rate)
+
+
+class Mask(NamedTuple):
+    """What `dropped` multiplies a weight by, of one piece; autograd holds it in place of that."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    seed: int
+    rate: Rate
+
+    def get(self) -> Tensor:
+        """Draw the mask."""
+        kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
+        generator = _local.generator.manual_seed(hash_seed(self.seed, 0))
+        least, scale = self.rate.constants
+        return _kept(kept, self.rate, generator, least).mul_(scale)
+
+    def pack(self, _: Tensor) -> Mask:
+        """Return what autograd holds."""
+        return self
+
+
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
     """Return what `noised` adds to `weight`; None where it is more than a piece."""
-    return _little_noise(weight, seed, std) if _is_small(weight) else None
+    if weight.numel() > _PIECE or not weight.is_cpu:
+        return None
+    is_half = weight.dtype.itemsize < 4
+    noise = starting(weight, seed, None, torch.float32 if is_half else None)
+    noise.normal_(0.0, std, generator=_local.generator.manual_seed(hash_seed(seed, 0)))
+    return noise.to(weight.dtype) if is_half else noise
 
 
 def scales(
@@ -151,9 +220,8 @@ def uniforms(
     shape: tuple[int, ...], seed: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return numbers that are uniform from 0 to 1; below 1 before they are rounded to `dtype`."""
-    check(dtype, seed)
     out = torch.empty(shape, dtype=dtype, device=device)
-    flat, kind = out.view(-1), torch.promote_types(dtype, torch.float32)
+    flat, kind = starting(out, seed, out).view(-1), torch.promote_types(dtype, torch.float32)
 
     def write(generator: torch.Generator, place: slice) -> None:
         part = torch.empty(place.stop - place.start, dtype=kind, device=device)
@@ -163,40 +231,17 @@ def uniforms(
     return out
 
 
-def empty_like(weight: Tensor) -> Tensor:
-    """Return a contiguous tensor for a result."""
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-
-def check(dtype: torch.dtype, seed: int) -> None:
-    """Raise if numbers of a type cannot be drawn for, or `seed` is none."""
+def starting(
+    weight: Tensor, seed: int, out: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a contiguous tensor for a result, or raise if there is none for these arguments."""
     if not 0 <= seed < 2**63:
         raise ValueError(f"`seed` is {seed}, but must be from 0 to 2**63 - 1.")
-    if not dtype.is_floating_point:
-        raise ValueError(f"`weight` is {dtype}, but must be of a floating-point type.")
-
-
-def num_dropped_of(p: float) -> int:
-    """Return of how many in 65536 entries one is dropped (See Rule 2)."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"`p` is {p}, but must be a share of entries from 0 to 1.")
-    return round(p * 65536)
-
-
-def scale_for(num_dropped: int, dtype: torch.dtype) -> float:
-    """Return what entries that are kept are multiplied by."""
-    scale = 65536 / (65536 - num_dropped)
-    if dtype.itemsize == 2:
-        # The scale as the dtype has it: torch would multiply with the exact one. It is finite.
-        scale = torch.tensor(scale, dtype=dtype).clamp_(max=torch.finfo(dtype).max).item()
-    return scale
-
-
-def lanes_for(num_dropped: int) -> tuple[torch.dtype, int, int]:
-    """Return the dtype to view words in, the entries per word, and the least value that is kept."""
-    if num_dropped % 256 == 0:
-        return torch.int8, 8, num_dropped // 256 - 128
-    return torch.int16, 4, num_dropped - 32768
+    if not weight.is_floating_point():
+        raise ValueError(f"`weight` is {weight.dtype}, but must be of a floating-point type.")
+    if out is None:
+        out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+    return out
 
 
 def piece_for(device: torch.device) -> int:
@@ -204,26 +249,14 @@ def piece_for(device: torch.device) -> int:
     return _PIECE if device.type == "cpu" else _GPU_PIECE
 
 
-def _is_small(out: Tensor) -> bool:
-    """Whether a draw is one piece, so that its cost is the number of operators."""
-    return out.numel() <= _PIECE and out.device.type == "cpu"
-
-
-def _generator(out: Tensor, seed: int) -> torch.Generator:
-    return generator_at_hand(out.device, hash_seed(seed, 0))
-
-
-def _words(num: int, out: Tensor, generator: torch.Generator) -> Tensor:
+def _kept(out: Tensor, rate: Rate, generator: torch.Generator, least: int | Tensor) -> Tensor:
+    """Set `out` to 1 where an entry is kept, and to 0 where it is dropped."""
+    num, num_lanes = out.numel(), rate.num_lanes
+    words = torch.empty(-(-num // num_lanes), dtype=torch.int64, device=out.device)
     # All 64 bits: without a range, the first would be zero.
-    words = torch.empty(num, dtype=torch.int64, device=out.device)
-    return words.random_(-(2**63), None, generator=generator)
-
-
-def _little_noise(like: Tensor, seed: int, std: float) -> Tensor:
-    """Return noise of one piece, in the shape and dtype of `like`, contiguous."""
-    kind = torch.promote_types(like.dtype, torch.float32)
-    noise = torch.empty(like.shape, dtype=kind, device=like.device)
-    return noise.normal_(0.0, std, generator=_generator(like, seed)).to(like.dtype)
+    lanes = words.random_(-(2**63), None, generator=generator).view(rate.lanes)
+    lanes = lanes if num % num_lanes == 0 else lanes[:num]
+    return torch.ge(lanes.view(out.shape), least, out=out)
 
 
 def _flat(weight: Tensor, out: Tensor) -> Tensor:
@@ -250,7 +283,7 @@ def _share(out: Tensor, seed: int, write: _Write) -> None:
     chunks = range(-(-numel // _CHUNK))
     num_threads = min(torch.get_num_threads(), len(chunks) // 2)
     if device.type != "cpu":
-        work(_generator(out, seed), 0, numel)
+        work(own_generator(device, hash_seed(seed, 0)), 0, numel)
     elif num_threads > 1:
         with ThreadPoolExecutor(num_threads, "recoup-draws") as pool:
             for _ in pool.map(work_on_chunk, chunks):  # which raises what a thread has raised

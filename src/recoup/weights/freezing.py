@@ -15,7 +15,8 @@ Rule 3. Masks are drawn again before the optimizer's step, since the step may ch
 
 from __future__ import annotations
 
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +24,33 @@ from torch.optim import Optimizer
 
 from recoup.weights.choosing import Named, check_is_module, named
 from recoup.weights.dropout import WeightDropout
-from recoup.weights.module import attached_to, check_is_plain
+from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Drawn
 
-__all__ = ["FrozenDropped", "freeze_dropped"]
+_Uses = list[tuple[WeightDropout, set[Drawn]]]  # the dropout of each use of a weight, and its draws
 
 
 class FrozenDropped:
     """The freezing of dropped weights, until `remove` is called or its block of code ends."""
 
-    def __init__(self, optimizer: Optimizer, weights: list[_Weight]) -> None:
+    def __init__(self, optimizer: Optimizer, weights: list[tuple[Tensor, _Uses]]) -> None:
         self._weights = weights
+        self._copies: list[Tensor | None] = []
+        self._frozen: list[Tensor | None] = []
+        self._uses = [use for _, uses in weights for use in uses]
+        for step, draws in self._uses:
+            step.records = [*step.records, draws]
         self._hooks = (
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            optimizer.register_step_pre_hook(self._copy),
+            optimizer.register_step_post_hook(self._write_back),
         )
 
     def remove(self) -> None:
         """Let the optimizer move all entries again."""
         for hook in self._hooks:
             hook.remove()
-        for weight in self._weights:
-            for step, draws in weight.uses:
-                step.records = [each for each in step.records if each is not draws]
+        for step, draws in self._uses:
+            step.records = [each for each in step.records if each is not draws]
 
     def __enter__(self) -> FrozenDropped:
         return self
@@ -53,21 +58,20 @@ class FrozenDropped:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    @torch.no_grad()
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _copy(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Copy the weights, and find the entries."""
         del optimizer
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        for weight in self._weights:
-            weight.before = None
-            if callable(closure) or any(draws for _, draws in weight.uses):
-                weight.before = weight.parameter.detach().clone()
+        closure: Any = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._copies = [
+            weight.detach().clone() if callable(closure) or any(map(itemgetter(1), uses)) else None
+            for weight, uses in self._weights
+        ]
         self._find()
         if not callable(closure):
             return None
 
         def run() -> Any:
-            result = cast("Any", closure)()
+            result = closure()
             self._find()
             return result
 
@@ -77,48 +81,38 @@ class FrozenDropped:
 
     @torch.no_grad()
     def _find(self) -> None:
-        for weight in self._weights:
-            weight.find()
+        both = zip(self._weights, self._copies, strict=True)
+        self._frozen = [None if copy is None else _frozen(*each) for each, copy in both]
 
     @torch.no_grad()
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _write_back(self, *given: object) -> None:
         """Write the entries back."""
-        for weight in self._weights:
-            if weight.before is not None and weight.frozen is not None:
-                kept = torch.where(weight.frozen, weight.before, weight.parameter)
-                weight.parameter.copy_(kept)
-            weight.before = weight.frozen = None
-            for _, draws in weight.uses:
-                draws.clear()
+        del given
+        for (weight, _), copy, frozen in zip(
+            self._weights, self._copies, self._frozen, strict=True
+        ):
+            if copy is not None and frozen is not None:
+                weight.copy_(torch.where(frozen, copy, weight))
+        self._copies, self._frozen = [], []
+        for _, draws in self._uses:
+            draws.clear()
 
 
-class _Weight:
-    """A parameter of the optimizer, and the dropout and the draws of each of its uses."""
-
-    def __init__(self, parameter: Tensor, steps: list[WeightDropout]) -> None:
-        self.parameter = parameter
-        self.uses: list[tuple[WeightDropout, set[Drawn]]] = [(step, set()) for step in steps]
-        self.before: Tensor | None = None
-        self.frozen: Tensor | None = None
-        for step, draws in self.uses:
-            step.records = [*step.records, draws]
-
-    def find(self) -> None:
-        """Find the entries that are left alone."""
-        self.frozen, drawn = None, [(s, each) for s, draws in self.uses for each in draws]
-        if self.before is None or not drawn:
-            return
-        found = torch.ones_like(self.before, dtype=torch.bool)
-        gradient = self.parameter.grad
-        if gradient is not None and gradient.layout is torch.sparse_coo:
-            gradient = gradient.coalesce()
-            found[tuple(gradient.indices())] = gradient.values() == 0
-        elif gradient is not None:
-            found = gradient == 0
-        for step, each in drawn:
-            ones = torch.ones_like(self.before, memory_format=torch.contiguous_format)
-            found &= step.compute(ones, (), each, in_place=True) == 0
-        self.frozen = found
+def _frozen(weight: Tensor, uses: _Uses) -> Tensor | None:
+    """Return the entries of a weight that are left alone."""
+    drawn = [(step, each) for step, draws in uses for each in draws]
+    if not drawn:
+        return None
+    found, gradient = torch.ones_like(weight, dtype=torch.bool), weight.grad
+    if gradient is not None and gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce()
+        found[tuple(gradient.indices())] = gradient.values() == 0
+    elif gradient is not None:
+        found = gradient == 0
+    for step, each in drawn:
+        ones = torch.ones_like(weight, memory_format=torch.contiguous_format)
+        found &= step.compute(ones, (), each, is_new=True) == 0
+    return found
 
 
 def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
@@ -175,27 +169,26 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
     for each in named(module):
         if id(each.parameter) in members:
             uses.setdefault(id(each.parameter), {})[id(each.owner), each.key] = each
-    chosen: list[tuple[Named, list[WeightDropout]]] = []
+    chosen: list[tuple[Tensor, _Uses]] = []
     for of_one in uses.values():
         dropouts = [_dropout_of(use) for use in of_one.values()]
         steps = [step for step in dropouts if step is not None]
         use = next(iter(of_one.values()))
         if len(steps) == len(dropouts):
             check_is_plain(use.parameter, use.name)
-            chosen.append((use, steps))
+            chosen.append((use.parameter, [(step, set()) for step in steps]))
     if not chosen:
         raise ValueError(
             f"`optimizer` has no parameter of {type(module).__name__} of which each use has weight "
             "dropout and no weight norm, so there is nothing to leave alone. See "
             "recoup.weights.applied(module)."
         )
-    return FrozenDropped(optimizer, [_Weight(use.parameter, steps) for use, steps in chosen])
+    return FrozenDropped(optimizer, chosen)
 
 
 def _dropout_of(use: Named) -> WeightDropout | None:
     """Return the dropout of a use of a parameter; None if it has none that counts."""
-    attached = attached_to(use.owner)
-    weight = None if attached is None else attached.weights.get(use.key)
+    weight = weights_of(use.owner).get(use.key)
     steps = [] if weight is None else weight.steps
     found = next((step for step in steps if isinstance(step, WeightDropout)), None)
     return found if all(step.is_random for step in steps) else None

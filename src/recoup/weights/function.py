@@ -25,8 +25,6 @@ from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
-__all__ = ["Draw", "WeightFunction", "apply"]
-
 
 class Draw:
     """The random numbers that a function of a weight uses: the same ones in backward.
@@ -116,7 +114,7 @@ def apply(
         >>> recoup.weights.applied(layer)
         [weight: apply(quantised, mode="always")]
         >>> layer(torch.ones(1, 4)).sum().backward()
-        >>> layer.weight.grad.shape
+        >>> layer.get_parameter("weight").grad.shape
         torch.Size([4, 4])
     """
     if not callable(fn) or isinstance(fn, type):
@@ -144,9 +142,6 @@ class WeightFunction(Reparametrization):
     def shown(self) -> str:
         return _name_of(self.function)
 
-    def magnitude(self, step: int) -> float:
-        return 1.0
-
     def is_same_as(self, other: Reparametrization) -> bool:
         return isinstance(other, WeightFunction) and other.function is self.function
 
@@ -168,9 +163,7 @@ class WeightFunction(Reparametrization):
         if self._name:
             delattr(module, self._name)
 
-    def compute(
-        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
-    ) -> Tensor:
+    def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
         version = version_of(weight)
         fn = cast("Function", self.function)
         made: Any = fn(weight, Draw(weight, drawn.seed))

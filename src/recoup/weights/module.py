@@ -32,53 +32,39 @@ from recoup.weights.reparametrization import Application
 from recoup.weights.steps import Step, leave, local
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
-__all__ = [
-    "Attached",
-    "attach",
-    "attached_to",
-    "check_is_plain",
-    "restore_class",
-    "swap_class",
-    "weights_of",
-]
-
 _KEY = "_recoup_attached"
+_BENEATH = "_recoup_beneath"
 
 
 class Attached:
     """The state of a reparametrized module.
 
-    Attributes:
+    Args:
         weights: its own parameters that are reparametrized.
         roots: what was applied to this module itself, for its own parameters or those within.
         weights_within: the parameters for which its forward is a step.
     """
 
-    def __init__(self) -> None:
-        self.weights: dict[str, ParametrizedWeight] = {}
-        self.roots: list[Application] = []
-        self.weights_within: list[ParametrizedWeight] = []
+    def __init__(
+        self,
+        weights: dict[str, ParametrizedWeight] | None = None,
+        roots: list[Application] | None = None,
+        weights_within: list[ParametrizedWeight] | None = None,
+    ) -> None:
+        self.weights = weights or {}
+        self.roots = roots or []
+        self.weights_within = weights_within or []
         self.handle = new_handle(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "handle"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
-        self.__dict__.update(state)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Attached, (self.weights, self.roots, self.weights_within)
 
     def uses_in(self, module: nn.Module) -> Iterator[tuple[ParametrizedWeight, nn.Module]]:
         """Yield `weights_within`, with the modules that have them."""
         for part in module.modules():
-            attached = attached_to(part)
-            for weight in () if attached is None else attached.weights.values():
+            for weight in weights_of(part).values():
                 if any(step.application in self.roots for step in weight.steps):
                     yield weight, part
-
-
-def attached_to(module: nn.Module) -> Attached | None:
-    """Return the state that `module` carries, or None if nothing was applied to it."""
-    return module.__dict__.get(_KEY)
 
 
 def attach(module: nn.Module) -> Attached:
@@ -86,25 +72,28 @@ def attach(module: nn.Module) -> Attached:
     return module.__dict__.setdefault(_KEY, Attached())
 
 
-def swap_class(module: nn.Module) -> None:
-    """Give `module` the class for what it carries."""
-    attached = attach(module)
+def weights_of(module: nn.Module) -> dict[str, ParametrizedWeight]:
+    """Return the reparametrized weights of one module, by their names in it."""
+    attached: Attached | None = module.__dict__.get(_KEY)
+    return {} if attached is None else attached.weights
+
+
+def fit_class(module: nn.Module) -> None:
+    """Give `module` the class for what it carries: its own again, where that is nothing."""
+    if _KEY not in module.__dict__:
+        return
+    attached, parts = attach(module), list(module.modules())
+    within = [weight for part in parts for weight in weights_of(part).values()]
+    alive = {application for weight in within for application in weight.applications}
+    attached.roots = [application for application in attached.roots if application in alive]
     attached.weights_within = [weight for weight, _ in attached.uses_in(module)]
-    names = tuple(sorted(attached.weights))
-    module.__class__ = with_stand_in(type(module), _class_for, names, bool(attached.roots))
-
-
-def weights_of(part: nn.Module) -> Iterator[ParametrizedWeight]:
-    """Yield the reparametrized weights of one module."""
-    attached = attached_to(part)
-    yield from () if attached is None else attached.weights.values()
-
-
-def restore_class(module: nn.Module) -> None:
-    """Give `module` its own class back, and delete the state that it carried."""
-    del module.__dict__[_KEY]
-    # If a wrapper's class is on top of ours, that stays, and passes calls on.
-    module.__class__ = without_stand_in(type(module), _class_for)
+    if within:
+        names = tuple(sorted(attached.weights))
+        module.__class__ = with_stand_in(type(module), _class_for, names, bool(attached.roots))
+    else:
+        del module.__dict__[_KEY]
+        # If a wrapper's class is on top of ours, that stays, and passes calls on.
+        module.__class__ = without_stand_in(type(module), _class_for)
 
 
 def check_is_plain(weight: Tensor, name: str) -> None:
@@ -123,17 +112,17 @@ def _class_for(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> 
 
 def _members(base: type[nn.Module], names: tuple[str, ...], is_root: bool) -> dict[str, Any]:
     members: dict[str, Any] = {name: _property(name) for name in names}
-    members |= {"get_parameter": _getting(base), "extra_repr": _shown(base)}
+    members |= {_BENEATH: base, "get_parameter": _get_parameter, "extra_repr": _extra_repr}
     run = base.forward
     if names:
         members |= {
-            "register_parameter": _registering(base),
-            "_load_from_state_dict": _loading(base),
-            "__delattr__": _deleting(base),
-            "qconfig": property(_no_qconfig, _quantizing),
+            "register_parameter": _register_parameter,
+            "_load_from_state_dict": _load,
+            "__delattr__": _delete,
+            "qconfig": property(_no_qconfig, _quantize),
         }
         if issubclass(base, nn.RNNBase):
-            run = _running(base)
+            run = _on_computed_list(base.forward)
             members["_flat_weights"] = property(_list_of, _keep_list)
             for name in ("_init_flat_weights", "_update_flat_weights"):
                 members[name] = _raw(getattr(base, name))
@@ -209,8 +198,7 @@ def _with_own_code(run: Any) -> Any:
 def _forward_by_rows(self: nn.Embedding, input: Tensor) -> Tensor:
     """Run the forward of an embedding; draw for the rows that are looked up where that suffices."""
     raw: Any = self.__dict__.get("_parameters", {}).get("weight")
-    attached = attached_to(self)
-    weight = None if attached is None else attached.weights.get("weight")
+    weight = weights_of(self).get("weight")
     if weight is None or raw is None or not _may_draw_rows(self, weight.steps, raw, input):
         return nn.Embedding.forward(self, input)
     return _rows(self, weight, raw, input)
@@ -252,21 +240,19 @@ def _raw(run: Any) -> Any:
 # -- recurrent layers (See Rule 3) -------------------------------------------------------------
 
 
-def _running(base: type[nn.RNNBase]) -> Any:
-    run: Any = base.forward
-
+def _on_computed_list(run: Any) -> Any:
     @never_compiled
     def forward(self: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
         self._update_flat_weights()  # torch checks that its list holds the layer's parameters
         names: list[str] = self.__dict__["_flat_weights_names"]
-        before = local.lists.get(id(self))
-        local.lists[id(self)] = [getattr(self, name) for name in names]
+        lists, before = local.lists, local.lists.get(id(self))
+        lists[id(self)] = [getattr(self, name) for name in names]
         try:
             return run(self, *args, **kwargs)
         finally:
-            del local.lists[id(self)]
+            del lists[id(self)]
             if before is not None:
-                local.lists[id(self)] = before
+                lists[id(self)] = before
 
     return forward
 
@@ -283,78 +269,59 @@ def _keep_list(self: nn.RNNBase, kept: list[Tensor]) -> None:
 # -- what else a module does with its parameters -----------------------------------------------
 
 
-def _getting(base: type[nn.Module]) -> Any:
-    def get_parameter(self: nn.Module, target: str) -> nn.Parameter:
-        path, _, name = target.rpartition(".")
-        owner = self.get_submodule(path)
-        attached = attached_to(owner)
-        raw = None if attached is None or name not in attached.weights else owner._parameters[name]
-        return base.get_parameter(self, target) if raw is None else raw
-
-    return get_parameter
+def _beneath(module: nn.Module) -> Any:
+    """Return the class beneath ours, whose methods ours extend."""
+    return getattr(type(module), _BENEATH)
 
 
-def _registering(base: type[nn.Module]) -> Any:
-    register_raw = _raw(base.register_parameter)  # it calls `hasattr`, which is no read
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        attached = attached_to(self)
-        is_ours = attached is not None and name in attached.weights
-        # A recurrent layer is given its parts by FSDP2 in this way.
-        if param is not None and is_ours and not isinstance(self, nn.RNNBase):
-            before = self._parameters.get(name)
-            if before is None or type(before) is nn.Parameter:
-                check_is_plain(param, name)
-        register_raw(self, name, param)
-
-    return register
+def _get_parameter(self: nn.Module, target: str) -> nn.Parameter:
+    path, _, name = target.rpartition(".")
+    owner = self.get_submodule(path)
+    raw = owner._parameters[name] if name in weights_of(owner) else None
+    return _beneath(self).get_parameter(self, target) if raw is None else raw
 
 
-def _deleting(base: type[nn.Module]) -> Any:
-    def delete(self: nn.Module, name: str) -> None:
-        attached = attached_to(self)
-        if attached is not None and name in attached.weights:
-            raise ValueError(
-                f"`{name}` of {type(self).__name__} is to be deleted (by a parametrization of "
-                "torch?), so the noise or norm that recoup applied would be lost. Call "
-                "recoup.weights.remove before you replace it."
-            )
-        base.__delattr__(self, name)
-
-    return delete
+def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    # A recurrent layer is given its parts by FSDP2 in this way.
+    if param is not None and name in weights_of(self) and not isinstance(self, nn.RNNBase):
+        before = self._parameters.get(name)
+        if before is None or type(before) is nn.Parameter:
+            check_is_plain(param, name)
+    _raw(_beneath(self).register_parameter)(self, name, param)  # it calls `hasattr`: no read
 
 
-def _no_qconfig(module: nn.Module) -> None:
+def _delete(self: nn.Module, name: str) -> None:
+    if name in weights_of(self):
+        raise ValueError(
+            f"`{name}` of {type(self).__name__} is to be deleted (by a parametrization of torch?), "
+            "so the noise or norm that recoup applied would be lost. Call recoup.weights.remove "
+            "before you replace it."
+        )
+    _beneath(self).__delattr__(self, name)
+
+
+def _no_qconfig(self: nn.Module) -> None:
     raise AttributeError("qconfig")
 
 
-def _quantizing(module: nn.Module, qconfig: object) -> None:
+def _quantize(self: nn.Module, qconfig: object) -> None:
     raise ValueError(
-        f"A {type(module).__name__} has reparametrized weights, and torch.ao.quantization, which "
+        f"A {type(self).__name__} has reparametrized weights, and torch.ao.quantization, which "
         "looks for layers by their types, would leave it as it is. Call recoup.weights.remove "
         "first, or quantize a twin without noise: recoup.weights.twin(model)."
     )
 
 
-def _shown(base: type[nn.Module]) -> Any:
-    def extra_repr(self: nn.Module) -> str:
-        parts = [f"{step!r} of {each.key}" for each in weights_of(self) for step in each.steps]
-        return ", ".join(part for part in (base.extra_repr(self), *parts) if part)
-
-    return extra_repr
+def _extra_repr(self: nn.Module) -> str:
+    steps = [f"{step!r} of {w.key}" for w in weights_of(self).values() for step in w.steps]
+    return ", ".join(part for part in (_beneath(self).extra_repr(self), *steps) if part)
 
 
-def _loading(base: type[nn.Module]) -> Any:
-    def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for weight in weights_of(self):
-            name = prefix + weight.key
-            for step in weight.steps if name in state_dict else ():
-                added = prefix + step.added(weight.key)
-                value = None
-                if added != prefix and added not in state_dict:
-                    value = step.complete(self, weight.key, state_dict[name])
-                if value is not None:
-                    state_dict = {**state_dict, added: value}
-        base._load_from_state_dict(self, state_dict, prefix, *rest)
-
-    return load
+def _load(self: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for key, weight in weights_of(self).items():
+        for step in weight.steps if prefix + key in state_dict else ():
+            added = prefix + step.added(key)
+            if added != prefix and added not in state_dict:
+                value = step.complete(self, key, state_dict[prefix + key])
+                state_dict = state_dict if value is None else {**state_dict, added: value}
+    _beneath(self)._load_from_state_dict(self, state_dict, prefix, *rest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import Any, cast
 
@@ -28,8 +29,6 @@ from recoup.weights.reparametrization import (
     Reparametrization,
     is_table,
 )
-
-__all__ = ["WeightNoise", "root_mean_square", "weight_noise"]
 
 
 def weight_noise(
@@ -95,20 +94,25 @@ def weight_noise(
     Source: Graves, "Practical variational inference for neural networks" (2011);
     https://github.com/rwth-i6/returnn/issues/1518.
     """
-    application = Application()
-    deviations = Deviations(std, learned)
-    if type(cast("Any", relative)) is not bool:
-        raise ValueError(f"`relative` is {relative!r}, but must be True or False.")
-    return apply_to(
-        module,
-        pattern,
-        lambda: WeightNoise(application, deviations, mode, relative=relative),
-        tied=tied,
-    )
+    make = partial(WeightNoise, Application(), std, mode, learned, {}, relative=relative)
+    return apply_to(module, pattern, make, tied=tied)
+
+
+_LEARNED = ("tensor", "row", "weight", "model")
 
 
 class WeightNoise(Reparametrization):
-    """Weight noise: adds Gaussian noise to a weight."""
+    """Weight noise: adds Gaussian noise to a weight.
+
+    Args:
+        application: the call that applied it.
+        std: as for `weight_noise`.
+        mode: as for `weight_noise`.
+        learned: as for `weight_noise`.
+        made: the deviations that the call has made, of which each is one parameter's: so a
+            parameter with several names has one, and its noise one divergence.
+        relative: as for `weight_noise`.
+    """
 
     kind = "weight_noise"
     order = 2
@@ -116,72 +120,88 @@ class WeightNoise(Reparametrization):
     is_additive = True
 
     def __init__(
-        self, application: Application, deviations: Deviations, mode: str, *, relative: bool
+        self,
+        application: Application,
+        std: Magnitude | nn.Parameter,
+        mode: str,
+        learned: str | None,
+        made: dict[int, nn.Parameter],
+        *,
+        relative: bool,
     ) -> None:
         super().__init__(application, mode)
+        given: Any = relative
+        if type(given) is not bool:
+            raise ValueError(f"`relative` is {relative!r}, but must be True or False.")
+        if learned is not None and (learned not in _LEARNED or not isinstance(std, Real)):
+            raise ValueError(
+                f"`learned` is {learned!r} and `std` is {std!r}, but `learned` must be one of "
+                f"{_LEARNED} (what has a deviation of its own that is trained from the number "
+                "`std` on), or None for one that is not trained, or is a Parameter itself."
+            )
         self.relative = relative
-        self.is_learned = self.by_autograd = self.breaks_graph = deviations.is_learned
-        self.adds_parameters = self.is_learned
-        self._key = ""
-        self._deviations: Deviations | None = deviations  # until it is applied
-        self.std: Any = None if isinstance(deviations.std, nn.Parameter) else deviations.std
-        if self.std is not None or not self.is_learned:
-            self.number(self.std, application.step)
+        self._std = std if isinstance(std, nn.Parameter) else self.checked(std)
+        self._learned, self._made, self._key = learned, made, ""
+        if learned is not None or isinstance(std, nn.Parameter):
+            self.suffix, self.by_autograd, self.breaks_graph = "_std", True, True
+            self.adds_parameters = True
+        else:
+            self.rate = self._std
 
     def shown(self) -> str:
-        std = f"std={self._key}_std" if self.is_learned else super().shown()
+        std = f"std={self._key}_std" if self.suffix else super().shown()
         return std + (", relative=True" if self.relative else "")
 
-    def magnitude(self, step: int) -> float:
-        return 1.0 if self.is_learned else super().magnitude(step)
+    @property
+    def std(self) -> Magnitude:
+        """The standard deviation, where it is no parameter."""
+        return self.rate
 
-    def set_magnitude(
-        self, module: nn.Module, key: str, value: Magnitude, *, only_check: bool
-    ) -> None:
-        if self.is_learned and not isinstance(value, Real):
+    def checked(self, value: Any) -> Magnitude:
+        if self.suffix and not isinstance(value, Real):
             raise ValueError(
                 f"`std` is {value!r}, but the deviation is learned, as `{self._key}_std`, so it "
                 "can be set to a number only. For another kind call recoup.weights.remove first."
             )
-        number = cast("Magnitude", value)
-        super().set_magnitude(module, key, number, only_check=only_check or self.is_learned)
-        if self.is_learned and not only_check:
+        return super().checked(value)
+
+    def set_rate(self, module: nn.Module, key: str, rate: Magnitude) -> None:
+        if self.suffix:
             with torch.no_grad():
-                self.operands(module, key)[0].fill_(float(cast("float", value)))
+                self.operands(module, key)[0].fill_(float(cast("float", rate)))
+        else:
+            self.rate = rate
 
     def fit(self, module: nn.Module, key: str, name: str) -> None:
-        """Raise if the weight cannot have a deviation that is a parameter."""
+        """Raise if the weight cannot have the deviation that is a parameter."""
         self._key = key
-        self.draws_by_row = is_table(module, key) and not self.is_learned and not self.relative
-        if self.is_learned and self._deviations is not None:
-            self._deviations.check(cast("Tensor", module._parameters[key]), name)
-
-    def added(self, key: str) -> str:
-        return f"{key}_std" if self.is_learned else ""
+        self.draws_by_row = is_table(module, key) and not self.suffix and not self.relative
+        std, weight = self._std, cast("Tensor", module._parameters[key])
+        if isinstance(std, nn.Parameter):
+            shape = () if is_lazy(std) else tuple(std.shape)
+            sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
+            is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
+            if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
+                raise ValueError(
+                    f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have "
+                    "floating-point numbers and a shape that can be broadcast to that of "
+                    f"`{name}`, {tuple(weight.shape)}. Or let `pattern` leave this weight out."
+                )
 
     def first_value(self, weight: Tensor) -> nn.Parameter:
-        return cast("Deviations", self._deviations).parameter_for(weight)
+        if isinstance(self._std, nn.Parameter):
+            return self._std
+        key = 0 if self._learned == "model" else id(weight)
+        if key not in self._made:
+            shape = tuple(weight.shape) if self._learned == "weight" else ()
+            if self._learned == "row" and weight.dim():
+                shape = (weight.shape[0], *(1 for _ in weight.shape[1:]))
+            std = float(cast("float", self._std))
+            made = torch.full(shape, std, dtype=weight.dtype, device=weight.device)
+            self._made[key] = nn.Parameter(made)
+        return self._made[key]
 
-    def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor:
-        return self.operands(module, key)[0].detach()
-
-    def std_now(self, module: nn.Module, key: str) -> Tensor | float:
-        """Return the deviation now, before it is made relative to the weight.
-
-        Args:
-            module: the module that has the weight.
-            key: the name of the weight there.
-        """
-        operands = self.operands(module, key)
-        return operands[0] if operands else self.magnitude(self.application.step)
-
-    def deviation(self, weight: Tensor, std: Tensor | float) -> Tensor | float:
-        """Return a deviation of a shape that can be broadcast to the weight."""
-        return root_mean_square(weight) * std if self.relative else std
-
-    def compute(
-        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
-    ) -> Tensor:
+    def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
         if own or self.relative:
             with untransformed():  # or a transform of torch.func would take it for random
                 zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -190,8 +210,8 @@ class WeightNoise(Reparametrization):
             noise = noise * (own[0] if own else drawn.magnitude)
             return weight + noise.to(weight.dtype)
         if self.draws_by_row:
-            return self.compute_rows(weight, None, drawn, in_place=in_place)
-        out = weight if in_place and weight.is_contiguous() else None
+            return self.compute_rows(weight, None, drawn, in_place=is_new)
+        out = weight if is_new and weight.is_contiguous() else None
         return draws.noised(weight, drawn.seed, drawn.magnitude, out=out)
 
     def compute_rows(
@@ -221,57 +241,3 @@ def root_mean_square(weight: Tensor) -> Tensor:
     norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
     length = norm(norm(weight.detach(), dim=within_rows, dtype=kind))
     return length / math.sqrt(max(1, weight.numel()))
-
-
-_LEARNED = ("tensor", "row", "weight", "model")
-
-
-class Deviations:
-    """The deviations of the weights that one call chooses: a magnitude for all, or parameters.
-
-    A parameter with several names has one deviation, so that its noise has one divergence.
-
-    Args:
-        std: as for `weight_noise`.
-        learned: as for `weight_noise`.
-    """
-
-    def __init__(self, std: Magnitude | nn.Parameter, learned: str | None) -> None:
-        self.std = std
-        self.is_learned = learned is not None or isinstance(std, nn.Parameter)
-        self._learned = learned
-        self._made: dict[int, nn.Parameter] = {}
-        if learned is not None and (learned not in _LEARNED or not isinstance(std, Real)):
-            raise ValueError(
-                f"`learned` is {learned!r} and `std` is {std!r}, but `learned` must be one of "
-                f"{_LEARNED} (what has a deviation of its own that is trained from the number "
-                "`std` on), or None for one that is not trained, or is a Parameter itself."
-            )
-
-    def check(self, weight: Tensor, name: str) -> None:
-        """Raise if a weight cannot have one of them."""
-        std = self.std
-        if isinstance(std, nn.Parameter):
-            shape = () if is_lazy(std) else tuple(std.shape)
-            sizes = zip(reversed(shape), reversed(weight.shape), strict=False)
-            is_number = not is_lazy(std) and std.is_floating_point() and std.dim() <= weight.dim()
-            if not is_number or any(mine not in (1, theirs) for mine, theirs in sizes):
-                raise ValueError(
-                    f"`std` is a Parameter of {std.dtype} and shape {shape}, but must have "
-                    "floating-point numbers and a shape that can be broadcast to that of "
-                    f"`{name}`, {tuple(weight.shape)}. Or let `pattern` leave this weight out."
-                )
-
-    def parameter_for(self, weight: Tensor) -> nn.Parameter:
-        """Return the deviation of a weight: a new one, unless another weight shares it."""
-        if isinstance(self.std, nn.Parameter):
-            return self.std
-        key = 0 if self._learned == "model" else id(weight)
-        if key not in self._made:
-            shape = tuple(weight.shape) if self._learned == "weight" else ()
-            if self._learned == "row" and weight.dim():
-                shape = (weight.shape[0], *(1 for _ in weight.shape[1:]))
-            std = float(cast("float", self.std))
-            made = torch.full(shape, std, dtype=weight.dtype, device=weight.device)
-            self._made[key] = nn.Parameter(made)
-        return self._made[key]

@@ -12,8 +12,6 @@ from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.normed import Product, lengths_of, product_of
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
-__all__ = ["WeightNorm", "weight_norm"]
-
 
 def weight_norm(module: nn.Module, pattern: Where = ANY_WEIGHT, dim: int | None = 0) -> nn.Module:
     """Give weights a magnitude of their own: forward uses ``g * v / ||v||``.
@@ -60,6 +58,7 @@ class WeightNorm(Reparametrization):
     order = 0
     is_random = False
     adds_parameters = True
+    suffix = "_g"
 
     def __init__(self, application: Application, dim: int | None) -> None:
         super().__init__(application, "always")
@@ -87,9 +86,6 @@ class WeightNorm(Reparametrization):
         """The axis, as torch's operators have it."""
         return -1 if self.dim is None else self.dim
 
-    def added(self, key: str) -> str:
-        return f"{key}_g"
-
     def first_value(self, weight: Tensor) -> nn.Parameter:
         norms = lengths_of(weight.detach(), self.axis)
         return nn.Parameter(norms, requires_grad=weight.requires_grad)
@@ -114,9 +110,7 @@ class WeightNorm(Reparametrization):
             )
         return (norms,)
 
-    def compute(
-        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
-    ) -> Tensor:
+    def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
         return cast("Tensor", Product.apply(weight, own[0], self.axis, self.name))
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:

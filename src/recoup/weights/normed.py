@@ -9,8 +9,6 @@ from torch import Tensor
 
 from recoup._core.saved_tensors import Kept
 
-__all__ = ["Product", "lengths_of", "product_of"]
-
 
 class Product(torch.autograd.Function):
     """The product as torch computes it, with a correct second derivative and no copy of the weight.

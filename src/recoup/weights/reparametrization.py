@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from recoup._core.saved_tensors import untransformed
 
-__all__ = ["Application", "Drawn", "Magnitude", "Operands", "Reparametrization", "is_table"]
-
 Magnitude = float | Tensor | Callable[[int], float]
 Operands = tuple[Tensor, ...]
 
@@ -67,12 +65,14 @@ class Reparametrization:
     is_random: ClassVar[bool] = True
     is_additive: ClassVar[bool] = False  # whether a draw is added to a weight, or scales it
     by_autograd = False  # See Rule 3
-    adds_parameters = False  # beside the weight
+    suffix = ""  # of the name of a parameter that it adds beside the weight
+    adds_parameters = False  # of any kind
     function: Callable[..., Tensor] | None = None  # of the user's
     breaks_graph = False  # whether a compiled graph breaks where it reads such a weight
     records: Collection[set[Drawn]] = ()  # that note which draws there were
     draws_by_row = False  # whether rows of an embedding may be drawn alone (see `row_draws`)
     draws_rows_whole = False  # with one number for each row
+    rate: Magnitude = 1.0  # a float, or what has one for a step
 
     def __init__(self, application: Application, mode: str) -> None:
         if mode not in ("training", "always"):
@@ -92,29 +92,25 @@ class Reparametrization:
 
     def shown(self) -> str:
         """Return its arguments as `applied` shows them."""
-        value = getattr(self, self.argument)
-        if callable(value) and not isinstance(value, Tensor):
-            return f"{self.argument}={getattr(value, '__name__', type(value).__name__)}"
-        return f"{self.argument}={float(value):g}"
+        rate = self.rate
+        if callable(rate) and not isinstance(rate, Tensor):
+            return f"{self.argument}={getattr(rate, '__name__', type(rate).__name__)}"
+        return f"{self.argument}={float(rate):g}"
 
     # -- its magnitude -----------------------------------------------------------------------------
 
     def magnitude(self, step: int) -> float:
         """Return the magnitude at a step, or raise if it is not valid; at 0 nothing is applied."""
-        value: Any = getattr(self, self.argument)
-        if type(value) is float and 0.0 <= value <= self.most and value != math.inf:
-            return value  # without the checks of the other forms
-        return self.number(value, step)
+        return self.rate if isinstance(self.rate, float) else self._number(self.rate, step)
 
-    def number(self, value: Any, step: int) -> float:
-        """Return `value` at a step as a magnitude, or raise if it is none."""
-        name = self.argument
+    def _number(self, value: Any, step: int) -> float:
         if callable(value) and not isinstance(value, Tensor):
             value = cast("Callable[[int], Any]", value)(step)
         if isinstance(value, Tensor) and value.requires_grad:
             raise ValueError(
-                f"`{name}` requires a gradient, but a draw has none for it. Give its `detach()`, "
-                "which shares its memory, or an nn.Parameter as `std` of recoup.weight_noise."
+                f"`{self.argument}` requires a gradient, but a draw has none for it. Give its "
+                "`detach()`, which shares its memory, or an nn.Parameter as `std` of "
+                "recoup.weight_noise."
             )
         if isinstance(value, Tensor) and value.dim() == 0:
             value = value.item()
@@ -123,19 +119,20 @@ class Reparametrization:
             needed = "0 or more" if self.most == math.inf else f"from 0 to {self.most:g}"
             got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"`{name}` is {got}, but must be {needed}: a number, a 0-dim tensor, or a function "
-                "from the step to a number."
+                f"`{self.argument}` is {got}, but must be {needed}: a number, a 0-dim tensor, or a "
+                "function from the step to a number."
             )
         return number
 
-    def set_magnitude(
-        self, module: nn.Module, key: str, value: Magnitude, *, only_check: bool
-    ) -> None:
-        """Set the magnitude for the weight `key` of `module`, or raise if it cannot be that."""
+    def checked(self, value: Any) -> Magnitude:
+        """Return `value` as a rate, or raise if it is none."""
+        number = self._number(value, self.application.step)
+        return number if isinstance(value, Real) else value
+
+    def set_rate(self, module: nn.Module, key: str, rate: Magnitude) -> None:
+        """Set the rate for the weight `key` of `module`."""
         del module, key
-        self.number(value, self.application.step)
-        if not only_check:
-            setattr(self, self.argument, value)
+        self.rate = rate
 
     # -- a module that has it ----------------------------------------------------------------------
 
@@ -147,19 +144,18 @@ class Reparametrization:
         """Adapt to the weight `key` of `module`, or raise if it cannot be applied to it."""
 
     def added(self, key: str) -> str:
-        """Return the name of the parameter that it registers beside the weight `key`; or ""."""
-        del key
-        return ""
+        """Return the name of the parameter that it adds beside the weight `key`; or ""."""
+        return key + self.suffix if self.suffix else ""
 
     def first_value(self, weight: Tensor) -> nn.Parameter:
-        """Return the parameter that it registers beside a weight."""
+        """Return the parameter that it adds beside a weight."""
         raise NotImplementedError
 
     def applied_to(self, module: nn.Module, key: str) -> None:
         """Register what it takes in addition to the weight."""
-        weight, name = module._parameters[key], self.added(key)
-        if name and weight is not None:
-            module.register_parameter(name, self.first_value(weight))
+        weight = module._parameters[key]
+        if self.suffix and weight is not None:
+            module.register_parameter(key + self.suffix, self.first_value(weight))
 
     def removed_from(self, module: nn.Module, key: str) -> None:
         """Leave the module with a plain weight."""
@@ -167,19 +163,16 @@ class Reparametrization:
 
     def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor | None:
         """Return the entry beside `weight` for a `state_dict` from before this was applied."""
-        del module, key, weight
+        return self.operands(module, key)[0].detach()
 
     def operands(self, module: nn.Module, key: str) -> Operands:
         """Return the parameters that it takes in addition to the weight."""
-        name = self.added(key)
-        return (getattr(module, name),) if name else ()
+        return (getattr(module, key + self.suffix),) if self.suffix else ()
 
     # -- its formula -------------------------------------------------------------------------------
 
-    def compute(
-        self, weight: Tensor, own: Operands, drawn: Drawn, in_place: bool = False
-    ) -> Tensor:
-        """Return the reparametrized weight; with `in_place`, `weight` may be overwritten."""
+    def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
+        """Return the reparametrized weight; where `weight` is new, it may be overwritten."""
         raise NotImplementedError
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
@@ -195,20 +188,13 @@ class Reparametrization:
         with untransformed():
             made = torch.zeros if self.is_additive else torch.ones
             draw = made(weight.shape, dtype=weight.dtype, device=weight.device)
-            draw = self.compute(draw, (), drawn, in_place=True)
+            draw = self.compute(draw, (), drawn, is_new=True)
         return weight + draw if self.is_additive else weight * draw
 
     def compute_rows(
         self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
     ) -> Tensor:
-        """Return the rows `ids` of the reparametrized weight of an embedding (all if None).
-
-        Args:
-            weight: these rows of the raw weight, a matrix.
-            ids: their numbers.
-            drawn: the draw.
-            in_place: whether `weight` may be overwritten.
-        """
+        """Return rows `ids` of the weight of an embedding (all if None), from those of the raw."""
         raise NotImplementedError
 
     def apply_to_rows(self, rows: Tensor, ids: Tensor, drawn: Drawn) -> Tensor:
@@ -217,12 +203,6 @@ class Reparametrization:
         Kept: the seed and, where a draw scales, `ids`, which the lookup has saved.
         """
         return cast("Tensor", _Drawn.apply(rows, ids, drawn))
-
-    def transpose(self, gradient: Tensor, drawn: Drawn, *, in_place: bool = False) -> Tensor:
-        """Return the gradient of the weight from that of the result (See Rule 2)."""
-        if self.is_additive:
-            return gradient
-        return self.compute(gradient, (), drawn, in_place=in_place)
 
 
 class _Drawn(torch.autograd.Function):

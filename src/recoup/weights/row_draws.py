@@ -30,8 +30,6 @@ from torch import Tensor
 from recoup._core.rng import hash_seed
 from recoup.weights import draws
 
-__all__ = ["dropped", "noised"]
-
 
 def dropped(
     weight: Tensor,
@@ -58,19 +56,18 @@ def dropped(
     Raises:
         ValueError: if `seed` or `p` is out of range, or `weight` has no floating-point numbers.
     """
-    draws.check(weight.dtype, seed)
-    out = weight if in_place else draws.empty_like(weight)
-    num_dropped = draws.num_dropped_of(p)
-    if num_dropped == 65536:
+    out = draws.starting(weight, seed, weight if in_place else None)
+    rate = draws.rate_of(p, weight.dtype)
+    if rate.num_dropped == 65536:
         return out.zero_()
-    if num_dropped == 0:
+    if rate.num_dropped == 0:
         return out if in_place else out.copy_(weight)
     width = 1 if 1 in axes else weight.shape[1]
     if 0 in axes:  # See Rule 6
         row = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        return torch.mul(weight, _scales(row, width, seed, num_dropped, weight.dtype), out=out)
+        return torch.mul(weight, _scales(row, width, seed, rate, weight.dtype), out=out)
     for place, numbers in _pieces(weight, rows, width):
-        mask = _scales(numbers, width, seed, num_dropped, weight.dtype)
+        mask = _scales(numbers, width, seed, rate, weight.dtype)
         torch.mul(weight[place], mask, out=out[place])
     return out
 
@@ -95,8 +92,7 @@ def noised(
     Raises:
         ValueError: if `seed` is out of range, or `weight` has no floating-point numbers.
     """
-    draws.check(weight.dtype, seed)
-    out = weight if in_place else draws.empty_like(weight)
+    out = draws.starting(weight, seed, weight if in_place else None)
     width = weight.shape[1]
     for place, numbers in _pieces(weight, rows, width):
         noise = _normals(numbers, width, seed).mul_(std).to(weight.dtype)
@@ -116,12 +112,11 @@ def _pieces(weight: Tensor, rows: Tensor | None, width: int) -> Iterator[tuple[s
             yield place, rows[place].to(torch.int64)
 
 
-def _scales(rows: Tensor, width: int, seed: int, num_dropped: int, dtype: torch.dtype) -> Tensor:
+def _scales(rows: Tensor, width: int, seed: int, rate: draws.Rate, dtype: torch.dtype) -> Tensor:
     """Return the entries of a mask in some rows (See Rule 3)."""
-    kind, num_each, least = draws.lanes_for(num_dropped)
-    lanes = _words(rows, -(-width // num_each), seed).view(kind)[:, :width]
+    lanes = _words(rows, -(-width // rate.num_lanes), seed).view(rate.lanes)[:, :width]
     kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
-    return torch.ge(lanes, least, out=kept).mul_(draws.scale_for(num_dropped, dtype))
+    return torch.ge(lanes, rate.least, out=kept).mul_(rate.scale)
 
 
 def _normals(rows: Tensor, width: int, seed: int) -> Tensor:

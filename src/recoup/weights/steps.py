@@ -24,8 +24,6 @@ from recoup._core.compile import never_compiled
 from recoup._core.rng import draw_seed
 from recoup.weights.reparametrization import Application, Drawn, Reparametrization
 
-__all__ = ["Draws", "Frame", "Override", "SameDraw", "Step", "leave", "local", "overriding"]
-
 
 class _Local(threading.local):
     def __init__(self) -> None:
@@ -80,7 +78,8 @@ class Draws:
         if count is None:  # the number of this step is the same for all weights
             count = self._steps[application] = application.step
             application.step += self.counts and is_training and application.counts
-        magnitude, seed = step.magnitude(count), 0
+        rate, seed = step.rate, 0
+        magnitude = rate if isinstance(rate, float) else step.magnitude(count)
         if magnitude:
             if self.seed is None:
                 self.seed = draw_seed()
@@ -100,14 +99,16 @@ class Step(Draws, Frame):
         applications: those whose draws belong to it.
 
     Attributes:
-        made: by weight, what was computed (see `weight`).
+        made: by weight: what it was computed from, a weak reference to it, the tensor through which
+            gradients of a second one reach it, and that second one (see `weight`).
         last: the weight that was computed last, which is most often read again at once.
     """
 
     def __init__(
         self, owner: nn.Module | None, applications: tuple[Application, ...] | list[Application]
     ) -> None:
-        super().__init__(None, counts=True)
+        self.seed, self.counts = None, True
+        self.drawn, self._steps, self._num_named = {}, {}, {}
         self.owner = owner
         self.applications = applications
         self.made: dict[object, Any] = {}

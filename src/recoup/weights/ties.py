@@ -15,8 +15,6 @@ from torch import nn
 from recoup.weights.choosing import Named
 from recoup.weights.reparametrization import Reparametrization
 
-__all__ = ["share", "shared"]
-
 # The first use of a parameter: what it has, and its module and key, by the kind and the parameter.
 _Use = tuple[weakref.ref[Reparametrization], weakref.ref[nn.Module], str]
 _uses: dict[tuple[str, int], _Use] = {}

@@ -29,8 +29,6 @@ from recoup.weights.application import keep_only
 from recoup.weights.choosing import check_is_module, note_sharing
 from recoup.weights.module import weights_of
 
-__all__ = ["twin"]
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -61,7 +59,7 @@ def twin(module: M) -> M:
         >>> import recoup, torch
         >>> layer = recoup.weight_dropout(torch.nn.Linear(64, 64))
         >>> twin, x = recoup.weights.twin(layer), torch.ones(1, 64)
-        >>> twin.weight is layer.weight, layer.training, twin.training
+        >>> twin.weight is layer.get_parameter("weight"), layer.training, twin.training
         (True, True, False)
         >>> torch.equal(twin(x), layer.eval()(x))
         True
@@ -117,6 +115,6 @@ def _shared_by(found: Iterable[object]) -> Iterator[Any]:
             yield from (*own, each._non_persistent_buffers_set)
             values = [*vars(each).values(), *(value for every in own for value in every.values())]
             yield from (value for value in values if isinstance(value, Tensor))
-            for weight in weights_of(each):
+            for weight in weights_of(each).values():
                 yield from weight.applications
                 yield from (step for step in weight.steps if step.function is None)

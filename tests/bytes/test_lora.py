@@ -1,0 +1,93 @@
+"""LoRA dropout for a seed: no mask and no dropped copy is held, and the step is the plain one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from tests.alive import held_after
+from tests.oracle import tensors
+from tests.planned_zoo import transformers_or_skip
+
+pytestmark = [
+    pytest.mark.usefixtures("measured"),
+    # peft 0.21 asks transformers 5.23 for a name that version 6 has no more.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+class LoRALinear(nn.Module):
+    """A linear layer with an adapter, which computes what that of peft does."""
+
+    def __init__(self, base, p):
+        super().__init__()
+        self.base, self.dropout = base.requires_grad_(False), nn.Dropout(p) if p else nn.Identity()
+        self.a = nn.Linear(base.in_features, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(self.dropout(x))) * 2.0
+
+
+def of_four_lines(p):
+    layers = [LoRALinear(nn.Linear(32, 32), p) for _ in range(3)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())))
+    return model, (torch.randn(16, 32),)
+
+
+def of_peft(p):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = transformers_or_skip()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)
+    )
+    adapters = peft.LoraConfig(
+        r=4, lora_dropout=p, target_modules="all-linear", init_lora_weights=False
+    )
+    return peft.get_peft_model(llama, adapters), (torch.randint(64, (2, 16)),)
+
+
+MODELS = {"four lines": of_four_lines, "peft": of_peft}
+
+
+def loss_of(model, inputs):
+    return sum(each.square().mean() for each in tensors(model(*inputs)))
+
+
+def held(build, p, wanted):
+    torch.manual_seed(0)
+    model, inputs = build(p)
+    if wanted:
+        recoup.recompute_(model, nn.Dropout)
+    loss_of(model, inputs)  # what is made once
+    return held_after(functools.partial(loss_of, model, inputs), ()).num_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_mask_and_no_dropped_copy_is_held(name):
+    without, plain = held(MODELS[name], 0.0, False), held(MODELS[name], 0.1, False)
+    assert plain > 1.1 * without
+    assert held(MODELS[name], 0.1, True) == without
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_step_is_the_plain_one(name):
+    torch.manual_seed(0)
+    plain, inputs = MODELS[name](0.1)
+    model = recoup.recompute_(copy.deepcopy(plain), nn.Dropout)
+    found = []
+    for each in (plain, model):
+        torch.manual_seed(1)
+        loss = loss_of(each, inputs)
+        loss.backward()
+        gradients = [p.grad for p in each.parameters() if p.requires_grad]
+        assert gradients
+        found.append((loss, *gradients, torch.get_rng_state()))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)

@@ -1,0 +1,119 @@
+"""Lightning: `WeightStep` makes each `training_step` one step, as `recoup.weights.step` does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import recoup
+from recoup.integrations.lightning import WeightStep
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(dataloader|num_workers|logging interval|isinstance|val_loader).*"
+)
+
+
+class Tied(LightningModule):
+    """Encodes twice, and decodes by the weight of its embedding, in methods of its own."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.encoder = nn.Embedding(8, 4), nn.Linear(4, 4)
+        recoup.weight_noise(self, std=lambda step: 0.1 + 0.1 * step)
+        self.breaks = breaks
+        self.reads: list[torch.Tensor] = []
+        self.losses: list[float] = []
+
+    def loss(self, ids):
+        encoded = self.encoder(self.embedding(ids)) + self.encoder(self.embedding(ids.flip(0)))
+        scores = nn.functional.linear(encoded, self.embedding.weight)
+        self.reads = [w.detach().clone() for w in (self.encoder.weight, self.encoder.weight)]
+        return nn.functional.cross_entropy(scores, ids)
+
+    def training_step(self, batch, index):
+        loss = self.loss(batch[0])
+        self.losses.append(float(loss.detach()))
+        if self.breaks:
+            raise RuntimeError("broken")
+        return loss
+
+    def validation_step(self, batch, index):
+        self.loss(batch[0])
+        assert torch.equal(self.reads[0], self.encoder.get_parameter("weight"))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches():
+    return DataLoader(TensorDataset(torch.arange(8).repeat(3)), batch_size=8)
+
+
+def fit(tmp_path, module, *callbacks):
+    torch.manual_seed(1)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, default_root_dir=tmp_path, max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.fit(module, batches(), batches())
+    return module
+
+
+def by_hand():
+    """The same training in a plain loop, whose steps are `recoup.weights.step`."""
+    module, optimizer = Tied(), None
+    torch.manual_seed(1)
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for (ids,) in batches():
+            with recoup.weights.step(module):
+                loss = module.loss(ids)
+            module.losses.append(float(loss.detach()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        next(iter(batches()))  # validation draws the seed of its loader
+    return module
+
+
+def test_a_training_step_is_one_step(tmp_path):
+    module, wanted = fit(tmp_path, Tied(), WeightStep()), by_hand()
+    assert recoup.weights.applied(module)[0].step == 6
+    assert module.losses == wanted.losses
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    assert "training_step" not in vars(module)
+
+
+def test_all_reads_of_it_have_one_draw(tmp_path):
+    seen = []
+
+    class Looks(Tied):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            seen.append(torch.equal(*self.reads))
+            return loss
+
+    fit(tmp_path, Looks(), WeightStep())
+    assert seen == [True] * 6
+    seen.clear()
+    module = fit(tmp_path, Looks())  # without it each has its own, and a schedule does not count
+    assert seen == [False] * 6
+    assert recoup.weights.applied(module)[0].step == 0
+
+
+def test_nothing_is_left_after_an_exception(tmp_path):
+    module, callback = Tied(breaks=True), WeightStep()
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(tmp_path, module, callback)
+    assert "training_step" not in vars(module)
+    module.breaks = False
+    own = module.__dict__["training_step"] = module.training_step
+    fit(tmp_path, module, callback)
+    assert vars(module)["training_step"] is own
+    assert recoup.weights.applied(module)[0].step == 7
