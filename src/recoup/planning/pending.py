@@ -116,7 +116,8 @@ def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
     yield from tensors
     for leaf in tree.others() if depth < _DEEPEST else ():
         if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            yield from _tensors_of(list(vars(leaf).values()), depth + 1)
+            inner: dict[str, Any] = vars(leaf)
+            yield from _tensors_of(list(inner.values()), depth + 1)
 
 
 @dataclasses.dataclass
