@@ -207,7 +207,7 @@ def test_a_plan_of_evaluation_is_not_for_training():
     with recoup.plan(model, x, budget=budget, loss=loss_of, replan=True).applied() as plan:
         model.train()
         model(x)
-        assert len(plan.family) == 2
+        assert plan.family != (plan,)
         step = step_of(model, 1, x, loss_of)
         model.zero_grad()
         assert peak_of(model, step) <= budget
@@ -288,6 +288,7 @@ def test_energies_and_forces():
         return energies.square().mean() + force.square().mean()
 
     def step() -> None:
+        positions.grad = None
         loss(model(positions)).backward()
 
     wanted, most = result_of(model, step), peak_of(model, step)

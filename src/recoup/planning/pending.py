@@ -32,6 +32,7 @@ from recoup._core.saved_tensors import is_graph_retained
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.planning.first_step import StepWatch
+from recoup.planning.lazy_logits import LazyLogits
 from recoup.planning.step import device_of
 
 __all__ = ["PendingForwards", "StepBound"]
@@ -97,7 +98,9 @@ class PendingForwards(threading.local):
             latest: the index of the last stage of its plan that it called.
         """
         made = _Forward(held_bytes, latest, self._watch)
-        nodes = {id(t.grad_fn): t.grad_fn for t in _tensors_of(output) if t.grad_fn is not None}
+        # Logits that are not computed have a loss that does not pass through them.
+        outputs = [each for each in _tensors_of(output) if not isinstance(each, LazyLogits)]
+        nodes = {id(each.grad_fn): each.grad_fn for each in outputs if each.grad_fn is not None}
         for node in nodes.values():
             node.register_prehook(made)
         if nodes:
@@ -116,7 +119,8 @@ def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
     yield from tensors
     for leaf in tree.others() if depth < _DEEPEST else ():
         if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            yield from _tensors_of(dict(vars(leaf)), depth + 1)
+            inner: dict[str, Any] = vars(leaf)
+            yield from _tensors_of(list(inner.values()), depth + 1)
 
 
 @dataclasses.dataclass

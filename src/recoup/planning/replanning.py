@@ -145,8 +145,10 @@ class PlanMaker(NamedTuple):
 
     def _options_for(self, num_forwards: int) -> PlanOptions:
         own, loss = self.options, self.options.loss
-        if loss is None or own.num_forwards not in (1, num_forwards):
+        if loss is None:
             return replace(own, num_forwards=num_forwards)
+        if own.num_forwards not in (1, num_forwards):
+            raise ValueError(f"`loss` takes {own.num_forwards} outputs, and not {num_forwards}.")
 
         def served(*outputs: Any) -> Any:
             try:
