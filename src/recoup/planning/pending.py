@@ -23,7 +23,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -119,7 +119,7 @@ def _tensors_of(value: Any, depth: int = 0) -> Iterator[Tensor]:
     yield from tensors
     for leaf in tree.others() if depth < _DEEPEST else ():
         if hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            inner: dict[str, Any] = vars(leaf)
+            inner: dict[str, Any] = vars(cast("object", leaf))
             yield from _tensors_of(list(inner.values()), depth + 1)
 
 
