@@ -96,6 +96,7 @@ def test_after_a_context_the_plan_of_before_is_there_again():
     assert is_plain(model)
 
 
+@pytest.mark.filterwarnings("ignore:The first step")  # which has the other part, too
 def test_two_plans_for_parts_of_a_model():
     """N9"""
     model, x = Pair(), batch()

@@ -589,6 +589,7 @@ def test_within_a_checkpoint_the_head_runs_as_it_is(doubles):
             assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.filterwarnings("ignore:A model that follows a plan was given to torch.compile")
 def test_torch_compile_around_the_model(doubles):
     (model, plan), (tokens, _) = doubles, batch()
     loss, parameters = shifted_loss(tokens), list(model.parameters())
@@ -729,6 +730,7 @@ def test_gradients_of_the_logits(doubles):
     model.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:The first step")  # which has the whole logits
 @pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_hooks_that_want_the_gradient_of_the_head(doubles, name):
     model, plan = doubles
