@@ -28,6 +28,7 @@ def model():
     return nn.Sequential(*(Block() for _ in range(12)))
 
 
+@pytest.mark.filterwarnings("ignore:The first step")  # of another loss
 def test_a_plan_that_offloads_to_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(offload_place, "_work_per_byte", lambda folder, device: 0.01)
     net, x = model(), torch.randn(512, 64)
