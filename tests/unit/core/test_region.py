@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
@@ -41,6 +42,27 @@ def plainly(fn, *args):
 
 def is_second_run():
     return torch._C._current_graph_task_id() != -1
+
+
+# -- what is compared ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_read"),
+    [
+        (lambda x: x.sin(), False),
+        (lambda x: x.view(-1).sin(), False),
+        (lambda x: x.sin().exp(), True),
+        (lambda x: (x.exp().sin().square(), x.tanh())[1], True),
+    ],
+)
+def test_inputs_are_not_read_for_the_comparison(fn, is_read):
+    """Dispatch modes do not see the products that make sketches, and profilers do."""
+    x = leaf(300, 4)
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            recoup.checkpoint(fn, x)
+        assert ("aten::mm" in {event.name for event in profiler.events()}) is is_read
 
 
 # -- where a second run ends -----------------------------------------------------------------------
