@@ -241,3 +241,14 @@ def test_decisions_by_constants_need_no_mode():
         for _ in range(2):
             recoup.checkpoint(code, torch.randn(4, 4, requires_grad=True)).sum().backward()
         assert seen == [True, True, later, later]
+
+
+def test_a_segment_of_stages_decides_as_any_of_them_does():
+    """Also where its first stage is known to decide nothing."""
+    torch.manual_seed(0)
+    first, x = nn.Linear(16, 16), torch.randn(32, 16)
+    for _ in range(3):
+        recoup.Sequential(*[first] * 6, memory="sqrt")(x).sum().backward()
+    model = nn.Sequential(first, Router(), first, first, Router(), first)
+    chain = recoup.Sequential(*model, memory="sqrt")
+    assert distance(gradients(model, chain, x), gradients(model, model, x)) < ROUNDING

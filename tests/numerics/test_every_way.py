@@ -508,6 +508,13 @@ def test_every_model_in_every_way(name, way):
     assert_same(outcome(built(way, modules), x, a_step), want)
 
 
+@pytest.mark.parametrize("way", MEMORY)
+def test_in_place_activations_as_stages(way):
+    modules, x = chain_of("in place as stages")
+    want = outcome(built("plain", modules), x, two_forwards_together)
+    assert_same(outcome(built(way, modules), x, two_forwards_together), want)
+
+
 @in_situations
 @pytest.mark.parametrize("way", [*USUAL, "recompute_"])
 def test_every_situation(name, way):
@@ -556,6 +563,7 @@ def test_every_situation_in_constant_memory(chain, name):
     assert_same(outcome(Chain(*modules, memory="constant"), x, SITUATIONS[name]), want, rtol)
 
 
+@pytest.mark.filterwarnings("ignore:The first step of a Sequential under its plan")  # its loss
 @pytest.mark.parametrize(
     "name", ["force", "force of its input", "counts", "batch norm", "lstm", "dropout in place"]
 )
