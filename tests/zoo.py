@@ -187,6 +187,11 @@ CHAINS: dict[str, Callable[[], tuple[list[nn.Module], Any]]] = {
         [dense() for _ in range(4)], leaf(4, 12).detach()[:, ::2].requires_grad_()
     ),
     "in place within": lambda: (inplace(), leaf(4, 6)),
+    "in place as stages": lambda: (
+        [nn.Linear(6, 6), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Flatten(),
+         nn.ELU(inplace=True), nn.Dropout(0.5), nn.Linear(6, 6)],
+        leaf(4, 6),
+    ),
     "saved twice": lambda: ([AsksTwice() for _ in range(6)], leaf(4, 6)),
     "identities": lambda: ([nn.Identity(), dense(), nn.Identity(), nn.Flatten()], leaf(4, 6)),
     "one": lambda: ([dense(0.2)], leaf(4, 6)),

@@ -241,3 +241,39 @@ def test_decisions_by_constants_need_no_mode():
         for _ in range(2):
             recoup.checkpoint(code, torch.randn(4, 4, requires_grad=True)).sum().backward()
         assert seen == [True, True, later, later]
+
+
+def called(module, x):
+    return module(x)
+
+
+class Seen(nn.Module):
+    """Notes how many dispatch modes its forward runs under; decides if told to."""
+
+    def __init__(self, decides):
+        super().__init__()
+        self.decides = decides
+        self.num_modes = []
+
+    def forward(self, x):
+        self.num_modes.append(num_dispatch_modes())
+        return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
+
+
+def test_blocks_that_share_the_code_which_calls_them_decide_for_themselves():
+    blocks = [Seen(decides=True), Seen(decides=False)]
+    for _ in range(3):
+        x = torch.randn(8, requires_grad=True)
+        for block in blocks:
+            recoup.checkpoint(called, block, x).sum().backward()
+    assert blocks[0].num_modes[2:] == [1] * 4
+    assert blocks[1].num_modes[2:] == [0] * 4
+
+
+def test_a_segment_of_stages_is_looked_at_if_any_of_them_is_new():
+    first, x = nn.Tanh(), torch.randn(8, requires_grad=True)
+    for _ in range(2):
+        recoup.Sequential(*[first] * 6, memory="sqrt")(x).sum().backward()
+    new = Seen(decides=False)
+    recoup.Sequential(first, new, *[first] * 4, memory="sqrt")(x).sum().backward()
+    assert new.num_modes[0] == 1

@@ -11,7 +11,7 @@ import pickle
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -377,6 +377,34 @@ def a_gradient_that_fails_first(model, x):
     return left_by(model, x)
 
 
+def second_runs_that_fail(model, x):
+    """The graph is of use after an exception in the first, fourth or ninth call in backward."""
+    num_left = 0
+
+    def fail(*_):
+        nonlocal num_left
+        num_left -= torch._C._current_graph_task_id() != -1
+        if num_left == 0:
+            raise KeyError
+
+    for module in model.modules():
+        module.register_forward_hook(fail)
+    found = []
+    for number in (1, 4, 9):
+        num_left = -1
+        loss = loss_of_all(model(x))
+        num_left = number
+        with suppress(KeyError):
+            loss.backward(retain_graph=True)
+        num_left = -1
+        assert hooks_in_force() is None
+        model.zero_grad()
+        x.grad = None
+        loss.backward()
+        found += [each if each is None else each.clone() for each in left_by(model, x)]
+    return found
+
+
 def a_step_with(
     call=nn.Module.__call__,
     around=nullcontext,
@@ -442,7 +470,7 @@ SITUATIONS = {
             hooks_of_parameters, hooks_of_tensors_and_modules, input_used_beside,
             an_optimizer_within_backward, ten_steps_of_adam, in_evaluation,
             threads_that_share_a_graph, threads_with_a_graph_each, a_copy, a_pickled_copy,
-            a_gradient_that_fails_first,
+            a_gradient_that_fails_first, second_runs_that_fail,
         )
     },
 }  # fmt: skip
@@ -478,6 +506,13 @@ def test_every_model_in_every_way(name, way):
     modules, x = chain_of(name)
     want = outcome(built("plain", modules), x, a_step)
     assert_same(outcome(built(way, modules), x, a_step), want)
+
+
+@pytest.mark.parametrize("way", MEMORY)
+def test_in_place_activations_as_stages(way):
+    modules, x = chain_of("in place as stages")
+    want = outcome(built("plain", modules), x, two_forwards_together)
+    assert_same(outcome(built(way, modules), x, two_forwards_together), want)
 
 
 @in_situations
@@ -528,6 +563,7 @@ def test_every_situation_in_constant_memory(chain, name):
     assert_same(outcome(Chain(*modules, memory="constant"), x, SITUATIONS[name]), want, rtol)
 
 
+@pytest.mark.filterwarnings("ignore:The first step of a Sequential under its plan")  # its loss
 @pytest.mark.parametrize(
     "name", ["force", "force of its input", "counts", "batch norm", "lstm", "dropout in place"]
 )

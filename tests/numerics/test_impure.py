@@ -66,6 +66,7 @@ def assert_like_plain(step, call=recoup.checkpoint, errors=RuntimeError):
     assert same(got, want)
 
 
+@pytest.mark.filterwarnings("ignore:The (plan for|first step of) a Sequential")
 @pytest.mark.sampled(70)
 @pytest.mark.parametrize("case", draw_cases(8), ids=str)
 def test_right_or_refused(case):

@@ -425,3 +425,15 @@ def test_blocks_that_cannot_be_inverted_are_not():
         frontier = recoup.plan(chain, x, loss=loss, exact=False, blocks=list(chain))
     with frontier.plan(frontier.least_bytes).applied():
         assert all(map(torch.equal, run(), want))
+
+
+def test_a_context_gets_its_gradient():
+    x, context = batch(), torch.randn(NUM_ROWS, 3, dtype=torch.float64, requires_grad=True)
+    build = lambda memory: chain_of(memory, num_context=3)  # noqa: E731
+    expected = everything(build("linear"), x, context)
+    wanted, context.grad = context.grad, None
+    chain = build(f"{inverting_budget(build, x, context)} B")
+    context.grad = None
+    assert_close(everything(chain, x, context), expected, 1e-10)
+    assert torch.allclose(context.grad, wanted, rtol=1e-10, atol=1e-12)
+    assert any(isinstance(action, Invert) for action in plan_of(chain).actions)

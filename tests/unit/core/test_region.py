@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import recoup
 from recoup._core import slots
+from recoup._core.callable_chain import executor_for, run_through
+from recoup._core.drift_guard import DriftGuard
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ReplayError
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain, Flip, InvertibleConv1x1
@@ -41,6 +44,27 @@ def plainly(fn, *args):
 
 def is_second_run():
     return torch._C._current_graph_task_id() != -1
+
+
+# -- what is compared ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_read"),
+    [
+        (lambda x: x.sin(), False),
+        (lambda x: x.view(-1).sin(), False),
+        (lambda x: x.sin().exp(), True),
+        (lambda x: (x.exp().sin().square(), x.tanh())[1], True),
+    ],
+)
+def test_inputs_are_not_read_for_the_comparison(fn, is_read):
+    """Dispatch modes do not see the products that make sketches, and profilers do."""
+    x = leaf(300, 4)
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            recoup.checkpoint(fn, x)
+        assert ("aten::mm" in {event.name for event in profiler.events()}) is is_read
 
 
 # -- where a second run ends -----------------------------------------------------------------------
@@ -329,3 +353,25 @@ def test_in_place_code_in_a_chain_within_a_checkpoint():
         options = {} if run is recoup.checkpoint else {"use_reentrant": False}
         found = torch.autograd.grad(run(code, x, **options).square().sum(), x)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_segment_is_looked_at_if_any_of_its_functions_is_new():
+    num_modes = []
+
+    def first(x):
+        return x.sin()
+
+    def second(x):
+        return x.cos()
+
+    def new(x):
+        num_modes.append(torch._C._len_torch_dispatch_stack())
+        return x.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    for functions in ((first, second, second), (first, new, second)):
+        named = {str(place): fn for place, fn in enumerate(functions)}
+        executor = executor_for("sqrt", named, None, DriftGuard())
+        assert len(executor.groups) < 3
+        run_through(executor, named, x).sum().backward()
+    assert num_modes[0] == 1

@@ -75,6 +75,21 @@ def sent(monkeypatch):
     return found
 
 
+RRELU = {
+    "last": lambda: nn.Sequential(nn.Linear(64, 128), nn.RReLU()),
+    "within": lambda: nn.Sequential(nn.Linear(64, 128), nn.RReLU(), nn.Linear(128, 9)),
+}
+
+
+@pytest.mark.parametrize("place", RRELU)
+def test_noise_that_a_kernel_fills_after_it_was_saved(folder, sent, place):
+    model, x = made(RRELU[place])
+    wanted = step(model, x, nullcontext())
+    for around in (recoup.offloading(1, folder), recoup.offloading(SIZE, folder)):
+        assert_equal(step(model, x, around), wanted)
+    assert sent
+
+
 def test_autocast_and_compiled_code(folder):
     def within(model, x):
         with recoup.offloading(1, folder):
