@@ -1,7 +1,8 @@
-"""Layers of every kind that takes a weight, and ways to put noise on it: ours, and what is kept."""
+"""Layers that take a weight, ways to reparametrize it, and the plain run beside it."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_map
 
 import recoup
+from tests.oracle import assert_same_tensors, hooks_in_force, loss_of_all, tensors
 
 # -- modules of users ------------------------------------------------------------------------------
 
@@ -32,80 +34,62 @@ class Uses(nn.Module):
         return self.use(x, self.weight)
 
 
-class Packed(nn.Module):
-    """A recurrent layer on sequences of several lengths."""
+class Runs(nn.Module):
+    """A layer that is run in some way: `run(layer, *args)`."""
 
-    def __init__(self, layer: nn.RNNBase) -> None:
+    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(pack_padded_sequence(x, torch.tensor([5, 3, 2])))[0].data
-
-
-class Loop(nn.Module):
-    """A cell at each step of a sequence."""
-
-    def __init__(self, cell: nn.RNNCellBase) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
-        for step in x:
-            state = self.cell(step, state)
-        return state[0] if isinstance(state, tuple) else state
-
-
-class Again(nn.Module):
-    """A layer that is run on its own output."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = self.layer(x).tanh()
-        return x
-
-
-class Bags(nn.Module):
-    """Bags of an embedding, with or without a weight for each entry."""
-
-    def __init__(self, mode: str, *, weighted: bool = False) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(200, 80, mode=mode)
-        self.entry = nn.Parameter(torch.rand(3, 4)) if weighted else None
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.bag(ids, per_sample_weights=self.entry)
-
-
-class Attends(nn.Module):
-    """Attention of a sequence to itself, or to two others."""
-
-    def __init__(self, *, to_itself: bool, with_weights: bool = False, **sizes: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True, **sizes)
-        self.to_itself = to_itself
-        self.with_weights = with_weights
-
-    def forward(self, x: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = (x, x) if self.to_itself else (key, value)
-        return self.attention(x, key, value, need_weights=self.with_weights)[0]
-
-
-class Without(nn.Module):
-    """A layer run with mkldnn turned off, forward and backward."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
+        self.layer, self.run = layer, run
 
     def forward(self, *args: Any) -> Any:
-        with torch.backends.mkldnn.flags(enabled=False):
-            return self.layer(*args)
+        return self.run(self.layer, *args)
+
+
+def packed(layer: nn.Module, x: Tensor) -> Tensor:
+    """Sequences of several lengths."""
+    return layer(pack_padded_sequence(x, torch.tensor([5, 3, 2])))[0].data
+
+
+def looped(cell: nn.Module, x: Tensor) -> Tensor:
+    """A cell at each step of a sequence."""
+    state = None
+    for step in x:
+        state = cell(step, state)
+    return state[0] if isinstance(state, tuple) else state
+
+
+def repeated(layer: nn.Module, x: Tensor) -> Tensor:
+    """A layer on its own output."""
+    for _ in range(4):
+        x = layer(x).tanh()
+    return x
+
+
+def attending(layer: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
+    """Attention of a sequence to itself, or to two others."""
+    key, value = others or (x, x)
+    return layer(x, key, value, need_weights=False)[0]
+
+
+def weighted(bag: nn.Module, ids: Tensor) -> Tensor:
+    """Bags of an embedding with a weight for each entry."""
+    return bag(
+        ids,
+        per_sample_weights=torch.full(
+            (3, 4), 0.5, dtype=next(bag.parameters()).dtype, requires_grad=True
+        ),
+    )
+
+
+def without_mkldnn(layer: nn.Module, x: Tensor) -> Any:
+    """A layer with mkldnn turned off, in forward."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return layer(x)
+
+
+def first_of(layer: nn.Module, x: Tensor) -> Tensor:
+    """The first of the outputs of a layer."""
+    return layer(x)[0]
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -126,12 +110,8 @@ def _x(*size: int) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: (torch.randn(*size, requires_grad=True),)
 
 
-def _three() -> tuple[Tensor, ...]:
-    return tuple(torch.randn(2, n, 64, requires_grad=True) for n in (5, 6, 6))
-
-
 def _kv() -> tuple[Tensor, ...]:
-    sizes = ((2, 5, 64), (2, 6, 48), (2, 6, 40))
+    sizes = ((5, 2, 64), (6, 2, 48), (6, 2, 40))
     return tuple(torch.randn(*size, requires_grad=True) for size in sizes)
 
 
@@ -143,92 +123,47 @@ _RNN = r"(.*\.)?weight_.*"
 _SEQUENCE = _x(5, 3, 48)
 LAYERS: dict[str, Kind] = {
     "linear": Kind(lambda: nn.Linear(128, 96), _x(3, 128)),
-    "linear 1-D": Kind(lambda: nn.Linear(128, 96), _x(128)),
     "linear 3-D": Kind(lambda: nn.Linear(128, 96), _x(2, 3, 128)),
-    "linear, no bias": Kind(lambda: nn.Linear(128, 96, bias=False), _x(3, 128)),
-    "linear 3-D, no bias": Kind(lambda: nn.Linear(128, 96, bias=False), _x(2, 3, 128)),
-    "linear, in a loop": Kind(lambda: Again(nn.Linear(96, 96)), _x(3, 96)),
-    "x @ w": Kind(lambda: Uses(lambda x, w: x @ w, 128, 96), _x(3, 128)),
+    "linear, in a loop": Kind(lambda: Runs(nn.Linear(96, 96), repeated), _x(3, 96)),
     "x @ w.t()": Kind(lambda: Uses(lambda x, w: x @ w.t(), 96, 128), _x(3, 128)),
     "w.t() @ x": Kind(lambda: Uses(lambda x, w: w.t() @ x, 128, 96), _x(128, 3)),
-    "x @ w.view": Kind(lambda: Uses(lambda x, w: x @ w.view(128, -1), 128, 12, 8), _x(3, 128)),
-    "x @ part of w": Kind(lambda: Uses(lambda x, w: x @ w[:, :48], 128, 96), _x(3, 128)),
-    "x @ chunks of w": Kind(
-        lambda: Uses(lambda x, w: torch.cat([x @ v.t() for v in w.chunk(3)], 1), 96, 128),
-        _x(3, 128),
-    ),
-    "chunks of w @ each other": Kind(
-        lambda: Uses(lambda x, w: x @ (w[:64].t() @ torch.mm(*w.chunk(2))), 128, 64), _x(3, 64)
-    ),
-    "x * w": Kind(lambda: Uses(lambda x, w: (x * w).sum(1), 128, 96), _x(128, 1)),
     "einsum": Kind(
         lambda: Uses(lambda x, w: torch.einsum("bi,oi->bo", x, w), 96, 128), _x(3, 128)
     ),
-    "bmm": Kind(lambda: Uses(torch.bmm, 2, 128, 48), _x(2, 3, 128)),
     "baddbmm": Kind(
         lambda: Uses(lambda x, w: torch.baddbmm(x[:, :, :1], x, w), 2, 128, 48), _x(2, 3, 128)
     ),
     "conv1d": Kind(lambda: nn.Conv1d(40, 48, 5), _x(2, 40, 9)),
     "conv2d": Kind(lambda: nn.Conv2d(40, 48, 3, padding=1), _x(2, 40, 4, 4)),
-    "conv2d of groups": Kind(lambda: nn.Conv2d(40, 80, 3, groups=2), _x(2, 40, 4, 4)),
-    "conv2d, mkldnn off": Kind(
-        lambda: Without(nn.Conv2d(40, 48, 3, padding=1)), _x(2, 40, 4, 4)
-    ),
-    "conv3d": Kind(lambda: nn.Conv3d(16, 20, 3), _x(2, 16, 3, 3, 3)),
-    "conv1d transposed": Kind(lambda: nn.ConvTranspose1d(40, 48, 5), _x(2, 40, 5)),
     "conv2d transposed": Kind(lambda: nn.ConvTranspose2d(40, 48, 3), _x(2, 40, 3, 3)),
-    "conv3d transposed": Kind(lambda: nn.ConvTranspose3d(16, 20, 3), _x(2, 16, 2, 2, 2)),
     "embedding": Kind(lambda: nn.Embedding(200, 80), lambda: _ids(4)),
-    "embedding, padded": Kind(lambda: nn.Embedding(200, 80, padding_idx=3), lambda: _ids(4)),
     "embedding, sparse": Kind(lambda: nn.Embedding(200, 80, sparse=True), lambda: _ids(4)),
-    "embedding bag, sum": Kind(lambda: Bags("sum"), lambda: _ids(4)),
-    "embedding bag, mean": Kind(lambda: Bags("mean"), lambda: _ids(4)),
-    "embedding bag, weighted": Kind(lambda: Bags("sum", weighted=True), lambda: _ids(4)),
+    "embedding bag, sum": Kind(lambda: nn.EmbeddingBag(200, 80, mode="sum"), lambda: _ids(4)),
+    "embedding bag, weighted": Kind(
+        lambda: Runs(nn.EmbeddingBag(200, 80, mode="sum"), weighted), lambda: _ids(4)
+    ),
     "bilinear": Kind(lambda: nn.Bilinear(24, 20, 28), lambda: (*_x(3, 24)(), *_x(3, 20)())),
     "lstm": Kind(lambda: nn.LSTM(48, 56), _SEQUENCE, _RNN),
-    "lstm, mkldnn off": Kind(lambda: Without(nn.LSTM(48, 56)), _SEQUENCE, _RNN),
+    "lstm, mkldnn off": Kind(lambda: Runs(nn.LSTM(48, 56), without_mkldnn), _SEQUENCE, _RNN),
     "lstm of layers, both ways": Kind(
         lambda: nn.LSTM(48, 56, 2, bidirectional=True), _SEQUENCE, _RNN
     ),
-    "lstm of layers, both ways, mkldnn off": Kind(
-        lambda: Without(nn.LSTM(48, 56, 2, bidirectional=True)), _SEQUENCE, _RNN
-    ),
-    "lstm, no bias, batch first": Kind(
-        lambda: nn.LSTM(48, 56, bias=False, batch_first=True), _SEQUENCE, _RNN
-    ),
     "lstm with projection": Kind(lambda: nn.LSTM(48, 56, proj_size=40), _SEQUENCE, _RNN),
-    "lstm with dropout": Kind(lambda: nn.LSTM(48, 56, 2, dropout=0.2), _SEQUENCE, _RNN),
-    "lstm, packed": Kind(lambda: Packed(nn.LSTM(48, 56, 2)), _SEQUENCE, _RNN),
-    "lstm, recurrent weights": Kind(lambda: nn.LSTM(48, 56, 2), _SEQUENCE, r"(.*\.)?weight_hh_l\d"),
+    "lstm, packed": Kind(lambda: Runs(nn.LSTM(48, 56, 2), packed), _SEQUENCE, _RNN),
     "gru": Kind(lambda: nn.GRU(48, 56), _SEQUENCE, _RNN),
-    "gru of layers, both ways": Kind(
-        lambda: nn.GRU(48, 56, 2, bidirectional=True), _SEQUENCE, _RNN
-    ),
-    "gru, packed": Kind(lambda: Packed(nn.GRU(48, 56)), _SEQUENCE, _RNN),
-    "rnn": Kind(lambda: nn.RNN(96, 112), _x(5, 3, 96), _RNN),
-    "rnn of layers, relu": Kind(lambda: nn.RNN(96, 112, 2, "relu"), _x(5, 3, 96), _RNN),
     "lstm cell": Kind(lambda: nn.LSTMCell(48, 56), _x(3, 48), _RNN),
     "gru cell": Kind(lambda: nn.GRUCell(48, 56), _x(3, 48), _RNN),
     "rnn cell": Kind(lambda: nn.RNNCell(96, 112), _x(3, 96), _RNN),
-    "lstm cell, in a loop": Kind(lambda: Loop(nn.LSTMCell(48, 56)), _SEQUENCE, _RNN),
-    "gru cell, in a loop": Kind(lambda: Loop(nn.GRUCell(48, 56)), _SEQUENCE, _RNN),
-    "rnn cell, in a loop": Kind(lambda: Loop(nn.RNNCell(96, 112)), _x(5, 3, 96), _RNN),
-    "attention to itself": Kind(lambda: Attends(to_itself=True), _three, r".*weight"),
-    "attention to others": Kind(lambda: Attends(to_itself=False), _three, r".*weight"),
-    "attention with its weights": Kind(
-        lambda: Attends(to_itself=False, with_weights=True), _three, r".*weight"
+    "lstm cell, in a loop": Kind(lambda: Runs(nn.LSTMCell(48, 56), looped), _SEQUENCE, _RNN),
+    "attention to itself": Kind(
+        lambda: Runs(nn.MultiheadAttention(64, 4), attending), _x(5, 2, 64), r".*weight"
     ),
     "attention to other widths": Kind(
-        lambda: Attends(to_itself=False, kdim=48, vdim=40), _kv, r".*weight"
+        lambda: Runs(nn.MultiheadAttention(64, 4, kdim=48, vdim=40), attending), _kv, r".*weight"
     ),
     "encoder layer": Kind(
         lambda: nn.TransformerEncoderLayer(64, 4, 96, batch_first=True),
         _x(2, 5, 64),
-        r".*(in_proj|out_proj\.|linear\d\.)_?weight",
-    ),
-    "decoder layer": Kind(
-        lambda: nn.TransformerDecoderLayer(64, 4, 96, batch_first=True),
-        lambda: (*_x(2, 5, 64)(), *_x(2, 6, 64)()),
         r".*(in_proj|out_proj\.|linear\d\.)_?weight",
     ),
 }  # fmt: skip
@@ -254,64 +189,49 @@ def around(precision: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext()
 
 
-# -- ways to put noise on weights ------------------------------------------------------------------
-
-Apply = Callable[[nn.Module, str], nn.Module]
+# -- ways to reparametrize weights -----------------------------------------------------------------
 
 
-def _stacked(module: nn.Module, pattern: str) -> nn.Module:
-    recoup.weight_noise(module, pattern, 0.1)
-    recoup.weight_dropout(module, pattern, 0.5)
-    return recoup.weight_norm(module, pattern)
+class Way(NamedTuple):
+    """What is applied to weights: the arguments of each kind that is."""
+
+    norm: dict[str, Any] | None = None
+    dropout: dict[str, Any] | None = None
+    noise: dict[str, Any] | None = None
+    function: Callable[..., Tensor] | None = None
+    how: dict[str, Any] = {}  # of all of them  # noqa: RUF012 - a named tuple
+
+    def __call__(self, module: nn.Module, pattern: Any = r"(.*\.)?weight") -> nn.Module:
+        if self.function is not None:
+            recoup.weights.apply(module, self.function, pattern, **self.how)
+        if self.noise is not None:
+            recoup.weight_noise(module, pattern, **self.noise, **self.how)
+        if self.dropout is not None:
+            recoup.weight_dropout(module, pattern, **self.dropout, **self.how)
+        if self.norm is not None:
+            recoup.weight_norm(module, pattern, **self.norm)
+        return module
 
 
-OURS: dict[str, Apply] = {
-    "dropout": lambda module, pattern: recoup.weight_dropout(module, pattern, 0.5),
-    "noise": lambda module, pattern: recoup.weight_noise(module, pattern, 0.1),
-    "norm": recoup.weight_norm,
-    "stacked": _stacked,
+def multiplied(weight: Tensor, draw: recoup.weights.Draw) -> Tensor:
+    """A function of a user's."""
+    return weight * (1 + 0.1 * draw.normal())
+
+
+OURS = {
+    "dropout": Way(dropout={"p": 0.5}),
+    "noise": Way(noise={"std": 0.1}),
+    "norm": Way(norm={}),
+    "stacked": Way(norm={}, dropout={"p": 0.5}, noise={"std": 0.1}),
 }
-
-
-def _dropped(weight: Tensor) -> Tensor:
-    return F.dropout(weight, 0.5)
-
-
-def _noised(weight: Tensor) -> Tensor:
-    return weight + 0.1 * torch.randn_like(weight)
-
-
-class Keeping(nn.Module):
-    """The layer run with weights that are made before it runs, and kept by whoever saves them."""
-
-    def __init__(self, module: nn.Module, pattern: str, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.module = module
-        self.names = [name for name, _ in matching(module, pattern)]
-        self.make = make
-
-    def forward(self, *args: Any) -> Any:
-        parameters = dict(self.module.named_parameters())
-        made = {name: self.make(parameters[name]) for name in self.names}
-        return functional_call(self.module, made, args)
-
-
-class _Parametrization(nn.Module):
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return self.make(weight)
-
-
-def _parametrized(module: nn.Module, pattern: str, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    for name, _ in matching(module, pattern):
-        owner, _, key = name.rpartition(".")
-        parametrize.register_parametrization(
-            module.get_submodule(owner), key, _Parametrization(make)
-        )
-    return module
+MORE = OURS | {
+    "thirds": Way(dropout={"p": 0.3}),
+    "shared": Way(dropout={"p": 0.5, "axes": (0,)}),
+    "learned": Way(noise={"std": 0.3, "learned": "row"}),
+    "relative": Way(noise={"std": 0.3, "relative": True}),
+    "function": Way(function=multiplied),
+    "all": Way({}, {"p": 0.3}, {"std": 0.3, "learned": "tensor", "relative": True}, multiplied),
+}
 
 
 def matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Parameter]]:
@@ -319,9 +239,157 @@ def matching(module: nn.Module, pattern: str) -> list[tuple[str, nn.Parameter]]:
     return [pair for pair in module.named_parameters() if re.fullmatch(pattern, pair[0])]
 
 
-NAIVE: dict[str, Apply] = {
-    "dropout, kept": lambda module, pattern: Keeping(module, pattern, _dropped),
-    "noise, kept": lambda module, pattern: Keeping(module, pattern, _noised),
-    "dropout, parametrize": lambda module, pattern: _parametrized(module, pattern, _dropped),
-    "noise, parametrize": lambda module, pattern: _parametrized(module, pattern, _noised),
+# -- the plain run ---------------------------------------------------------------------------------
+
+
+def by_name(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters by each of their names."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def materialised(way: Way, plain: nn.Module, pattern: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a step at this place of the random stream, by operators of torch.
+
+    What is drawn is asked of copies of the plain module, whose weights are all ones, or zeros.
+    """
+    state = torch.get_rng_state()
+    names = [name for name in by_name(plain) if re.fullmatch(pattern, name)]
+    used = dict(raw)
+
+    def drawn_for(value: float, only: Way) -> dict[str, Tensor]:
+        torch.set_rng_state(state)
+        probe = copy.deepcopy(plain)
+        with torch.no_grad():
+            for name in names:
+                by_name(probe)[name].fill_(value)
+        only(probe, lambda name, *_: name in names)
+        with torch.no_grad(), recoup.weights.step(probe):
+            owners = {name: probe.get_submodule(name.rpartition(".")[0]) for name in names}
+            return {name: getattr(owners[name], name.rpartition(".")[2]) for name in names}
+
+    if way.norm is not None:
+        dim = way.norm.get("dim", 0)
+        for name in names:
+            used[name] = product(raw[name], raw[f"{name}_g"], -1 if dim is None else dim)
+    if way.dropout is not None:
+        masks = drawn_for(1.0, Way(dropout=way.dropout, how=way.how))
+        used |= {name: used[name] * masks[name] for name in names}
+    if way.noise is not None:
+        learned, relative = way.noise.get("learned"), way.noise.get("relative")
+        is_number = not learned and not relative
+        unit = way.noise if is_number else {"std": 1.0, "learned": "tensor"}
+        noise = drawn_for(0.0, Way(noise=unit, how=way.how))
+        for name in names:
+            made, weight = noise[name], used[name]
+            if relative:
+                made = made * weight.detach().float().square().mean().sqrt()
+            if not is_number:
+                made = made * (raw[f"{name}_std"] if learned else way.noise["std"])
+            used[name] = weight + made.to(weight.dtype)
+    if way.function is not None:
+        draws: list[recoup.weights.Draw] = []
+        drawn_for(1.0, Way(function=lambda w, draw: draws.append(draw) or w, how=way.how))
+        used |= {n: way.function(used[n], draw) for n, draw in zip(names, draws, strict=True)}
+    return used
+
+
+def product(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
+    """What a weight norm makes, as torch does."""
+    return torch._weight_norm(weight, norms, dim) if weight.dim() else weight * norms / weight.abs()
+
+
+class Materialised(nn.Module):
+    """The oracle: a plain module, run with weights that are made before it runs.
+
+    Args:
+        plain: the module to which nothing is applied.
+        ours: the one to which `way` was applied, whose parameters are used.
+    """
+
+    def __init__(self, way: Way, plain: nn.Module, pattern: str, ours: nn.Module) -> None:
+        super().__init__()
+        self.way, self.plain, self.pattern, self.ours = way, plain, pattern, ours
+
+    def forward(self, *inputs: Any) -> Any:
+        used = materialised(self.way, self.plain, self.pattern, by_name(self.ours))
+        used = {name: used[name] for name in by_name(self.plain)}
+        return functional_call(self.plain, used, inputs, tie_weights=False)
+
+
+def one_step(run: nn.Module, parameters: dict[str, Any], *inputs: Any) -> dict[str, Any]:
+    """A step: the output, and the gradients of the inputs and of the parameters."""
+    output = run(*inputs)
+    loss_of_all(output).backward()
+    named = {str(place): x for place, x in enumerate(tensors(inputs))} | parameters
+    gradients = {f"gradient of {name}": x.grad for name, x in named.items()}
+    return {f"output {place}": y for place, y in enumerate(tensors(output))} | gradients
+
+
+def compare(
+    way: Way,
+    plain: nn.Module,
+    inputs: tuple[Any, ...],
+    pattern: str = r"(.*\.)?weight",
+    *,
+    act: Callable[..., dict[str, Any]] = one_step,
+    rtol: float = 0.0,
+    seed: int = 11,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Do something with a reparametrized module and with the oracle, and compare what that gives.
+
+    Compared are the tensors that `act(run, parameters, *inputs)` returns, by name, the buffers and
+    the random stream: bit by bit, or relative to the largest entry where `rtol` is given.
+    """
+    ours = way(copy.deepcopy(plain), pattern)
+    parameters, start = dict(ours.named_parameters()), copy.deepcopy(ours.state_dict())
+    found = []
+    for run in (ours, Materialised(way, plain, pattern, ours)):
+        ours.load_state_dict(start)
+        ours.zero_grad()
+        mine = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+        torch.manual_seed(seed)
+        made = act(run, parameters, *mine)
+        made = {name: None if x is None else dense(x.detach()).clone() for name, x in made.items()}
+        owner = ours if run is ours else plain
+        made |= {f"buffer {name}": b.clone() for name, b in owner.named_buffers()}
+        found.append((made, torch.get_rng_state()))
+        assert hooks_in_force() is None
+        assert torch.is_grad_enabled()
+    assert_same_tensors(found[0][0], found[1][0], rtol)
+    assert any(value is not None for value in found[0][0].values())
+    assert torch.equal(found[0][1], found[1][1]), "the random stream differs"
+    return ours, found[0][0]
+
+
+def dense(x: Tensor) -> Tensor:
+    """A tensor without sparse parts."""
+    return x.to_dense() if x.is_sparse else x
+
+
+# -- what keeps noisy weights ----------------------------------------------------------------------
+
+Apply = Callable[[nn.Module, str], nn.Module]
+
+
+class _Made(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.forward = make
+
+
+def _kept(make: Callable[[Tensor], Tensor]) -> Apply:
+    """Return what makes weights by torch's parametrizations: whoever saves them keeps them."""
+
+    def apply(module: nn.Module, pattern: str) -> nn.Module:
+        for name, _ in matching(module, pattern):
+            owner, _, key = name.rpartition(".")
+            parametrize.register_parametrization(module.get_submodule(owner), key, _Made(make))
+        return module
+
+    return apply
+
+
+NAIVE = {
+    "dropout, kept": _kept(lambda weight: F.dropout(weight, 0.5)),
+    "noise, kept": _kept(lambda weight: weight + 0.1 * torch.randn_like(weight)),
 }

@@ -1,56 +1,26 @@
-"""From a seed to a dropped or noisy weight: what a mask and noise are, and what they depend on."""
+"""From a seed to a mask or to noise: what the numbers are, and what they depend on.
+
+A weight is drawn in chunks of 131072 entries; the table of an embedding by row, so that a few rows
+can be drawn alone. What both are is computed here a second time, without threads and pieces.
+"""
 
 from __future__ import annotations
 
-import math
-import os
+import hashlib
 import random
-import subprocess
-import sys
-import textwrap
-import threading
 
 import pytest
 import torch
+from torch import nn
 
 import recoup
-from recoup.weights import draws
+from recoup.weights import Draw, same_draw
 from tests.chance import are_even, are_gaussian, are_uncorrelated, has_share
 
-
-def dropped_(w, *args):
-    return (
-        w.copy_(draws.dropped(w, *args))
-        if not w.is_contiguous()
-        else draws.dropped(w, *args, out=w)
-    )
-
-
-def noised_(w, *args):
-    return (
-        w.copy_(draws.noised(w, *args)) if not w.is_contiguous() else draws.noised(w, *args, out=w)
-    )
-
-
-CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# One piece, several, and as many chunks as two threads need; ends that fill no word of 64 bits.
-SHAPES = ((), (0,), (1,), (3, 5), (64, 64), (190, 211), (701, 803))
-SMALL_AND_LARGE = ((64, 64), (701, 803))
+CHUNK, PIECE, MASK_64 = 2**17, 2**15, 2**64 - 1
+STEP = 0x9E3779B97F4A7C15
 SEEDS = (0, 1, 2**40 + 3, 2**63 - 1)
-CHUNK, MASK_64 = 2**17, 2**64 - 1
-
-
-def mask(shape, seed, p, dtype=torch.float32):
-    return draws.scales(shape, seed, p, dtype=dtype, device=CPU)
-
-
-def normals(numel, seed, dtype=torch.float32):
-    return noised_(torch.zeros(numel, dtype=dtype), seed, 1.0)
-
-
-def weight(shape, dtype=torch.float32):
-    return torch.randn(shape, dtype=torch.float64).to(dtype)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.fixture
@@ -61,469 +31,323 @@ def threads():
     torch.set_num_threads(before)
 
 
-# --- what an entry is, told a second time without threads or pieces ------------------------------
+# -- what an entry is ------------------------------------------------------------------------------
 
 
-def chunk_seed(seed, chunk):
-    """Two steps of SplitMix64."""
-    x = seed
-    for number in (0, chunk):
-        x = (x + number + 0x9E3779B97F4A7C15) & MASK_64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
-        x ^= x >> 31
-    return x
+def split_mix(number):
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return number ^ (number >> 31)
+
+
+def hash_of(*numbers):
+    found = 0
+    for number in numbers:
+        found = split_mix((found + number + STEP) & MASK_64)
+    return found
+
+
+def seed_of(seed, name):
+    """The seed of what is drawn for a name, in a step of a seed."""
+    text = f"{seed} {name} 0".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 def chunks_of(numel, seed):
     for chunk, start in enumerate(range(0, numel, CHUNK)):
-        yield (
-            min(CHUNK, numel - start),
-            torch.Generator().manual_seed(chunk_seed(seed, chunk)),
+        generator = torch.Generator().manual_seed(hash_of(seed, chunk))
+        yield min(CHUNK, numel - start), generator
+
+
+def bits_for(p):
+    """How many bits say whether an entry is kept: 8 where that is exact."""
+    return 8 if p * 256 == int(p * 256) else 16
+
+
+def kept_by(words, p):
+    """Whether the entries that the bits of some words stand for are kept."""
+    num_bits = bits_for(p)
+    lanes = [(words >> shift) & (2**num_bits - 1) for shift in range(0, 64, num_bits)]
+    return (torch.stack(lanes, -1) ^ 2 ** (num_bits - 1)).flatten(-2) >= round(p * 2**num_bits)
+
+
+def read(module, seed):
+    """The weight of a module in a step of a seed."""
+    with same_draw(seed), torch.no_grad():
+        return (
+            module() if isinstance(module, Reads) else module(torch.arange(module.num_embeddings))
         )
 
 
-@pytest.mark.sampled(15)
-@pytest.mark.parametrize("numel", [1, 5, 4096, 2**15 + 1, CHUNK + 3, 2**19 + 5])
+class Reads(nn.Module):
+    """A forward that returns its weight."""
+
+    def __init__(self, value, *shape, dtype=torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full(shape, value, dtype=dtype))
+
+    def forward(self):
+        return self.weight * 1
+
+
+def table(value, num_rows, width, dtype=torch.float32):
+    """An embedding, all of one value."""
+    return nn.Embedding(num_rows, width, _weight=torch.full((num_rows, width), value, dtype=dtype))
+
+
+def mask(numel, seed, p, dtype=torch.float32):
+    return read(recoup.weight_dropout(Reads(1.0, numel, dtype=dtype), p=p), seed)
+
+
+def noise(numel, seed, dtype=torch.float32, std=1.0):
+    return read(recoup.weight_noise(Reads(0.0, numel, dtype=dtype), std=std), seed)
+
+
+def row_mask(num_rows, width, seed, p, dtype=torch.float32):
+    return read(recoup.weight_dropout(table(1.0, num_rows, width, dtype), p=p), seed)
+
+
+def row_noise(num_rows, width, seed, dtype=torch.float32):
+    return read(recoup.weight_noise(table(0.0, num_rows, width, dtype), std=1.0), seed)
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("numel", [1, 5, 4096, PIECE + 1, CHUNK + 3, 2**19 + 5])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("p", [0.3, 1 / 65536, 0.5, 255 / 256])
 def test_masks_are_what_the_note_says(numel, seed, p):
     is_kept = []
-    for size, generator in chunks_of(numel, seed):
-        num_bits = 8 if p * 256 == int(p * 256) else 16
-        words = torch.empty(-(-size * num_bits // 64), dtype=torch.int64)
+    for size, generator in chunks_of(numel, seed_of(seed, "weight weight_dropout")):
+        words = torch.empty(-(-size * bits_for(p) // 64), dtype=torch.int64)
         words.random_(-(2**63), None, generator=generator)
-        least, sign = round(p * 2**num_bits), 2 ** (num_bits - 1)
-        bits = [(words >> shift) & (2**num_bits - 1) for shift in range(0, 64, num_bits)]
-        is_kept.append((torch.stack(bits, 1) ^ sign).flatten()[:size] >= least)
-    assert torch.equal(mask((numel,), seed, p) != 0, torch.cat(is_kept))
+        is_kept.append(kept_by(words, p)[:size])
+    found = mask(numel, seed, p)
+    assert torch.equal(found != 0, torch.cat(is_kept))
+    assert not found.any() or found.max().item() == pytest.approx(
+        1 / (1 - round(p * 65536) / 65536)
+    )
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("numel", [1, 17, 4096, 2**15 + 5, CHUNK + 3, 2**19 + 16])
+@pytest.mark.parametrize("numel", [1, 17, 4096, PIECE + 5, CHUNK + 3, 2**19 + 16])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_noise_is_what_the_note_says(numel, seed, dtype):
     pieces = []
-    for size, generator in chunks_of(numel, seed):
-        for start in range(0, size, 2**15):
-            piece = torch.empty(min(2**15, size - start), dtype=dtype)
+    for size, generator in chunks_of(numel, seed_of(seed, "weight weight_noise")):
+        for start in range(0, size, PIECE):
+            piece = torch.empty(min(PIECE, size - start), dtype=dtype)
             pieces.append(piece.normal_(0.0, 1.0, generator=generator))
-    assert torch.equal(normals(numel, seed, dtype), torch.cat(pieces))
+    assert torch.equal(noise(numel, seed, dtype), torch.cat(pieces))
 
 
-# --- the laws between the functions --------------------------------------------------------------
+@pytest.mark.parametrize("width", [1, 3, 8, 13, 64])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("p", [0.3, 0.5, 65535 / 65536])
+def test_masks_of_tables_are_what_the_note_says(width, seed, p):
+    found, num_words = row_mask(5, width, seed, p), -(-width * bits_for(p) // 64)
+    start = hash_of(seed_of(seed, "weight weight_dropout"))
+    numbers = [split_mix((start + place * STEP) & MASK_64) for place in range(5 * num_words)]
+    words = torch.tensor([n - 2**64 if n >= 2**63 else n for n in numbers]).view(5, num_words)
+    assert torch.equal(found != 0, kept_by(words, p)[:, :width])
 
 
-@pytest.mark.sampled(26)
+def test_noise_of_tables_is_what_the_note_says():
+    start = hash_of(seed_of(7, "weight weight_noise"))
+    words = [split_mix((start + place * STEP) & MASK_64) for place in range(40)]
+    halves = torch.tensor([[n & (2**32 - 1), n >> 32] for n in words], dtype=torch.float64)
+    numbers = (halves + 2**31).remainder(2**32)  # as signed integers, from the least
+    want = torch.special.ndtri((numbers + 0.5) / 2**32).view(5, 16)
+    assert torch.equal(row_noise(5, 16, 7, torch.float64), want)
+
+
+# -- what a draw depends on, and what not ----------------------------------------------------------
+
+SHAPES = [(), (1,), (3, 5), (64, 64), (190, 211), (701, 803)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("p", [0.0, 1e-9, 0.3, 0.5, 65535 / 65536, 1.0])
-def test_dropped_is_weight_times_scales(shape, dtype, p):
-    w = weight(shape, dtype)
-    raw = w.clone()
-    found = draws.dropped(w, 11, p)
-    assert torch.equal(found, w * mask(shape, 11, p, dtype))
-    assert found.shape == w.shape
-    assert found.dtype is dtype
-    assert found.is_contiguous()
-    assert not found.isnan().any()
-    assert torch.equal(w, raw)
-    assert found is not w
-    assert dropped_(w, 11, p) is w
-    assert torch.equal(w, found)
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_noised_is_weight_plus_noise(shape, dtype):
-    w = weight(shape, dtype)
-    raw = w.clone()
-    found = draws.noised(w, 11, 0.1)
-    assert torch.equal(found, w + noised_(torch.zeros_like(w), 11, 0.1))
-    noise = draws.noise_beside(w, 11, 0.1)
-    assert (noise is None) == (w.numel() > 2**15)
-    assert noise is None or torch.equal(found, w + noise)
-    assert found.shape == w.shape
-    assert found.dtype is dtype
-    assert found.is_contiguous()
-    assert torch.equal(w, raw)
-    assert noised_(w, 11, 0.1) is w
-    assert torch.equal(w, found)
-    assert torch.equal(draws.noised(raw, 11, 0.0), raw)
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
-        ((600, 700), (1,)),
-        ((600, 700), (0,)),
-        ((600, 700), (0, 1)),
-        ((600, 1), (1,)),
-        ((700, 4, 300), (1,)),
-        ((700, 4, 300), (0, 2)),
-        ((8, 3, 5, 5), (2, 3)),
-    ],
-)
-def test_entries_are_dropped_together_along_axes(shape, axes):
-    w = weight(shape)
-    small = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-    shared = mask(small, 4, 0.4)
-    found = draws.dropped(w, 4, 0.4, axes)
-    assert torch.equal(found, w * shared)
-    assert torch.equal(dropped_(w.clone(), 4, 0.4, axes), found)
-    w_t = w.transpose(0, -1).contiguous().transpose(0, -1)
-    assert torch.equal(draws.dropped(w_t, 4, 0.4, axes), found)
-
-
-def test_a_mask_depends_on_the_number_of_entries_only():
-    # A row mask of an embedding is asked for with and without the axis along which it is shared.
-    for numel in (1000, 2**18 + 7):
-        assert torch.equal(mask((numel, 1), 8, 0.5).flatten(), mask((numel,), 8, 0.5))
-
-
-@pytest.mark.parametrize("num_rows", [30, 700])
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w.t(),
-        lambda w: w[::2, 1::3],
-        lambda w: w.unflatten(1, (2, -1)).permute(1, 2, 0),
-        lambda w: w[:, :1].expand(-1, 900),
-        lambda w: w[3:],
-    ],
-    ids=["transposed", "strided", "permuted", "expanded", "sliced"],
-)
-def test_layout_makes_no_difference(num_rows, view):
-    w = view(weight((num_rows, 1000)))
-    dense = w.clone(memory_format=torch.contiguous_format)
-    for draw in (
-        lambda w: draws.dropped(w, 9, 0.3),
-        lambda w: draws.noised(w, 9, 0.3),
+@pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 65535 / 65536, 1.0])
+def test_a_draw_scales_or_is_added_to_any_weight_alike(shape, dtype, p):
+    """So it is its own transpose; and noise is rounded to the type of the weight before."""
+    raw = torch.randn(shape, dtype=torch.float64).to(dtype)
+    for apply, start, combine in (
+        (lambda m: recoup.weight_dropout(m, p=p), 1.0, torch.mul),
+        (lambda m: recoup.weight_noise(m, std=p), 0.0, torch.add),
     ):
-        found = draw(w)
+        module = apply(Reads(start, *shape, dtype=dtype))
+        drawn = read(module, 11)
+        module.get_parameter("weight").data.copy_(raw)
+        found = read(module, 11)
+        assert torch.equal(found, combine(raw, drawn))
+        assert found.dtype is dtype
         assert found.is_contiguous()
-        assert torch.equal(found, draw(dense))
+        assert drawn.isfinite().all()
+        assert torch.equal(module.get_parameter("weight"), raw)
 
 
-@pytest.mark.parametrize("num_rows", [30, 700])
-@pytest.mark.parametrize("draw", [dropped_, noised_])
-def test_in_place_writes_through_views_and_nowhere_else(num_rows, draw):
-    w = weight((num_rows, 1000))
-    expected = w.clone()
-    part = expected[::2, 1::3]
-    part.copy_(draw(part.contiguous(), 9, 0.3))
-    draw(w[::2, 1::3], 9, 0.3)
-    assert torch.equal(w, expected)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        draw(w[:, :1].expand(-1, 900), 9, 0.3)
+def draws_of_all_kinds(num_rows=701, width=803):
+    """Masks and noise, of a weight of several pieces and of a table."""
+    return [
+        mask(num_rows * width, 6, 0.3),
+        noise(num_rows * width, 6),
+        noise(num_rows * width, 6, torch.float64),
+        row_mask(num_rows, width, 6, 0.3),
+        row_noise(num_rows, width, 6),
+        Draw(torch.zeros(num_rows, width, dtype=torch.float32), 6).uniform(),
+    ]
 
 
-# --- what a draw depends on, and what not --------------------------------------------------------
+def test_threads_and_settings_of_torch_make_no_difference(threads):
+    threads(1)
+    want = draws_of_all_kinds()
 
+    def with_default_dtype():
+        torch.set_default_dtype(torch.float64)
+        try:
+            return draws_of_all_kinds()
+        finally:
+            torch.set_default_dtype(torch.float32)
 
-@pytest.mark.parametrize("shape", [*SMALL_AND_LARGE, (1031, 1019)], ids=str)
-def test_threads_make_no_difference(threads, shape):
-    w = weight(shape)
     found = []
-    for num_threads in (1, 2, 3):
+    for num_threads in (2, 3):
         threads(num_threads)
-        found.append(
-            (draws.dropped(w, 6, 0.3), draws.noised(w, 6, 0.3), draws.noised(w.double(), 6, 0.3))
-        )
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
-@pytest.mark.parametrize("shape", SMALL_AND_LARGE, ids=str)
-def test_dtype_does_not_change_which_entries_are_dropped(shape):
-    kept = mask(shape, 6, 0.3) != 0
-    for dtype in DTYPES:
-        assert torch.equal(mask(shape, 6, 0.3, dtype) != 0, kept)
-        # So a copy in lower precision of a dropped weight is the dropped copy, but for rounding.
-        assert torch.equal(draws.dropped(torch.ones(shape, dtype=dtype), 6, 0.3) != 0, kept)
-
-
-@pytest.mark.parametrize("shape", SMALL_AND_LARGE, ids=str)
-def test_defaults_of_torch_make_no_difference(shape):
-    w = weight(shape)
-    expected = draws.dropped(w, 6, 0.3), draws.noised(w, 6, 0.3), mask(shape, 6, 0.3)
-
-    def again():
-        return draws.dropped(w, 6, 0.3), draws.noised(w, 6, 0.3), mask(shape, 6, 0.3)
-
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = again()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with torch.device("meta"):
-        found += again()
+        found += draws_of_all_kinds()
+    found += with_default_dtype()
     with torch.inference_mode():
-        found += again()
+        found += draws_of_all_kinds()
     with torch.autocast("cpu", torch.bfloat16):
-        found += again()
-    for number, value in enumerate(found):
-        assert torch.equal(value, expected[number % 3])
+        found += draws_of_all_kinds()
+    for place, value in enumerate(found):
+        assert torch.equal(value, want[place % len(want)])
 
 
 @pytest.mark.parametrize("numel", [4096, 2**19])
-def test_the_same_seed_repeats_and_another_does_not(numel):
-    masks = [mask((numel,), seed, 0.5) for seed in (*SEEDS, *SEEDS)]
-    noise = [normals(numel, seed) for seed in (*SEEDS, *SEEDS)]
+def test_the_type_does_not_change_which_entries_are_dropped(numel):
+    kept = mask(numel, 6, 0.3) != 0
+    rows = row_mask(numel // 64, 64, 6, 0.3) != 0
+    for dtype in DTYPES:
+        assert torch.equal(mask(numel, 6, 0.3, dtype) != 0, kept)
+        assert torch.equal(row_mask(numel // 64, 64, 6, 0.3, dtype) != 0, rows)
+        scale = torch.tensor(65536 / (65536 - 19661)).to(dtype).item()
+        found = {
+            mask(numel, 6, 0.3, dtype).max().item(),
+            row_mask(4, 64, 6, 0.3, dtype).max().item(),
+        }
+        assert found == {scale} or found == {65536 / (65536 - 19661)}
+
+
+def test_a_draw_repeats_for_its_seed_and_moves_no_random_state():
+    state, python = torch.get_rng_state(), random.getstate()
+    layers = [recoup.weight_noise(recoup.weight_dropout(Reads(1.0, 2**n))) for n in (12, 17)]
+    found = []
+    for seed in (*SEEDS, *SEEDS):
+        with same_draw(seed):
+            stream = torch.get_rng_state()
+            found.append([layer().detach() for layer in layers])
+            assert torch.equal(torch.get_rng_state(), stream)
+    assert random.getstate() == python
+    assert not torch.equal(state, stream)  # `same_draw` moves it, so that it would be seen
     for i in range(8):
         for j in range(i):
-            is_same = i - j == 4
-            assert torch.equal(masks[i], masks[j]) == is_same
-            assert torch.equal(noise[i], noise[j]) == is_same
+            for a, b in zip(found[i], found[j], strict=True):
+                assert torch.equal(a, b) == (i - j == 4)
 
 
-@pytest.mark.parametrize("numel", [4096, 2**19])
-def test_no_random_state_moves(numel):
-    state, python = torch.get_rng_state(), random.getstate()
-    w = weight((numel,))
-    moved = torch.get_rng_state()
-    draws.dropped(w, 1, 0.5)
-    noised_(w, 1, 0.5)
-    assert not torch.equal(state, moved)  # by `weight`, so a move would be seen
-    assert torch.equal(torch.get_rng_state(), moved)
-    assert random.getstate() == python
-
-
-# --- threads -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def threads_seen(monkeypatch, threads):
-    """Names of the threads that draw masks, of which there are three."""
-    threads(3)
-    seen = set()
-    draw = draws._masks
-
-    def seeing(*args):
-        seen.add(threading.current_thread().name)
-        yield from draw(*args)
-
-    monkeypatch.setattr(draws, "_masks", seeing)
-    return seen
-
-
-@pytest.mark.parametrize("shape", SMALL_AND_LARGE, ids=str)
-def test_threads_of_the_caller_do_not_disturb_each_other(shape):
-    w = weight(shape)
-    expected = [(draws.dropped(w, seed, 0.3), draws.noised(w, seed, 0.3)) for seed in range(4)]
-    wrong = []
-
-    def work(first):
-        for number in range(first, first + 8):
-            seed = number % 4
-            # Grad mode is on in a new thread; a weight that needs no gradient may be drawn for.
-            found = draws.dropped(w, seed, 0.3), draws.noised(w, seed, 0.3)
-            wrong.extend(
-                seed for a, b in zip(found, expected[seed], strict=True) if not torch.equal(a, b)
-            )
-        done.append(first)
-
-    done = []
-    workers = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert sorted(done) == [0, 1, 2, 3]
-    assert wrong == []
-
-
-def run(program, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_process_draws_the_same():
-    # With one thread, as in a worker of a DataLoader: OpenMP does not outlive a fork.
-    done = run("""
-        import os
-        import torch
-        from recoup.weights import draws
-
-        weights = [torch.ones(64, 64), torch.ones(1024, 1024)]
-        before = [(draws.dropped(w, 3, 0.5), draws.noised(w, 3, 0.5)) for w in weights]
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)
-            after = [(draws.dropped(w, 3, 0.5), draws.noised(w, 3, 0.5)) for w in weights]
-            same = all(torch.equal(a, b) for x, y in zip(before, after) for a, b in zip(x, y))
-            os._exit(0 if same else 1)
-        assert os.waitpid(child, 0)[1] == 0
-    """)
-    assert done.returncode == 0, done.stderr
-
-
-# --- what is asked of an autograd function that draws --------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SMALL_AND_LARGE, ids=str)
-def test_meta_tensors_have_a_shape(shape):
-    w = torch.empty(shape, device="meta")
-    for found in (draws.dropped(w, 1, 0.5), draws.noised(w, 1, 0.5), dropped_(w, 1, 0.5)):
-        assert found.is_meta
-        assert found.shape == shape
-
-
-@pytest.mark.parametrize("numel", [2**15, 2**17 + 1, 2**21])
-@pytest.mark.parametrize("draw", [dropped_, noised_])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_buffer_is_as_large_as_a_large_weight(threads, numel, draw, dtype):
+@pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise])
+@pytest.mark.parametrize("build", [lambda: Reads(1.0, 2**21), lambda: table(1.0, 2**15, 64)])
+def test_no_buffer_is_as_large_as_a_large_weight(threads, build, apply, dtype):
     threads(1)  # bytes are counted in one
-    w = weight((numel,), dtype)
-    measured = recoup.measure(lambda: draw(w, 1, 0.5), repeats=0)
-    assert 0 < measured.peak_bytes <= 256 * 1024
+    module = apply(build().to(dtype))
+
+    def draw():
+        with recoup.weights.step(module), torch.no_grad():
+            return module.weight
+
+    num_bytes = module.get_parameter("weight").nbytes
+    measured = recoup.measure(draw, repeats=0)
+    assert num_bytes <= measured.peak_bytes <= num_bytes * 1.35
 
 
-# --- errors --------------------------------------------------------------------------------------
+# -- the draw of a function of a user's ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
-def test_p_is_a_share(p):
-    for draw in (draws.dropped, dropped_):
-        with pytest.raises(ValueError, match="`p`"):
-            draw(torch.ones(3), 1, p)
-    with pytest.raises(ValueError, match="`p`"):
-        mask((3,), 1, p)
+def test_a_draw_is_the_same_for_a_seed_and_another_in_each_call():
+    zeros = torch.zeros(300, 200)
+    for make in (Draw.normal, Draw.uniform, lambda draw: draw.bernoulli(0.3)):
+        one, two = Draw(zeros, 5), Draw(zeros, 5)
+        first = make(one)
+        assert torch.equal(first, make(two))
+        assert not torch.equal(first, make(one))
+        assert not torch.equal(first, make(Draw(zeros, 6)))
+        assert (first.shape, first.dtype) == (zeros.shape, zeros.dtype)
+    draw = Draw(zeros.bfloat16(), 5)
+    assert draw.uniform((3,)).dtype is torch.bfloat16
+    assert draw.normal((2, 2)).shape == (2, 2)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_seed_has_63_bits(seed):
-    for draw in (draws.dropped, dropped_, draws.noised, noised_):
-        with pytest.raises(ValueError, match="`seed`"):
-            draw(torch.ones(3), seed, 0.5)
-    with pytest.raises(ValueError, match="`seed`"):
-        mask((3,), seed, 0.5)
+def test_draws_have_their_distributions():
+    draw = Draw(torch.zeros(400, 1000), 3)
+    normal, uniform, bernoulli = draw.normal(), draw.uniform(), draw.bernoulli(0.3)
+    assert are_gaussian(normal.flatten())
+    assert are_even(torch.histc(uniform, 256, 0, 1))
+    assert 0 <= float(uniform.min()) < float(uniform.max()) <= 1
+    assert set(bernoulli.unique().tolist()) == {0.0, 1.0}
+    assert has_share(bernoulli == 1, 1 - round(0.7 * 65536) / 65536)
+    assert draw.bernoulli(0.0).sum() == 0
+    assert draw.bernoulli(1.0, (7,)).sum() == 7
+    for p in (1.5, -0.1):
+        with pytest.raises(ValueError, match=rf"`p` is {p}, but must be a probability"):
+            draw.bernoulli(p)
 
 
-def test_weights_have_floating_point_numbers():
-    for draw in (draws.dropped, dropped_, draws.noised, noised_):
-        with pytest.raises(ValueError, match="floating-point"):
-            draw(torch.ones(3, dtype=torch.int64), 1, 0.5)
+# -- how random they are ---------------------------------------------------------------------------
+
+RATES = [0.01, 0.1, 0.3, 0.5, 0.9, 1 / 65536, 32767 / 65536, 65535 / 65536]
 
 
-# --- the numbers are random ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("numel", [2**16, 2**20 + 3])
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.3, 0.5, 0.9])
-def test_the_share_of_dropped_entries_is_p(numel, p):
+@pytest.mark.parametrize("p", RATES)
+def test_the_share_of_dropped_entries_is_p(p):
     exact = round(p * 65536) / 65536
     for seed in range(3):
-        found = mask((numel,), seed, p)
-        is_dropped = found == 0
-        assert (is_dropped | (found == found.max())).all()
-        assert has_share(is_dropped, exact)
-        for lane in range(4):
-            part = is_dropped[lane::4]
-            assert has_share(part, exact)
-        assert found.max().item() == pytest.approx(1 / (1 - exact), rel=1e-7)
+        for found in (mask(2**18 + 3, seed, p), row_mask(2**12, 64, seed, p).flatten()):
+            is_dropped = found == 0
+            assert (is_dropped | (found == found.max())).all()
+            assert has_share(is_dropped, exact)
+            for lane in range(4):
+                assert has_share(is_dropped[lane::4], exact)
 
 
-def test_every_share_of_65536_is_met_exactly():
-    for num_dropped in (1, 2, 255, 256, 32767, 32769, 65534, 65535):
-        p = num_dropped / 65536
-        numel = 2**20
-        found = mask((numel,), 3, p)
-        assert has_share(found == 0, p)
-        # In expectation, an entry is what it was.
-        assert p * 0 + (1 - p) * found.max().item() == pytest.approx(1, rel=1e-6)
+def masks_of_a_half(num_rows, width, seed):
+    return row_mask(num_rows, width, seed, 0.5)
 
 
-def test_scales_of_two_bytes_are_finite_and_near():
-    for dtype in (torch.float16, torch.bfloat16):
-        assert mask((2**20,), 0, 65535 / 65536, dtype).isfinite().all()
-        found = mask((64,), 0, 0.3, dtype).max().item()
-        assert found == torch.tensor(65536 / (65536 - 19661)).to(dtype).item()
+def flat(draw, *given):
+    return lambda num_rows, width, seed: draw(num_rows * width, seed, *given).view(num_rows, width)
 
 
-LAGS = (1, 2, 3, 4, 5, 8, 16, 64, 1024, 4096, 32768, 65536, 131072)
-
-
-@pytest.mark.parametrize("numel", [2**18, 2**20])
-@pytest.mark.parametrize("draw", [lambda n, seed: mask((n,), seed, 0.5), normals])
-def test_entries_do_not_depend_on_each_other(numel, draw):
-    found = draw(numel, 17)
-    for lag in (*LAGS, numel // 2):
+@pytest.mark.parametrize("draw", [flat(mask, 0.5), flat(noise), masks_of_a_half, row_noise])
+def test_entries_rows_columns_and_seeds_do_not_depend_on_each_other(draw):
+    found = draw(8192, 64, 17)
+    for lag in (1, 2, 3, 8, 64, 512, 2048, 4096):
         assert are_uncorrelated(found[:-lag], found[lag:]), lag
-        if found.min() < 0:  # normals: their sizes too
-            assert are_uncorrelated(found[:-lag].square(), found[lag:].square()), lag
-
-
-@pytest.mark.parametrize("numel", [2**16, 2**18 + 8])
-@pytest.mark.parametrize("draw", [lambda n, seed: mask((n,), seed, 0.5), normals])
-def test_seeds_do_not_depend_on_each_other(numel, draw):
-    seeds = [0, 1, 2, 2**32, 2**32 + 1, 2**63 - 1]
-    found = [draw(numel, seed) for seed in seeds]
-    for i, a in enumerate(found):
-        for b in found[:i]:
-            assert are_uncorrelated(a, b)
-            assert are_uncorrelated(a[1:], b[:-1])
-            assert are_uncorrelated(a, b.flip(0))
-
-
-def test_one_entry_over_many_seeds_is_random_too():
-    for numel, index in ((16, 0), (16, 15)):
-        kept = torch.stack([mask((numel,), seed, 0.5)[index] > 0 for seed in range(1000)])
-        assert has_share(kept, 0.5)
-    numel = 2**18 + 8
-    values = torch.stack([mask((numel,), seed, 0.5)[:: numel // 64] for seed in range(30)])
-    assert has_share(values > 0, 0.5)
-    assert values.mean(0).max() < 1 + 5 / math.sqrt(30)
-
-
-@pytest.mark.parametrize("numel", [2**18, 2**20])
-def test_groups_of_eight_entries_are_uniform(numel):
-    kept = (mask((numel,), 23, 0.5) > 0).view(-1, 8)
-    for bits in (kept, kept.view(2, -1, 4).transpose(0, 1).reshape(-1, 8)):
-        counts = torch.bincount((bits * 2 ** torch.arange(8)).sum(1), minlength=256)
-        assert are_even(counts)
+        assert are_uncorrelated(found[:-lag].square(), found[lag:].square()), lag
+    for lag in (1, 2, 3, 4, 8, 16, 32, 63):
+        assert are_uncorrelated(found[:, :-lag], found[:, lag:]), lag
+    for seed in (16, 18, 17 + 2**32, 2**63 - 1):
+        other = draw(8192, 64, seed)
+        assert are_uncorrelated(found, other)
+        assert are_uncorrelated(found[1:], other[:-1])
+        assert are_uncorrelated(found.flatten(), other.flatten().flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("numel", [2**18, 2**20])
-def test_noise_is_gaussian(numel, dtype):
+def test_noise_is_gaussian_with_long_tails(dtype):
     for seed in (0, 1):
-        for part in normals(numel, seed, dtype).tensor_split(2):
+        rows = row_noise(2**13, 64, seed, dtype)
+        for part in (*noise(2**19, seed, dtype).tensor_split(2), rows.flatten(), *rows.T[[0, 63]]):
             assert are_gaussian(part)
-
-
-def test_what_is_not_random_is_seen():
-    x, generator = normals(2**17, 0), torch.Generator().manual_seed(0)
-    for wrong in (x + 0.02, 1.02 * x, x.abs(), x.clamp(-3.0, 3.0), x + 0.05 * (x.square() - 1)):
-        assert not are_gaussian(wrong)
-    other = torch.randn(2**17, generator=generator)
-    assert not are_uncorrelated(x, other + 0.02 * x)
-    assert not has_share(mask((2**17,), 0, 0.31) == 0, 0.3)
-    bits = torch.randint(256, (2**17,), generator=generator)
-    assert are_even(torch.bincount(bits, minlength=256))
-    assert not are_even(torch.bincount(bits // 2 + 64 * (bits > 250), minlength=128))
-    assert not are_even(torch.arange(2**17).bincount(minlength=2**17)[:256] * 512)
-
-
-def test_tails_are_long():
-    largest = max(normals(2**20, seed).abs().max().item() for seed in range(4))
-    assert 4.7 < largest < 6.7
-
-
-@pytest.mark.parametrize("numel", [4096, 2**19])
-def test_std_scales_the_noise(numel):
-    w = weight((numel,))
-    for std in (1e-30, 0.01, 3.0):
-        noise = noised_(torch.zeros(numel), 5, std) / std
-        torch.testing.assert_close(noise, normals(numel, 5), rtol=1e-5, atol=1e-6)
-        assert torch.equal(draws.noised(w, 5, std), w + noised_(torch.zeros(numel), 5, std))
+    largest = [noise(2**20, 3).abs().max().item(), row_noise(2**14, 64, 3).abs().max().item()]
+    assert 4.5 < min(largest) < max(largest) < 6.7

@@ -1,544 +1,452 @@
-"""What is refused: each error names the argument or the parameter, and a way out."""
+"""What is chosen and what is refused: an error names the argument, and changes nothing."""
 
 from __future__ import annotations
 
-import copy
 import re
 import types
-import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 import recoup
-from recoup.errors import ChangedError
-from recoup.weights import applied, disabled, enabled, remove, same_draw
+from recoup.errors import RecoupError
+from recoup.weights import (
+    applied,
+    apply,
+    disabled,
+    enabled,
+    freeze_dropped,
+    kl_divergence,
+    remove,
+    same_draw,
+    set_step,
+    step,
+    twin,
+    update,
+)
 from tests.oracle import hooks_in_force
-from tests.unit.weights.plain_run import mask, recorded
+from tests.weight_zoo import MORE, multiplied
+
+NAN, INF = float("nan"), float("inf")
+KINDS = [recoup.weight_dropout, recoup.weight_noise, recoup.weight_norm]
+
+# -- what is chosen --------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These layers are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def tree():
+    return nn.Sequential(
+        nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.LSTM(4, 3)
+    )
 
 
-APPLY = {
-    "dropout": recoup.weight_dropout,
-    "noise": recoup.weight_noise,
-    "norm": recoup.weight_norm,
-}
-
-
-@pytest.fixture(params=APPLY)
-def apply(request):
-    return APPLY[request.param]
-
-
-def snapshot(module):
-    """All by which a module could show that something was applied to it."""
-    return [
-        (type(part), sorted(vars(part)), {name: id(p) for name, p in part._parameters.items()})
-        for part in module.modules()
-    ]
-
-
-def refused(module, call, *parts):
-    """Check that `call` raises ValueError with these parts, and leaves `module` as it was."""
-    before = snapshot(module)
-    values = {name: p.detach().clone() for name, p in module.named_parameters() if not is_lazy(p)}
-    stream = torch.get_rng_state()
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - what it says is checked below
-        call()
-    for part in parts:
-        assert part in str(error.value), f"{part!r} is not in {str(error.value)!r}"
-    assert snapshot(module) == before
-    assert all(torch.equal(value, module.get_parameter(name)) for name, value in values.items())
-    assert torch.equal(stream, torch.get_rng_state())
-
-
-# -- arguments -------------------------------------------------------------------------------------
-
-
-def test_no_parameter_matches(apply):
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
-    refused(model, lambda: apply(model, "weight"), "`pattern`", "'weight'", "0.weight", "...")
-    # What would match the beginning or the middle does not match.
-    refused(model, lambda: apply(model, r"0\.w"), "`pattern`", "whole")
-    refused(model, lambda: apply(model, r"eight"), "`pattern`")
-    refused(model, lambda: apply(nn.ReLU(), ".*"), "`pattern`", "none")
-    half = nn.Linear(2, 2, bias=False)
-    refused(half, lambda: apply(half, "bias"), "`pattern`", "weight")
-
-
-@pytest.mark.parametrize("pattern", ["*", "(", None, 3, b"weight", [], ["weight", 3], [["weight"]]])
-def test_no_regular_expression(apply, pattern):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: apply(linear, pattern), "`pattern`", "pattern")
-
-
-def test_a_compiled_pattern(apply):
-    assert len(applied(apply(nn.Linear(2, 2), re.compile("WEIGHT", re.IGNORECASE)))) == 1
-
-
-@pytest.mark.parametrize("module", [None, 3, nn.Linear, "linear", [nn.Linear(2, 2)], torch.ones(2)])
-def test_no_module(apply, module):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: apply(module), "`module`", "nn.Module")
-
-
-@pytest.mark.parametrize("call", [applied, remove, disabled, enabled])
-@pytest.mark.parametrize("module", [None, 3, nn.Linear])
-def test_no_module_for_what_looks_at_modules(call, module):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: call(module), "`module`", "nn.Module")
+def names(module):
+    return [each.name for each in applied(module)]
 
 
 @pytest.mark.parametrize(
-    "p",
+    ("where", "expected"),
     [
-        -0.1,
-        1.1,
-        1 + 1e-9,
-        float("nan"),
-        float("inf"),
-        None,
-        "0.5",
-        True,
-        0.5j,
-        [0.5],
-        torch.tensor([0.5, 0.5]),
-        torch.tensor([0.5]),
-        torch.tensor(-1.0),
-        torch.tensor(float("nan")),
-        torch.tensor(True),
-        lambda step: -1.0,
-        lambda step: "0.5",
-        lambda step: torch.tensor([0.1, 0.2]),
+        ("1.0.weight", ["1.0.weight"]),
+        (r"1\..*weight", ["1.0.weight", "1.1.weight"]),
+        (re.compile("2.WEIGHT_hh_l0", re.IGNORECASE), ["2.weight_hh_l0"]),
+        (nn.Linear, ["1.0.weight"]),
+        (nn.RNNBase, ["2.weight_ih_l0", "2.weight_hh_l0"]),
+        ([nn.Linear, nn.Embedding], ["0.weight", "1.0.weight"]),
+        ((nn.Linear, "2.weight_hh_l0"), ["1.0.weight", "2.weight_hh_l0"]),
+        (["2.weight_hh_l0", nn.Linear, "1.0.*"], ["1.0.weight", "1.0.bias", "2.weight_hh_l0"]),
+        (lambda name, p, module: p.dim() > 1 and name < "2", ["0.weight", "1.0.weight"]),
+        (lambda name, p, module: isinstance(module, nn.LayerNorm), ["1.1.weight", "1.1.bias"]),
     ],
 )
-def test_p_out_of_range(p):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: recoup.weight_dropout(linear, p=p), "`p`", "from 0 to 1")
+def test_what_is_chosen(where, expected):
+    found = recoup.weight_noise(tree(), where)
+    assert names(found) == expected
+    assert names(remove(found, where)) == []
 
 
-@pytest.mark.parametrize(
-    "std",
-    [
-        -0.1,
-        float("nan"),
-        float("inf"),
-        None,
-        "0.5",
-        True,
-        torch.tensor([0.5, 0.5]),
-        torch.tensor(-1.0),
-        torch.tensor(float("inf")),
-        lambda step: -1.0,
-    ],
-)
-def test_std_out_of_range(std):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: recoup.weight_noise(linear, std=std), "`std`", "0 or more")
+def test_what_a_pattern_and_a_type_leave_out():
+    module = recoup.weight_norm(tree(), nn.Linear)
+    module[0].weight.requires_grad_(False)
+    module[2].weight_count = nn.Parameter(torch.ones(1, dtype=torch.int64), requires_grad=False)
+    recoup.weight_noise(module, std=0.1)
+    kinds = {(entry.name, entry.reparametrization.kind) for entry in applied(module)}
+    weights = ["1.0.weight", "1.1.weight", "2.weight_ih_l0", "2.weight_hh_l0"]
+    assert kinds == {("1.0.weight", "weight_norm"), *((name, "weight_noise") for name in weights)}
+    recoup.weight_dropout(module, ["0.weight", "1.0.weight_g"])  # named in full
+    assert {"0.weight", "1.0.weight_g"} < set(names(module))
+    asked = []
+    recoup.weight_noise(tree(), lambda name, *_: asked.append(name) or True)
+    assert asked == [name for name, _ in tree().named_parameters()]
+    both = recoup.weight_noise(recoup.weight_norm(tree(), nn.Linear), nn.Linear)
+    assert names(both) == ["1.0.weight", "1.0.weight"]
 
 
-RATES = {
-    "tensor": torch.tensor(0.5, requires_grad=True),
-    "result": nn.Parameter(torch.tensor(0.5)).square(),
-    "function": lambda step: torch.tensor(0.5, requires_grad=True),
-}
+# -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("p", [0, 1, 0.0, 1.0, torch.tensor(0.5), torch.tensor(1), lambda _: 0])
-def test_p_in_range(p):
-    linear = recoup.weight_dropout(nn.Linear(2, 2), p=p)
-    linear(torch.ones(1, 2)).sum().backward()
+class Taken(nn.Linear):
+    """A layer that has the names that ours would add."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.weight_g, self.weight_std = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.weight_scales = nn.Identity()
 
 
-def test_numbers_of_numpy():
+class Scales(nn.Module):
+    """A function of a weight with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, weight, draw):
+        return weight * self.scale
+
+
+def layer():
+    return nn.Linear(2, 2)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+
+
+def noisy():
+    return recoup.weight_noise(recoup.weight_dropout(layer()), std=0.5)
+
+
+def learned():
+    return recoup.weight_noise(layer(), learned="row")
+
+
+def replaced():
+    module = layer()
+    module.forward = types.MethodType(lambda self, x: x, module)
+    return module
+
+
+def parametrized(module):
+    with disabled(module):
+        parametrize.register_parametrization(module, "weight", nn.Identity())
+
+
+def of(number, **how):
+    return lambda m: KINDS[number](m, **how)
+
+
+def each(*values):
+    return list(values)
+
+
+REQUIRES = torch.tensor(0.5, requires_grad=True)
+RATES = each(-0.1, 1.1, 1 + 1e-9, NAN, INF, None, "0.5", True, 0.5j, [0.5],
+             torch.tensor([0.5, 0.5]), torch.tensor(-1.0), torch.tensor(NAN), torch.tensor(True),
+             lambda _: -1.0,
+             lambda _: "0.5", lambda _: torch.tensor([0.1, 0.2]))  # fmt: skip
+REFUSED = [
+    *((layer, of(0, p=p), "`p` is .* from 0 to 1") for p in RATES),
+    *((layer, of(1, std=s), "`std` is .* 0 or more") for s in RATES[:1] + RATES[3:]),
+    *((layer, of(k, **{n: r}), f"`{n}` requires a .*detach") for k, n in ((0, "p"), (1, "std"))
+      for r in (REQUIRES, REQUIRES.square(), lambda _: REQUIRES)),
+    *((layer, of(k, mode=mode), '`mode` is .*"training".*"always"') for k in (0, 1)
+      for mode in ("train", "Training", "", None, True, 1)),
+    *((layer, of(0, axes=axes), "`axes` is") for axes in
+      ((2,), (-3,), (0, 5), [7], 1, "0", ("a",), (1.0,), (None,), None, (True,))),
+    (layers, of(0, pattern=".*weight", axes=(1,)), r"`axes` .*`1\.weight` has shape \(2,\)"),
+    *((layer, of(2, dim=dim), "`dim` is .*or None") for dim in (2, -3, 1.0, "0", (0,), True)),
+    *((layer, of(k, pattern=p), "`pattern`") for k in range(3) for p in
+      ("*", "(", None, 3, b"weight", [], ["weight", 3], [["weight"]], r"w", "eight", nn.Conv2d,
+       lambda *_: False, [nn.Linear, nn.Conv2d], ["a", "b"])),
+    (lambda: nn.Sequential(*[layer() for _ in range(9)]), of(0, pattern="weight"),
+     r"'weight' matches no parameter of Sequential.*whole.*0\.weight, .*3\.bias, \.\.\."),
+    (nn.ReLU, of(1, pattern=".*"), "there are: none$"),
+    *((layer, lambda _, call=call, m=m: call(m), "`module` is .*nn.Module")
+      for m in (None, 3, nn.Linear, "linear", [layer()], torch.ones(2))
+      for call in (*KINDS, applied, remove, disabled, enabled, twin,
+                   lambda m: set_step(m, 1), lambda m: update(m, p=0.1))),
+    *((layer, lambda _, seed=seed: same_draw(seed), "`seed` is .*from 0") for seed in
+      (-1, 0.5, "3", True, False, (1,))),
+    *((noisy, lambda m, s=s: set_step(m, s), "`step` is .*from 0") for s in
+      (-1, 0.5, "3", True, False, None)),
+    *((layer, lambda m, fn=fn: apply(m, fn), "`fn` is") for fn in (Scales, None, 3, "relu")),
+    *((noisy, lambda m, k=k: KINDS[k](m), "`weight` has .*already.*remove") for k in (0, 1)),
+    (lambda: recoup.weight_norm(layer()), of(2), "`weight_g` exists already"),
+    (lambda: apply(layer(), multiplied), lambda m: apply(m, multiplied), "`weight` has apply"),
+    (Taken, of(2), "`weight_g` exists already"),
+    (Taken, of(1, learned="row"), "`weight_std` exists already"),
+    (Taken, lambda m: apply(m, Scales()), "`weight_scales`, and that name is taken"),
+    *((lambda: nn.Sequential(nn.LazyLinear(2), layer()), of(k, pattern=r"0\.weight"),
+       "`0.weight` has no shape.*batch") for k in range(3)),
+    *((lambda: layer().to(torch.float8_e4m3fn), of(k), "`weight` is torch.float8") for k in (0, 1)),
+    *((lambda: layer().requires_grad_(False), of(k), "`weight` requires no") for k in range(3)),
+    *((replaced, of(k), "`forward`.*before") for k in range(3)),
+    *((lambda: nn.Sequential(replaced()), of(k), "`forward`.*before") for k in range(3)),
+    # deviations that are learned, and relative ones
+    *((layer, of(1, **how), text) for how, text in (
+        ({"learned": "column"}, "`learned` is 'column'"),
+        ({"learned": True}, "`learned` is True"),
+        ({"learned": "row", "std": lambda step: 0.1}, "the number `std`"),
+        ({"learned": "row", "std": torch.tensor(0.1)}, "the number `std`"),
+        ({"learned": "row", "std": nn.Parameter(torch.ones(()))}, "is a Parameter itself"),
+        ({"learned": "row", "std": None}, "`std` is None"),
+        ({"learned": "row", "std": -0.1}, "`std` is -0.1, but must be 0 or more"),
+        ({"learned": "row", "std": True}, "`std` is True"),
+        ({"std": nn.Parameter(torch.ones(3))}, r"shape \(3,\), but .*broadcast to that of"),
+        ({"std": nn.Parameter(torch.ones(1, 2, 2))}, r"shape \(1, 2, 2\), but"),
+        ({"std": nn.UninitializedParameter()}, r"shape \(\), but"),
+        ({"std": nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))}, "floating-point numbers"),
+        ({"relative": 1}, "`relative` is 1"))),
+    # what is changed, removed and measured
+    *((layer, lambda m: remove(m), "`pattern` .*applied") for _ in range(1)),
+    *((noisy, lambda m, p=p: remove(m, p), "`pattern`") for p in ("bias", "weigh", "(")),
+    (noisy, update, "Neither `p` nor `std` is given"),
+    (noisy, lambda m: update(m, p=0.1, std=-1.0), "`std` is -1.0"),
+    (noisy, lambda m: update(m, p=2.0, std=0.1), "`p` is 2.0"),
+    (noisy, lambda m: update(m, "bias", p=0.1), "`where` 'bias' matches no parameter"),
+    (layer, lambda m: update(m, p=0.1), "`where` .*anything is applied"),
+    (learned, lambda m: update(m, p=0.1), "`p` is given, and no parameter"),
+    *((learned, lambda m, s=s: update(m, std=s), text) for s, text in (
+        (lambda step: 0.1, "is learned, as `weight_std`"), (torch.tensor(0.1), "is learned"),
+        (-1, "`std` is -1"), (NAN, "`std` is nan"))),
+    *((noisy, lambda m, how=how: kl_divergence(m, **how), text) for how, text in (
+        ({"prior_std": 0.0}, "`prior_std` is 0.0, but must be a number above 0"),
+        ({"prior_std": -1}, "`prior_std` is -1"),
+        ({"prior_std": "one"}, "`prior_std` is 'one'"),
+        ({"prior_std": True}, "`prior_std` is True"),
+        ({"prior_std": NAN}, "`prior_std` is nan"),
+        ({"prior_std": torch.ones(2)}, r"of shape \(2,\)"),
+        ({"prior_std": 1.0, "prior_mean": INF}, "`prior_mean` is inf"),
+        ({"prior_std": 1.0, "prior_mean": None}, "`prior_mean` is None"),
+        ({"prior_std": None, "prior_mean": 0.5}, "`prior_mean` is given, but `prior_std` is None"),
+        ({"prior_std": 1.0, "where": "bias"}, "matches no parameter"))),
+    (lambda: of(0)(layer()), lambda m: kl_divergence(m, prior_std=1.0), "no divergence"),
+    (layer, lambda m: freeze_dropped(m, m), r"`optimizer` is a Linear, but must be a torch\.optim"),
+    (layer, lambda m: freeze_dropped(torch.optim.SGD, m), "`optimizer` is a type"),
+    *((build, lambda m: freeze_dropped(torch.optim.SGD(m.parameters()), m), "nothing to leave")
+      for build in (layer, lambda: recoup.weight_noise(layer()),
+                    lambda: recoup.weight_norm(recoup.weight_dropout(layer())))),
+    (noisy, lambda m: freeze_dropped(torch.optim.SGD([REQUIRES]), m), "nothing to leave"),
+    (noisy, lambda m: freeze_dropped(torch.optim.SGD(m.parameters()), 3), "`module` is int"),
+    (lambda: nn.Sequential(nn.DataParallel(layer())), twin, r"`module\.0` is a DataParallel"),
+    (noisy, lambda m: parametrized(m), "`weight` of Linear is to be deleted.*remove"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("place", range(len(REFUSED)))
+def test_a_refusal_names_what_is_wrong_and_changes_nothing(place):
+    build, call, words = REFUSED[place]
+    module = build()
+
+    def snapshot():
+        parts = [*module.modules()]
+        ids = [{name: id(p) for name, p in part._parameters.items()} for part in parts]
+        return (
+            [*map(type, parts)],
+            [sorted(vars(part)) for part in parts],
+            ids,
+            repr(applied(module)),
+        )
+
+    before, stream = snapshot(), torch.get_rng_state()
+    values = {n: p.detach().clone() for n, p in module.named_parameters() if not is_lazy(p)}
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        call(module)
+    assert snapshot() == before
+    for name, value in values.items():
+        assert torch.equal(value.double(), module.get_parameter(name).double())
+    if call.__code__.co_name != "same_draw":
+        assert torch.equal(stream, torch.get_rng_state())
+
+
+def test_what_is_in_range():
+    for p in (0, 1, 0.0, 1.0, torch.tensor(0.5), torch.tensor(1), lambda _: 0, torch.tensor(1 / 3)):
+        recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2)).sum().backward()
     np = pytest.importorskip("numpy")
     for p in (np.float32(0.5), np.float64(0.5), np.int64(1)):
-        recoup.weight_dropout(nn.Linear(2, 2), p=p)(torch.ones(1, 2))
-    with same_draw(np.int64(3)):
-        pass
-
-
-@pytest.mark.parametrize("mode", ["train", "Training", "eval", "", None, True, 1])
-@pytest.mark.parametrize("apply", [recoup.weight_dropout, recoup.weight_noise])
-def test_mode(apply, mode):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: apply(linear, mode=mode), "`mode`", '"training"', '"always"')
-
-
-@pytest.mark.parametrize("axes", [(2,), (-3,), (0, 5), [7], 1, "0", ("a",), (1.0,), (None,), None])
-def test_axes(axes):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: recoup.weight_dropout(linear, axes=axes), "`axes`")
-    model = nn.Sequential(nn.Conv1d(2, 2, 2), linear)
-    refused(model, lambda: recoup.weight_dropout(model, ".*weight", axes=axes), "`axes`")
-
-
-def test_axes_that_one_of_the_parameters_lacks():
-    """All is checked before anything is changed."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    call = lambda: recoup.weight_dropout(model, ".*weight", axes=(1,))  # noqa: E731
-    refused(model, call, "`axes`", "`1.weight`", "(2,)")
-
-
-@pytest.mark.parametrize("dim", [2, -3, 1.0, "0", (0,)])
-def test_dim(dim):
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: recoup.weight_norm(linear, dim=dim), "`dim`", "None")
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        -1,
-        0.5,
-        "3",
-        True,
-        False,
-        (1,),
-    ],
-)
-def test_seeds(seed):
-    with pytest.raises(ValueError, match="`seed`"):
-        same_draw(seed)
-
-
-# -- parameters ------------------------------------------------------------------------------------
-
-
-def test_a_lazy_parameter(apply):
-    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
-    refused(model, lambda: apply(model, r"0\.weight"), "`0.weight`", "batch")
-    model(torch.ones(1, 3))
-    apply(model, r"0\.weight")(torch.ones(1, 3))
-
-
-def test_a_forward_replaced_on_the_instance(apply):
-    linear = nn.Linear(2, 2)
-    linear.forward = types.MethodType(lambda self, x: x, linear)
-    refused(linear, lambda: apply(linear), "`forward`", "before")
-    tree = nn.Sequential(linear)
-    refused(tree, lambda: apply(tree, r"0\.weight"), "`forward`", "before")
+        recoup.weight_dropout(layer(), p=p)(torch.ones(1, 2))
+    with same_draw(np.int64(3)), disabled(layer()), enabled(layer()):
+        assert applied(layer()) == []
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    lazy(torch.ones(1, 3))
+    assert names(recoup.weight_dropout(lazy, r"0\.weight")) == ["0.weight"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_script(apply):
-    script = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"`module` has a .*Script"):
-        apply(script)
-    tree = nn.Sequential(script)
-    with pytest.raises(ValueError, match=r"`module` has a .*Script"):
-        apply(tree, r"0\.weight")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_scripts_and_quantization():
+    script = torch.jit.script(layer())
+    for module, pattern in ((script, "weight"), (nn.Sequential(script), r"0\.weight")):
+        with pytest.raises(ValueError, match=r"`module` has a .*Script"):
+            recoup.weight_dropout(module, pattern)
+    with pytest.raises(ValueError, match=r"`module\.0` is a .*Script"):
+        twin(nn.Sequential(script))
+    model = recoup.weight_noise(nn.Sequential(nn.Linear(6, 6)))
+    quantize = torch.ao.quantization.quantize_dynamic
+    with pytest.raises(ValueError, match=r"weights\.remove"):
+        quantize(model, {nn.Linear})
+    assert not isinstance(quantize(twin(model), {nn.Linear})[0], nn.Linear)
 
 
-def test_a_norm_whose_name_is_taken():
-    """A parameter of the user's is not overwritten."""
+class Sharded(torch.Tensor):
+    """A tensor that wraps another one, as a DTensor does."""
 
-    class Taken(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2)
-            self.weight_g = nn.Parameter(torch.ones(3))
+    @staticmethod
+    def __new__(cls, data, requires_grad=True):
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, requires_grad=requires_grad)
+        made.part = data
+        return made
 
-    taken = Taken()
-    refused(taken, lambda: recoup.weight_norm(taken), "`weight_g`")
-    tree = nn.Sequential(nn.Linear(2, 2), taken)
-    refused(tree, lambda: recoup.weight_norm(tree, r".*\.weight"), "weight_g")
-    assert taken.weight_g.shape == (3,)
+    def __tensor_flatten__(self):
+        return ["part"], None
 
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Sharded(inner["part"])
 
-def test_a_parametrization_of_torch_beneath():
-    """Its own parameter can be given noise, which it then sees."""
-
-    class Doubled(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    linear = parametrize.register_parametrization(nn.Linear(4, 4, bias=False), "weight", Doubled())
-    recoup.weight_dropout(linear, r"parametrizations\.weight\.original")
-    raw = linear.parametrizations.weight.get_parameter("original")
-    x = torch.eye(4)
-    with recorded() as made:
-        y = linear(x)
-    assert len(made) == 1
-    assert torch.equal(y.T, 2 * raw * mask(raw, made[0]))
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(args[0].part)
 
 
-def test_the_fast_path_of_attention():
-    """In evaluation, an encoder layer of torch reads the weights of its attention itself."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    recoup.weight_dropout(layer, r"self_attn\.in_proj_weight", mode="always")
-    x = torch.randn(1, 3, 8)
-    with torch.no_grad():
-        assert not torch.equal(layer(x), layer(x))
+def test_weights_of_tensor_parallelism_are_refused_where_they_are_applied():
+    part = nn.Parameter(Sharded(torch.randn(6, 6)))
+    plain = nn.Linear(6, 6)
+    plain.weight = part
+    for apply_to in (*KINDS, lambda m: apply(m, multiplied)):
+        with pytest.raises(ValueError, match=r"a Sharded.*tensor parallelism"):
+            apply_to(plain)
+    noise = recoup.weight_noise(nn.Linear(6, 6))
+    with pytest.raises(ValueError, match=r"a Sharded.*tensor parallelism"):
+        noise.register_parameter("weight", part)
+    noise.__dict__["_parameters"]["weight"] = part
+    assert noise.weight is part  # outside of steps it is what FSDP2 looks at
+    with pytest.raises(RecoupError, match="needs a plain"):
+        noise(torch.ones(1, 6))
 
 
-def test_a_norm_of_two_uses_of_one_parameter():
-    """One parameter cannot be left with two products: an error, or both uses as they were."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Linear(3, 3, bias=False) for _ in range(2))
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.a(x), self.b(x)
-
-    twice = recoup.weight_norm(Twice(), ".*weight")
-    with torch.no_grad():
-        twice.a.weight_g.mul_(2)
-        twice.b.weight_g.mul_(3)
+def test_a_norm_of_two_uses_of_one_parameter_cannot_be_removed():
+    twice = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    twice[1].weight = twice[0].weight
+    recoup.weight_norm(twice, ".*weight")
     x = torch.randn(2, 3)
     before = twice(x)
-    try:
+    with pytest.raises(ValueError, match=r"`0\.weight` and `1\.weight` are one parameter"):
         remove(twice)
-    except ValueError as error:
-        assert "weight" in str(error)  # noqa: PT017
-        return
-    for a, b in zip(before, twice(x), strict=True):
-        torch.testing.assert_close(a, b)
+    assert torch.equal(twice(x), before)
 
 
-def test_nothing_to_remove():
-    linear = nn.Linear(2, 2)
-    refused(linear, lambda: remove(linear), "`pattern`", "applied")
-    recoup.weight_dropout(linear)
-    refused(linear, lambda: remove(linear, "bias"), "`pattern`", "applied")
-    refused(linear, lambda: remove(linear, "weigh"), "`pattern`")
-    refused(linear, lambda: remove(linear, "("), "`pattern`", "regular expression")
-    remove(linear)
-    refused(linear, lambda: remove(linear), "`pattern`", "applied")
+# -- functions of users ----------------------------------------------------------------------------
 
 
-def test_nothing_applied():
-    assert applied(nn.Linear(2, 2)) == []
-    with disabled(nn.Linear(2, 2)), enabled(nn.Linear(2, 2)):
-        pass
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda weight, draw: None, "returned NoneType"),
+        (lambda weight, draw: weight > 0, "returned torch.bool"),
+        (lambda weight, draw: weight.data.int(), "returned torch.int32"),
+        (lambda weight, draw: weight.detach().mul_(2), "in place"),
+    ],
+)
+@pytest.mark.parametrize("with_graph", [True, False])
+def test_what_a_function_must_not_do(fn, message, with_graph):
+    module = apply(layer(), fn)
+    with torch.set_grad_enabled(with_graph), pytest.raises(ValueError, match=message), step(module):
+        module(torch.ones(1, 2))
+    assert hooks_in_force() is None
 
 
-# -- raw weights that change -----------------------------------------------------------------------
+@pytest.mark.parametrize("what", ["tensor", "number", "own"])
+def test_what_a_function_reads_and_what_changes_is_an_error(what):
+    scale, power, scales, module = torch.full((2, 2), 3.0), [2.0], Scales(), layer()
+    apply(module, scales if what == "own" else lambda weight, draw: weight * scale ** power[0])
+    y = module(torch.ones(1, 2, requires_grad=True)).sum()
+    with torch.no_grad():
+        scales.scale.mul_(2), scale.mul_(3 if what == "tensor" else 1)
+    power[0] = 3.0 if what == "number" else 2.0
+    with pytest.raises(RecoupError):
+        y.backward()
+
+
+# -- raw weights that change between forward and backward ------------------------------------------
 
 CHANGES = {
     "add_": lambda p: p.add_(1.0),
-    "copy_": lambda p: p.copy_(torch.zeros_like(p)),
-    "a row": lambda p: p[0].zero_(),
     "a detached view": lambda p: p.detach().view(-1)[:3].mul_(2.0),
     "init": nn.init.zeros_,
     "norm of an embedding": lambda p: torch.embedding_renorm_(p, torch.tensor([0]), 1e-3, 2.0),
 }
+CHANGED = {
+    "linear": (lambda: nn.Linear(4, 4), "weight", (3, 4)),
+    "lstm": (lambda: nn.LSTM(4, 4), "weight_hh_l0", (3, 2, 4)),
+    "tree": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1.weight", (3, 4)),
+}
 
 
-@pytest.mark.sampled(15)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(
-    ("kind", "name", "size"),
-    [
-        (lambda: nn.Linear(4, 4), "weight", (3, 4)),
-        (lambda: nn.LSTM(4, 4), "weight_hh_l0", (3, 2, 4)),
-        (lambda: nn.GRUCell(4, 4), "weight_ih", (3, 4)),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1.weight", (3, 4)),
-    ],
-)
-def test_a_raw_weight_changed_before_backward(kind, name, size, change, apply):
-    module = apply(kind(), re.escape(name))
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("way", MORE)
+def test_a_raw_weight_that_is_changed_before_backward_is_an_error(way, name, change):
+    build, parameter, size = CHANGED[name]
+    module = MORE[way](build(), re.escape(parameter))
     output = module(torch.randn(size, requires_grad=True))
     loss = (output[0] if isinstance(output, tuple) else output).sum()
-    parameter = module.get_parameter(name)
     with torch.no_grad():
-        CHANGES[change](parameter)
-    with pytest.raises(ChangedError, match=rf"`{name}` of \w+ was changed in place"):
+        CHANGES[change](module.get_parameter(parameter))
+    with pytest.raises(RecoupError, match=rf"`{parameter}` of \w+.* changed in place"):
         loss.backward()
     assert hooks_in_force() is None
 
 
-def test_a_weight_changed_past_its_version():
-    """`param.data.mul_` is what torch does not count: its own graph goes on with the new values."""
-    found = {}
-    for way in ("plain", "checkpoint", "dropout"):
-        linear = nn.Linear(4, 4, bias=False)
-        with torch.no_grad():
-            linear.get_parameter("weight").copy_(torch.arange(16.0).view(4, 4))
-        x = torch.ones(3, 4, requires_grad=True)
-        if way == "dropout":
-            recoup.weight_dropout(linear, p=0.5)
-        with recorded() as made:
-            loss = (recoup.checkpoint(linear, x) if way == "checkpoint" else linear(x)).sum()
-        linear.get_parameter("weight").data.mul_(2.0)
-        loss.backward()
-        raw = linear.get_parameter("weight")
-        used = raw * mask(raw, made[0]) if made else raw
-        assert torch.equal(x.grad, used.sum(0).expand(3, -1))
-        found[way] = x.grad
-    assert torch.equal(found["plain"], found["checkpoint"])
-
-
 @pytest.mark.parametrize("dim", [0, None])
-@pytest.mark.parametrize("name", ["weight", "weight_g"])
-def test_a_norm_whose_parameters_change(name, dim):
-    """Also where only the gradients of the parameters themselves need them."""
+@pytest.mark.parametrize("name", ["weight", "weight_g", "weight_std"])
+def test_what_a_norm_and_a_deviation_need_is_watched_too(name, dim):
     linear = recoup.weight_norm(nn.Linear(4, 4), dim=dim)
-    loss = linear(torch.randn(3, 4)).sum()
+    recoup.weight_noise(linear, learned="row") if name == "weight_std" else None
+    losses = [linear(torch.randn(3, 4, requires_grad=True)).sum() for _ in range(2)]
+    losses[1].backward(retain_graph=True)
     with torch.no_grad():
         linear.get_parameter(name).mul_(2.0)
-    with pytest.raises(ChangedError, match="`weight`"):
-        loss.backward()
+    for loss in losses:
+        with pytest.raises(RecoupError, match="`weight"):
+            loss.backward()
 
 
-def test_a_magnitude_changed_before_backward():
-    linear = recoup.weight_norm(nn.Linear(4, 4))
-    y = linear(torch.randn(3, 4, requires_grad=True))
+def test_a_parametrization_of_torch_beneath_and_the_fast_path_of_attention():
+    linear = parametrize.register_parametrization(
+        nn.Linear(4, 4, bias=False), "weight", nn.Identity()
+    )
+    recoup.weight_dropout(linear, r"parametrizations\.weight\.original", p=1.0)
+    assert torch.count_nonzero(linear(torch.eye(4))) == 0
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    recoup.weight_dropout(encoder, r"self_attn\.in_proj_weight", mode="always")
+    x = torch.randn(1, 3, 8)
     with torch.no_grad():
-        linear.weight_g.mul_(2.0)
-    with pytest.raises(ChangedError, match="operand of `weight` of Linear was changed in place"):
-        y.sum().backward()
+        assert not torch.equal(encoder(x), encoder(x))
 
 
 def test_a_change_that_plain_torch_allows_too():
-    """Where backward needs no weight, it may change: as in plain torch, the numbers are right."""
-    linear = recoup.weight_dropout(nn.Linear(4, 4), p=0.3)
-    x = torch.randn(3, 4)
-    plain = x.T @ torch.ones(3, 4)
-    with recorded() as made:
-        loss = linear(x).sum()
-    scales = mask(linear.weight, made[0])
+    """Where backward needs no weight, it may change; and after backward; and past its version."""
+    linear, x = recoup.weight_dropout(nn.Linear(4, 4), p=0.3), torch.randn(3, 4)
+    with step(linear):
+        loss, weight = linear(x).sum(), linear.weight.detach()
+    scales = (weight != 0) / (1 - round(0.3 * 65536) / 65536)
     with torch.no_grad():
         linear.get_parameter("weight").add_(1.0)
     loss.backward()
-    assert torch.equal(linear.get_parameter("weight").grad, plain.T * scales)
-
-
-def test_a_change_after_backward():
-    linear = recoup.weight_dropout(nn.Linear(4, 4))
-    for _ in range(3):
-        linear(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    torch.testing.assert_close(linear.get_parameter("weight").grad, x.sum(0).expand(4, 4) * scales)
+    x.requires_grad_()
+    for _ in range(2):
+        linear(x).sum().backward()
         with torch.no_grad():
             linear.get_parameter("weight").add_(0.1)
-
-
-def test_a_change_while_the_graph_is_retained():
-    linear = recoup.weight_dropout(nn.Linear(4, 4))
-    loss = linear(torch.randn(3, 4, requires_grad=True)).sum()
-    loss.backward(retain_graph=True)
-    with torch.no_grad():
-        linear.get_parameter("weight").add_(0.1)
-    with pytest.raises(ChangedError, match="`weight` of Linear"):
-        loss.backward()
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.lstm, self.last = nn.Linear(4, 4), nn.LSTM(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.last(self.last(self.lstm(self.first(x))[0]).tanh())
-
-
-def test_an_optimizer_in_backward():
-    """Hooks that step when a gradient is there: the numbers of a step after backward."""
-    base = Model()
-    x = torch.randn(5, 2, 4)
-    results = []
-    for in_backward in (True, False):
-        model = copy.deepcopy(base)
-        recoup.weight_dropout(model, ".*weight.*", p=0.3)
-        recoup.weight_noise(model, r"lstm\..*", std=0.1)
-        optimizers = {p: torch.optim.SGD([p], lr=0.5) for p in model.parameters()}
-
-        def step(p, optimizers=optimizers):
-            optimizers[p].step()
-            optimizers[p].zero_grad()
-
-        if in_backward:
-            for p in model.parameters():
-                p.register_post_accumulate_grad_hook(step)
-        for place in range(3):
-            with same_draw(place):
-                loss = model(x).sin().sum()
-            loss.backward()
-            if not in_backward:
-                for p in model.parameters():
-                    step(p)
-        results.append([p.detach().clone() for p in model.parameters()])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_an_optimizer_in_backward_that_comes_too_early():
-    """A weight that a second loss still needs: an error, as in plain torch."""
-    linear = recoup.weight_dropout(nn.Linear(4, 4))
-
-    def step(parameter):
-        with torch.no_grad():
-            parameter.sub_(0.1 * parameter.grad)
-
-    linear.get_parameter("weight").register_post_accumulate_grad_hook(step)
-    x = torch.randn(3, 4, requires_grad=True)
-    a, b = linear(x).sum(), linear(x).sum()
-    a.backward()
-    with pytest.raises(ChangedError, match="`weight` of Linear was changed in place"):
-        b.backward()
-
-
-# -- noisy weights that are edited -----------------------------------------------------------------
-
-
-class Edits(nn.Linear):
-    """A forward that edits the weight it was given."""
-
-    def __init__(self, before=None, after=None):
-        super().__init__(4, 4, bias=False)
-        self.before, self.after = before, after
-
-    def forward(self, x):
-        if self.before is not None:
-            self.before(self.weight)
-        y = F.linear(x, self.weight)
-        if self.after is not None:
-            self.after(self.weight)
-        return y
-
-
-def without_graph(change):
-    def run(weight):
-        with torch.no_grad():
-            change(weight)
-
-    return run
-
-
-EDITS = {
-    "mul_": lambda w: w.mul_(3.0),
-    "a row": lambda w: w[1].fill_(2.0),
-    "a view": lambda w: w.view(2, 8)[0].add_(1.0),
-    "a detached view": lambda w: w.detach().t().mul_(2.0),
-    "without a graph": without_graph(lambda w: w.clamp_(-0.1, 0.1)),
-    "setitem": lambda w: w.__setitem__((slice(None), 2), 5.0),
-    "copy_": without_graph(lambda w: w.copy_(torch.ones(4, 4))),
-    "data": lambda w: w.data.mul_(3.0),
-    "data of a view": lambda w: w.t().data.mul_(3.0),
-}
-
-
-def test_no_warning_in_a_step():
-    """A library that warns makes programs fail whose warnings are errors."""
-    model = recoup.weight_noise(recoup.weight_dropout(Model(), ".*weight.*"), ".*weight.*", std=0.1)
-    embedding = recoup.weight_dropout(nn.Embedding(9, 4, sparse=True), axes=(1,))
-    torch.set_warn_always(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(embedding(torch.tensor([[1, 2], [3, 3]]))).sum().backward()
-    finally:
-        torch.set_warn_always(False)
+    x.grad = None
+    with step(linear):
+        loss, weight = linear(x).sum(), linear.weight.detach().clone()
+    linear.get_parameter("weight").data.mul_(2.0)  # torch does not count it, and uses new values
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * weight.sum(0).expand(3, -1))

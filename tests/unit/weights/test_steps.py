@@ -1,0 +1,356 @@
+"""Which reads share a draw, what turns noise on and off, and what a schedule is given."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import recoup
+from recoup.weights import applied, disabled, enabled, same_draw, set_step, step
+
+
+class Reads(nn.Module):
+    """A forward that returns its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) + 3.0)
+
+    def forward(self):
+        return self.weight * 1
+
+
+class Calls(nn.Module):
+    """A tree whose forward is a function of the tree."""
+
+    def __init__(self, call, **modules):
+        super().__init__()
+        self.call = call
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *args):
+        return self.call(self, *args)
+
+
+def dropped(module, pattern=r"(.*\.)?weight", **settings):
+    return recoup.weight_dropout(module, pattern, **settings)
+
+
+def differ(*tensors):
+    return all(not torch.equal(a, b) for i, a in enumerate(tensors) for b in tensors[:i])
+
+
+def agree(*tensors):
+    return all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
+def num_seeds(call):
+    """How many seeds a call takes from the default generator."""
+    reads, num, before = dropped(Reads()), 0, torch.get_rng_state()
+    call()
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    while not torch.equal(torch.get_rng_state(), after):
+        reads()
+        num += 1
+        assert num < 10, "something else is drawn"
+    return num
+
+
+def in_threads(*calls):
+    """Run each call in a thread of its own, and return what they return."""
+    results = [None] * len(calls)
+
+    def run(place, call):
+        results[place] = call()
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def both_ways(tree):
+    return [tree.layer.weight * 1, tree.layer(), functional_call(tree.layer, {}, ()), tree.layer()]
+
+
+def in_a_block(tree):
+    with step(tree):
+        return [*tree(), *tree()]
+
+
+def decorated(tree):
+    return step(tree)(lambda: [*tree(), *tree(), tree.layer.weight * 1])()
+
+
+def without_graphs(tree):
+    with step(tree):
+        with torch.no_grad():
+            logged = tree.layer.weight  # alive while the next ones are made
+        used = tree.layer()
+        with torch.no_grad():
+            again = tree.layer.weight
+        assert (logged.requires_grad, used.requires_grad) == (False, True)
+        return [logged, used, again, tree.layer()]
+
+
+def deeper(tree):
+    tree.call = lambda tree, depth=3: [tree.layer(), *(tree(depth - 1) if depth else [])]
+    return tree()
+
+
+@pytest.mark.parametrize("way", [nn.Module.__call__, in_a_block, decorated, without_graphs, deeper])
+def test_all_reads_of_a_step_have_one_draw_and_the_next_step_has_another(way):
+    tree = dropped(Calls(both_ways, layer=Reads()))
+    first, second = way(tree), way(tree)
+    assert agree(*first)
+    assert agree(*second)
+    assert differ(first[0], second[0], tree()[0], tree.layer.weight, tree.layer.weight)
+    assert num_seeds(lambda: way(tree)) == 1
+    (first[1] + first[-1]).sum().backward()
+    assert torch.equal(tree.layer.get_parameter("weight").grad == 0, first[1] == 0)
+
+
+def test_a_step_is_the_forward_of_what_something_was_applied_to():
+    twice = Calls(lambda tree: (tree.layer(), tree.layer()), layer=Reads())
+    dropped(twice.layer)
+    assert differ(*twice())  # here each call of the layer
+    with step(twice):
+        assert agree(*twice())
+    inner = Calls(lambda tree: (tree.a(), tree.b()), a=Reads(), b=Reads())
+    outer = Calls(lambda tree: (*tree.inner(), *tree.inner()), inner=inner)
+    dropped(inner, "a.weight")
+    dropped(outer, r"inner\.b\.weight")
+    a1, b1, a2, b2 = outer()
+    assert differ(a1, a2)
+    assert agree(b1, b2)
+    layer = Reads()
+    names = dropped(Calls(lambda tree: (tree.a(), tree.b()), a=layer, b=layer))
+    assert len(applied(names)) == 1
+    assert agree(*names())
+
+
+def test_parameters_are_raw_within_a_step_and_may_be_replaced_there():
+    tree = dropped(Calls(lambda tree: tree.layer(), layer=Reads()))
+    raw = tree.layer.get_parameter("weight")
+    with step(tree):
+        first = tree()
+        assert dict(tree.named_parameters())["layer.weight"] is raw
+        assert torch.equal(tree.state_dict()["layer.weight"], raw)
+        assert torch.equal(copy.deepcopy(tree.layer).get_parameter("weight"), raw)
+        assert torch.equal(functional_call(tree, {"layer.weight": 2 * raw}, ()), 2 * first)
+        assert torch.equal(tree(), first)
+        want = first.detach() * 4
+        with torch.no_grad():
+            raw.mul_(4.0)
+        assert torch.equal(tree(), want)
+
+
+def test_an_exception_ends_a_step_and_holds_no_weight():
+    def fails(tree, error):
+        made.extend(weakref.ref(tree.layer.weight) for _ in range(2))
+        if error is not None:
+            raise error
+
+    made, tree = [], dropped(Calls(fails, layer=Reads()))
+    with pytest.raises(KeyError) as caught:
+        tree(KeyError("x"))
+    assert caught.value.__traceback__ is not None
+    assert [ref() for ref in made] == [None, None]
+    with pytest.raises(KeyError), step(tree):
+        tree(KeyError("x"))
+    with torch.no_grad():
+        assert tree.layer.weight is tree.layer.get_parameter("weight")
+
+
+# -- one draw for several steps --------------------------------------------------------------------
+
+
+def test_same_draw_goes_by_qualified_names_alone():
+    """Another process, a copy, or a model of another class, whatever ran before."""
+
+    class Other(Calls):
+        pass
+
+    def build(kind):
+        call = lambda tree, names: [getattr(tree, name)() for name in names]  # noqa: E731
+        tree = kind(call, **{name: Reads() for name in "abc"})
+        for parameter in tree.parameters():
+            nn.init.ones_(parameter)
+        return dropped(tree)
+
+    tree, other = build(Calls), build(Other)
+    other(["a"])
+    with same_draw(8):
+        a, b, c = tree(["a", "b", "c"])
+    with same_draw(8):
+        c2, a2 = other(["c", "a"])
+    assert differ(a, b, c)
+    assert agree(a, a2)
+    assert agree(c, c2)
+
+
+def test_weights_of_one_name_and_kinds_on_one_weight_have_draws_of_their_own():
+    layers = [dropped(nn.Linear(8, 8, bias=False)) for _ in range(2)]
+    for layer in layers:
+        nn.init.ones_(layer.get_parameter("weight"))
+    with same_draw(seed=0):
+        first, second = (layer(torch.eye(8)).detach() for layer in layers)
+    assert not torch.equal(first, second)
+    with same_draw(seed=0):
+        assert torch.equal(layers[0](torch.eye(8)), first)
+    tree = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(2)))
+    for parameter in tree.parameters():
+        nn.init.ones_(parameter)
+    dropped(tree)
+    with step(tree):
+        kept = [layer.weight > 0 for layer in tree]
+    assert abs((kept[0] == kept[1]).double().mean() - 0.5) < 0.15
+
+
+def test_same_draw_may_be_nested_entered_again_left_by_an_exception_or_within_a_forward():
+    reads, context = dropped(Reads()), same_draw(1)
+    with context:
+        outer = reads()
+        with same_draw(2):
+            inner = reads()
+            with same_draw(1):
+                again = reads()
+        with context:
+            within = reads()
+        after = reads()
+    with pytest.raises(RuntimeError, match="on purpose"), context:
+        raise RuntimeError("on purpose")
+    assert agree(outer, again, within, after)
+    assert differ(outer, inner, reads(), reads())
+
+    def call(tree):
+        before = tree.layer()
+        with same_draw(1):
+            within = tree.layer()
+        return before, within, tree.layer()
+
+    before, within, after = dropped(Calls(call, layer=Reads()))()
+    assert agree(before, after)
+    assert differ(before, within)
+
+
+# -- on and off ------------------------------------------------------------------------------------
+
+
+def test_disabled_and_enabled():
+    reads = dropped(Reads())
+    raw = reads.get_parameter("weight")
+
+    def run():
+        with disabled(reads):
+            assert torch.equal(reads(), raw)
+            with enabled(reads):
+                assert differ(reads(), reads(), raw)
+                with disabled(reads):
+                    assert torch.equal(reads(), raw)
+                assert differ(reads(), raw)
+            assert torch.equal(reads(), raw)
+
+    assert num_seeds(run) == 3
+    assert differ(reads(), raw)
+    reads.eval()
+    with enabled(reads):
+        assert differ(reads(), reads(), raw)
+        with same_draw(1), torch.no_grad():
+            assert agree(reads(), reads())
+    assert torch.equal(reads(), raw)
+    always = dropped(Reads(), mode="always").eval()
+    with disabled(always):
+        assert torch.equal(always(), always.get_parameter("weight"))
+    assert differ(always(), always(), always.get_parameter("weight"))
+
+
+@pytest.mark.parametrize("context", [disabled, enabled])
+def test_a_switch_may_be_entered_again_and_left_by_an_exception(context):
+    reads = dropped(Reads()).train(context is disabled)
+    raw, switch = reads.get_parameter("weight"), context(reads)
+    for _ in range(2):
+        with switch:
+            with switch:
+                assert torch.equal(reads(), raw) is (context is disabled)
+            assert torch.equal(reads(), raw) is (context is disabled)
+        with pytest.raises(RuntimeError, match="on purpose"), switch:
+            raise RuntimeError("on purpose")
+        assert torch.equal(reads(), raw) is (context is enabled)
+
+
+def test_contexts_that_do_not_end_in_order():
+    """A generator that is left open ends when it likes: it takes away its own context only."""
+    reads = dropped(Reads()).eval()
+    raw, off, on = reads.get_parameter("weight"), disabled(reads), enabled(reads)
+    off.__enter__()
+    on.__enter__()
+    off.__exit__(None, None, None)
+    try:
+        assert differ(reads(), raw)
+    finally:
+        on.__exit__(None, None, None)
+    assert torch.equal(reads(), raw)
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+
+def recording(seen, value=0.1):
+    return lambda step: seen.append(step) or value
+
+
+def test_a_schedule_is_given_the_number_of_steps_in_training():
+    seen = []
+    tree = Calls(lambda tree: [tree.a(), tree.a(), tree.b(), tree.a()], a=Reads(), b=Reads())
+    recoup.weight_noise(tree, ".*", std=recording(seen))
+
+    def expect(call, *steps):
+        seen.clear()
+        call()
+        assert seen == [*steps]
+
+    for number in range(2):
+        expect(tree, number, number)  # once for each weight, and the same for both
+    with step(tree):
+        expect(lambda: (tree(), tree()), 2, 2)
+    with same_draw():
+        expect(lambda: (tree(), tree(), tree()), 3, 3)
+    with torch.no_grad():
+        expect(tree, 4, 4)
+    expect(lambda: tree.a.weight, 5)  # a read outside of steps is none
+    tree.eval()
+    expect(tree)
+    with enabled(tree):
+        expect(tree, 5, 5)
+    tree.train()
+    assert [entry.step for entry in applied(tree)] == [5, 5]
+    assert applied(set_step(tree, 70))[0].step == 70
+    for _ in range(2):
+        expect(tree, 70, 70)
+
+
+def test_backward_has_the_magnitude_of_forward():
+    p = torch.tensor(0.3)
+    linear, x = dropped(nn.Linear(6, 5), p=p), torch.randn(4, 6, requires_grad=True)
+    with same_draw(1):
+        y, weight = linear(x).sum(), linear.weight.detach()
+    p.fill_(0.9)
+    y.backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
