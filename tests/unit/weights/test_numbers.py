@@ -265,6 +265,13 @@ def test_a_seed_says_the_table_whoever_reads_it_and_however_many_rows(kind):
     assert torch.equal(some, table[ids] + float(kind is Shifted))
 
 
+def test_rows_and_entries_of_a_bag_with_sparse_gradients():
+    bag = nn.EmbeddingBag(11, 6, mode="sum", sparse=True)
+    ids, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])
+    for way in ("dropout", "rows"):
+        compare(ROWS[way], bag, (ids, offsets), rtol=1e-6)
+
+
 # -- recurrent layers ------------------------------------------------------------------------------
 
 
