@@ -16,7 +16,7 @@ Rule 3. Some nodes cover nothing beneath them, and what is saved there is sketch
         tie, or where a weight is zero, and send gradients elsewhere.
 Rule 4. The graph is followed from the nodes that made residuals down, as residuals are saved, and
         each node is visited once. What is not covered yet is held; the memory of others is not,
-        beyond a megabyte.
+        beyond a few kilobytes.
 Rule 5. A kernel may write to a tensor after autograd has saved it. So the last residuals are
         sketched when the run has ended, or where it is stopped. One that was changed in place since
         is an error in backward anyway, if it is used.

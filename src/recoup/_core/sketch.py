@@ -66,8 +66,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
                         return cast("Any", row.mm(tensor.view(-1, _COLUMNS))).tolist()[0]
                     return cast("Any", _sums(tensor.view(-1))).tolist()
             if dtype in _EXACT and num and tensor.nbytes <= _FEW_BYTES:
-                bits = hash(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
-                return [float(bits >> 32), float(bits & (2**32 - 1))]
+                return _hash_of(tensor)
     elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # a DTensor wraps the tensor that this rank holds
         parts: list[Any] = [getattr(tensor, name) for name in names]
@@ -83,11 +82,19 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
         if tensor.dtype in _OWN and tensor.is_cpu and tensor.numel() <= _FEW:
             return cast("Any", tensor.reshape(-1)).tolist()
         dtype = tensor.dtype
+        if dtype in _EXACT and tensor.is_cpu and tensor.nbytes <= _FEW_BYTES:
+            return _hash_of(_flat(tensor).contiguous())
         if dtype in _OWN and tensor.is_contiguous():
             found = _sums(tensor.view(-1) if not tensor.is_neg() else tensor.resolve_neg().view(-1))
         else:
             found = _sums_of_any(tensor)
     return cast("list[float]", cast("Any", found).tolist()) if found.is_cpu else found
+
+
+def _hash_of(integers: Tensor) -> list[float]:
+    """Return a hash of the bits of a contiguous tensor, as two numbers."""
+    bits = hash(ctypes.string_at(integers.data_ptr(), integers.nbytes))
+    return [float(bits >> 32), float(bits & (2**32 - 1))]
 
 
 def numbers_of(sketch: Sketch) -> list[float]:
