@@ -86,10 +86,11 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim", [0, 1, -1, None])
-@pytest.mark.parametrize("way", ["dropout", "noise", "rows", "norm", "stacked"])
+@pytest.mark.parametrize("way", ["dropout", "noise", "rows", "norm", "norm of rows", "stacked"])
 def test_the_layout_of_a_weight_makes_no_difference(way, dim, layout):
-    rows = Way(dropout={"p": 0.5, "axes": (1, 2)})
-    way = rows if way == "rows" else OURS[way]
+    more = {"rows": ROWS["rows"], "norm of rows": ROWS["rows and a norm"]}
+    more |= {"norm": Way({}, {"p": 0.5})}
+    way = (OURS | more)[way]
     way = way if way.norm is None else way._replace(norm={"dim": dim})
     base, results = nn.Conv2d(3, 4, 3, dtype=torch.float64), []
     for change in (torch.Tensor.contiguous, LAYOUTS[layout]):
