@@ -12,7 +12,7 @@ from torch import nn
 import recoup
 from recoup.weights import applied, same_draw
 from tests.oracle import tensors
-from tests.weight_zoo import LAYERS, MORE, OURS, Kind, Uses, Way, built, compare
+from tests.weight_zoo import LAYERS, MORE, OURS, Kind, Runs, Uses, Way, built, compare, looped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
@@ -274,6 +274,13 @@ def test_rows_and_entries_of_a_bag_with_sparse_gradients():
 
 
 # -- recurrent layers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_cell_in_a_loop_bit_by_bit(cell):
+    """Also where the gradient is scaled by no power of 2, so that sums come before scales."""
+    x = torch.randn(6, 2, 4, requires_grad=True)
+    compare(MORE["thirds"], Runs(cell(4, 5), looped), (x,), r".*weight_.*")
 
 
 class OfUsers(nn.LSTM):

@@ -175,6 +175,18 @@ def test_an_exception_ends_a_step_and_holds_no_weight():
         assert tree.layer.weight is tree.layer.get_parameter("weight")
 
 
+@pytest.mark.parametrize("before", ["nothing", "evaluation", "training without a graph"])
+def test_hooks_in_backward_may_look_at_the_parameter(before):
+    linear, x, seen = dropped(nn.Linear(4, 4)), torch.randn(2, 4), []
+    if before != "nothing":
+        with torch.no_grad():
+            linear.train(before != "evaluation")(x)
+    raw = linear.train().get_parameter("weight")
+    raw.register_hook(lambda gradient: seen.append(linear.weight))
+    linear(x).sum().backward()
+    assert seen[0] is raw
+
+
 # -- one draw for several steps --------------------------------------------------------------------
 
 
