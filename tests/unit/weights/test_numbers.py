@@ -12,7 +12,7 @@ from torch import nn
 import recoup
 from recoup.weights import applied, same_draw
 from tests.oracle import tensors
-from tests.weight_zoo import LAYERS, MORE, OURS, Kind, Uses, Way, built, compare
+from tests.weight_zoo import LAYERS, MORE, OURS, Kind, Runs, Uses, Way, built, compare, looped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
@@ -86,10 +86,11 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim", [0, 1, -1, None])
-@pytest.mark.parametrize("way", ["dropout", "noise", "rows", "norm", "stacked"])
+@pytest.mark.parametrize("way", ["dropout", "noise", "rows", "norm", "norm of rows", "stacked"])
 def test_the_layout_of_a_weight_makes_no_difference(way, dim, layout):
-    rows = Way(dropout={"p": 0.5, "axes": (1, 2)})
-    way = rows if way == "rows" else OURS[way]
+    more = {"rows": ROWS["rows"], "norm of rows": ROWS["rows and a norm"]}
+    more |= {"norm": Way({}, {"p": 0.5})}
+    way = (OURS | more)[way]
     way = way if way.norm is None else way._replace(norm={"dim": dim})
     base, results = nn.Conv2d(3, 4, 3, dtype=torch.float64), []
     for change in (torch.Tensor.contiguous, LAYOUTS[layout]):
@@ -273,6 +274,13 @@ def test_rows_and_entries_of_a_bag_with_sparse_gradients():
 
 
 # -- recurrent layers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_cell_in_a_loop_bit_by_bit(cell):
+    """Also where the gradient is scaled by no power of 2, so that sums come before scales."""
+    x = torch.randn(6, 2, 4, requires_grad=True)
+    compare(MORE["thirds"], Runs(cell(4, 5), looped), (x,), r".*weight_.*")
 
 
 class OfUsers(nn.LSTM):

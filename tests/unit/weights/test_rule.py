@@ -159,6 +159,15 @@ def test_a_write_to_a_computed_weight_is_an_error(in_step, kind, write):
     assert torch.equal(model.get_parameter("layer.weight"), before)
 
 
+def test_a_write_without_a_graph_in_a_step_is_an_error_too():
+    model = recoup.weight_noise(Model())
+    with recoup.weights.step(model), torch.no_grad():
+        with pytest.raises(RecoupError, match="get_parameter"):
+            model.layer.weight.mul_(2)
+        with pytest.raises(RecoupError, match="get_parameter"):
+            torch.optim.SGD([model.layer.weight], lr=0.1)
+
+
 # -- whole models ----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import recoup
-from recoup.weights import applied, disabled, enabled, same_draw, set_step, step
+from recoup.weights import applied, disabled, enabled, same_draw, set_step, step, update
 
 
 class Reads(nn.Module):
@@ -173,6 +173,18 @@ def test_an_exception_ends_a_step_and_holds_no_weight():
         tree(KeyError("x"))
     with torch.no_grad():
         assert tree.layer.weight is tree.layer.get_parameter("weight")
+
+
+@pytest.mark.parametrize("before", ["nothing", "evaluation", "training without a graph"])
+def test_hooks_in_backward_may_look_at_the_parameter(before):
+    linear, x, seen = dropped(nn.Linear(4, 4)), torch.randn(2, 4), []
+    if before != "nothing":
+        with torch.no_grad():
+            linear.train(before != "evaluation")(x)
+    raw = linear.train().get_parameter("weight")
+    raw.register_hook(lambda gradient: seen.append(linear.weight))
+    linear(x).sum().backward()
+    assert seen[0] is raw
 
 
 # -- one draw for several steps --------------------------------------------------------------------
@@ -354,3 +366,17 @@ def test_backward_has_the_magnitude_of_forward():
     p.fill_(0.9)
     y.backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 6))
+
+
+def test_an_update_of_some():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 3))
+    recoup.weight_noise(dropped(model, nn.LSTM), [nn.LSTM, nn.Linear])
+    update(model, "1.weight_hh_l0", p=0.25, std=lambda step: 0.1)
+    update(model, nn.Linear, std=torch.tensor(0.5))
+    assert {repr(each) for each in applied(model)} == {
+        "0.weight: weight_noise(std=0.5)",
+        "1.weight_hh_l0: weight_dropout(p=0.25)",
+        "1.weight_hh_l0: weight_noise(std=<lambda>)",
+        "1.weight_ih_l0: weight_dropout(p=0.5)",
+        "1.weight_ih_l0: weight_noise(std=0.01)",
+    }
