@@ -247,7 +247,7 @@ def test_the_watch_leaves_nothing_behind():
         with pytest.raises(ZeroDivisionError):
             fail_in_backward(model, x)
         assert not is_profiled()
-    with plan.applied(), torch.profiler.profile() as profiler:  # of the user
+    with plan.applied(), torch.profiler.profile(acc_events=True) as profiler:
         loss_of(model(x)).backward()
     assert len(profiler.events()) > 0
     with plan.applied():
