@@ -48,6 +48,7 @@ from recoup.planning.measured_calls import MeasuredCall
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
 from recoup.planning.sizes import ArgumentSizes
+from recoup.planning.step import Step
 from recoup.schedules import Schedule
 
 __all__ = ["PlanFollower", "PlannedModel"]
@@ -119,6 +120,11 @@ class _OfThread(threading.local):
         self.outside = _Pass()  # of blocks that are called outside a forward of the model
 
 
+def _new_call(index: int, *args: Any) -> Call:
+    del index
+    return Call(*args)
+
+
 class PlanFollower:
     """The follower of a model and its blocks (See Rule 1).
 
@@ -130,6 +136,7 @@ class PlanFollower:
         tiled: the parts of the model that run in tiles; None if none do.
         num_forwards: the number of forwards whose stages these are.
         bound: the bound that the plan sets to each step; None for none, in rehearsals.
+        new_call: a function from the index of a stage and the arguments of a `Call` to a call.
     """
 
     def __init__(
@@ -141,8 +148,9 @@ class PlanFollower:
         tiled: PartsFollower | None = None,
         num_forwards: int = 1,
         bound: StepBound | None = None,
+        new_call: Callable[..., Call] = _new_call,
     ) -> None:
-        self._num_forwards, self._bound = num_forwards, bound
+        self._num_forwards, self._bound, self._new_call = num_forwards, bound, new_call
         self._pending = PendingForwards() if bound is None else bound.pending
         self._tiled = tiled
         self._parts = set[int]() if tiled is None else set(map(id, tiled.modules))
@@ -247,7 +255,8 @@ class PlanFollower:
             forward = functools.partial(stage.run_kept, forward)
         else:
             forward = stage.code.of_call(stage.module, forward)
-        call = self._call_of(stage, now.latest, forward, args, kwargs)
+        name = f"block `{stage.name}`"
+        call = self._new_call(now.latest, name, forward, args, kwargs, stage.module)
         if stage.step in executor.prepared.inverted:
             call.expect_inverse()
         linked, picks = (), ()
@@ -289,18 +298,6 @@ class PlanFollower:
             stacklevel=4,
         )
 
-    def _call_of(
-        self,
-        stage: PlannedStage,
-        index: int,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Call:
-        """Return the call of a stage, which is the one at `index`."""
-        del index
-        return Call(f"block `{stage.name}`", forward, args, kwargs, stage.module)
-
     def _warn(self, module: nn.Module) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -334,6 +331,17 @@ class PlannedModel(NamedTuple):
     guard: DriftGuard | None = None
     num_forwards: int = 1
 
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        blocks: Sequence[Block],
+        calls: Sequence[MeasuredCall],
+        guard: DriftGuard | None = None,
+    ) -> PlannedModel:
+        """Return the model of a step with its blocks; the step tiles its parts itself."""
+        return cls(step.model, step.root, blocks, calls, step.tiled, guard, step.num_forwards)
+
     def follower(
         self,
         schedule: Schedule,
@@ -356,10 +364,11 @@ class PlannedModel(NamedTuple):
     @property
     def followed_modules(self) -> list[nn.Module]:
         """The modules whose forwards go through the follower."""
-        return [*self._whole_modules, *([] if self.tiled is None else self.tiled.modules)]
+        return [*self.whole_modules, *([] if self.tiled is None else self.tiled.modules)]
 
     @property
-    def _whole_modules(self) -> list[nn.Module]:
+    def whole_modules(self) -> list[nn.Module]:
+        """The same without the parts that run in tiles."""
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
     def followed(
@@ -375,4 +384,4 @@ class PlannedModel(NamedTuple):
         """
         guard = None if self.guard is None else self.guard.anew()
         follower = self._replace(guard=guard).follower(schedule, make=make)
-        return followed(self._whole_modules, follower)
+        return followed(self.whole_modules, follower)

@@ -20,13 +20,14 @@ Rule 5. Blocks of sharded models are not inverted: ranks could see different dri
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recoup._core.call import Call
 from recoup._core.compile import is_compiled
@@ -34,11 +35,10 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.slots import State
 from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, timeline
-from recoup.planning.blocks import Block
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import followed
 from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.planned_stages import PlannedStage, chains_of, planned_stages
+from recoup.planning.planned_stages import chains_of, planned_stages
 from recoup.planning.priced_blocks import PricedBlocks, points_of
 from recoup.planning.ranks import is_sharded
 from recoup.planning.work import WorkCounter
@@ -127,11 +127,14 @@ class _MeasuredInverses:
             ways[index] = "invert"
         stages = planned_stages(constant([*ways, "keep"]), kind.calls, guard.anew())
         step = kind.step
-        root = step.model if step.call is step.model else None
-        modules = PlannedModel(step.model, root, kind.blocks, kind.calls).followed_modules
+        planned = PlannedModel.of(step, kind.blocks, kind.calls)
+        new_call = partial(_MeasuredCall, self)
+        follower = PlanFollower(
+            step.root, stages, kind.blocks, num_forwards=step.num_forwards, new_call=new_call
+        )
         with step.rehearsed(), timeline(device) as line:
             self._line = line
-            with followed(modules, _Follower(self, root, stages, kind.blocks)):
+            with followed(planned.whole_modules, follower):
                 gradients = step.run()
             self._marks.append((-1, line.mark()))
             del gradients
@@ -160,31 +163,6 @@ class _MeasuredInverses:
         """Add the work of an inverse, or of the second run that makes the rest of its tape."""
         if self._marks and self._marks[-1][0] == index and index in self._inverted:
             self._works[index] += work
-
-
-class _Follower(PlanFollower):
-    """A follower whose calls report what backward does with them."""
-
-    def __init__(
-        self,
-        measured: _MeasuredInverses,
-        model: nn.Module | None,
-        stages: Sequence[PlannedStage],
-        blocks: Sequence[Block],
-    ) -> None:
-        super().__init__(model, stages, blocks)
-        self._measured = measured
-
-    def _call_of(
-        self,
-        stage: PlannedStage,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Call:
-        name = f"block `{stage.name}`"
-        return _MeasuredCall(self._measured, index, name, forward, args, kwargs, stage.module)
 
 
 class _MeasuredCall(Call):

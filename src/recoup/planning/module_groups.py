@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["ModuleGroup", "groups_of", "kind_of", "run_groups"]
+__all__ = ["ModuleGroup", "groups_of", "kind_of", "modules_of", "run_groups"]
 
 
 class ModuleGroup(nn.Module):
@@ -93,6 +93,11 @@ def _begins(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
+def modules_of(block: nn.Module) -> list[nn.Module]:
+    """Return the module of the model that a block is, or those of a group."""
+    return list(block.parts) if isinstance(block, ModuleGroup) else [block]
+
+
 def run_groups(groups: Sequence[ModuleGroup], input: Any) -> Any:
     """Call the groups of a sequence (See Rule 2)."""
     for group in groups:
@@ -102,6 +107,4 @@ def run_groups(groups: Sequence[ModuleGroup], input: Any) -> Any:
 
 def kind_of(module: nn.Module) -> str:
     """Return the class of a block, or those of the modules of a group."""
-    if isinstance(module, ModuleGroup):
-        return ", ".join(type(each).__name__ for each in module.parts)
-    return type(module).__name__
+    return ", ".join(type(each).__name__ for each in modules_of(module))

@@ -14,6 +14,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup.planning.advice import held_by_others, what_can_be_inverted
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import Follower, WrappedForwards, wrapped_forwards_in
+from recoup.planning.module_groups import modules_of
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import (
     BlockPlan,
@@ -162,7 +163,8 @@ class Plan:
         self.planned = planned
         self.replanner: PlanFamily | None = None
         self._held_bytes = held_bytes
-        modules = [planned.model, *(module for _, module in planned.blocks)]
+        blocks = [module for _, block in planned.blocks for module in modules_of(block)]
+        modules = [planned.model, *blocks]
         self._modes = [(module, module.training) for module in modules]
         self._point = point
         self._rehearsed_bytes = rehearsed_bytes

@@ -249,7 +249,7 @@ class _Follower(PlanFollower):
     """A follower that tells the recorder of a step which call of a block runs."""
 
     def __init__(self, recorder: StepRecorder, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(*args, new_call=partial(_RecordedCall, recorder))
         self._recorder = recorder
 
     def _run_stage(
@@ -272,17 +272,6 @@ class _Follower(PlanFollower):
         run = forward if stage.chosen is None else told
         with self._recorder.within(index):
             return super()._run_stage(stage, now, run, args, kwargs)
-
-    def _call_of(
-        self,
-        stage: PlannedStage,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Call:
-        name = f"block `{stage.name}`"
-        return _RecordedCall(self._recorder, index, name, forward, args, kwargs, stage.module)
 
 
 class _RecordedCall(Call):

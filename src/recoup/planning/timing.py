@@ -4,8 +4,8 @@ NOTE [ Times of a step ]
 
 Rule 1. Whole steps are timed, without counting bytes or work. What a step takes beyond the plain
         one is what its blocks pay: their second runs, the hooks around them, the comparison, and
-        the mode that keeps products. So all of that is in the costs, and the three steps are
-        predicted as they were timed.
+        the mode that keeps products. So all of that is in the costs, and the predictions for these
+        three steps are the times that were measured.
 Rule 2. What blocks pay is divided among them by the times of their second runs, one by one; calls
         that are alike share the median of theirs. Within a block, products and other operators
         share its time by their counted work. What the mode takes is divided by the operators that
@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -33,7 +34,6 @@ from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.planned_stages import PlannedStage
 from recoup.planning.pricing import chosen_products
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
@@ -78,16 +78,16 @@ def times_of(
         has_room: whether the plain step may be run (See Rule 4).
         plain_seconds: the time of the plain step, if it is known from other blocks.
     """
-    root = step.model if step.call is step.model else None
-    planned = PlannedModel(step.model, root, blocks, calls)
+    planned = PlannedModel.of(step, blocks, calls)
     runs: list[dict[int, float]] = []  # the seconds of second runs in each step
 
     def following(schedule: Schedule) -> Callable[[], AbstractContextManager[None]]:
-        def make(*args: Any) -> PlanFollower:
+        def entered() -> AbstractContextManager[None]:
             runs.append({})
-            return _Follower(runs[-1], *args)
+            new_call = partial(_TimedCall, runs[-1])
+            return planned.followed(schedule, make=partial(PlanFollower, new_call=new_call))
 
-        return lambda: planned.followed(schedule, make=make)
+        return entered
 
     recomputing: list[Way] = ["recompute"] * len(calls)
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -110,7 +110,7 @@ def times_of(
     scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
     again = [scale * each for each in again]
     of_operators = _SECONDS_IN_MODE
-    if math.isfinite(seconds.get("products", math.inf)):
+    if "products" in seconds:
         priced = zip(calls, again, variants, strict=True)
         expected = sum(_rest_of(call, taken, variant) for call, taken, variant in priced)
         num_operators = sum(
@@ -146,15 +146,19 @@ def _in_turn(
     for _ in range(_MOST_ROUNDS):
         if spent > _ENOUGH_SECONDS:
             break
-        for name, entered in ways.items():
+        for name, entered in list(ways.items()):
             try:
                 with entered():
                     taken = seconds_of(step)
             except (ChangedError, ReplayError):
                 if name != "products":
                     raise
-                taken = math.inf  # products are not kept
+                taken = math.inf
             (taken,) = largest_among_ranks(step.model, [taken])
+            if not math.isfinite(taken):
+                seconds.pop(name, None)
+                del ways[name]  # a rehearsal of a plan that keeps products says why
+                continue
             seconds[name] = min(taken, seconds.get(name, taken))
             spent += taken
     return seconds
@@ -174,25 +178,6 @@ def _second_runs(
         for index in indices:
             found[index] = taken
     return found
-
-
-class _Follower(PlanFollower):
-    """A follower whose calls are timed."""
-
-    def __init__(self, seconds: dict[int, float], *args: Any) -> None:
-        super().__init__(*args)
-        self._seconds = seconds
-
-    def _call_of(
-        self,
-        stage: PlannedStage,
-        index: int,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Call:
-        name = f"block `{stage.name}`"
-        return _TimedCall(self._seconds, index, name, forward, args, kwargs, stage.module)
 
 
 class _TimedCall(Call):

@@ -103,10 +103,7 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     """
     step, budget = kind.step, budget_bytes - standing
     held: dict[int, int] = {}  # by each rehearsal, when its backward began
-    planned = PlannedModel(
-        step.model, step.root, kind.blocks, kind.calls, guard=kind.guard, tiled=step.tiled,
-        num_forwards=step.num_forwards,
-    )  # fmt: skip
+    planned = PlannedModel.of(step, kind.blocks, kind.calls, kind.guard)
     is_partly_estimated = any(call.is_estimated for call in kind.calls)
 
     def rehearse(index: int) -> int:
