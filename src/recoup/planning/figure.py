@@ -92,10 +92,10 @@ def _unit(num_bytes: int) -> tuple[int, str]:
 
 
 def _over_a_step(axes: Any, plan: Plans, unit: int, name: str) -> None:
-    forward = plan.frontier[-1].seconds
-    backward = plan.kept_seconds / forward - 1 if forward else 0.0  # with all else of the step
-    before = trace(plan.frontier[-1].schedule, plan.costs, backward)
-    after = trace(plan.chosen.schedule, plan.costs, backward)
+    again = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds
+    first = plan.kept_seconds / again if again else 1.0  # that everything kept takes as measured
+    before = trace(plan.frontier[-1].schedule, plan.costs, first)
+    after = trace(plan.chosen.schedule, plan.costs, first)
     whole = plan.kept_seconds or 1.0
     top = plan.most_bytes / unit
     for moments, color, text, width in (

@@ -188,15 +188,14 @@ class Moment:
     is_backward: bool
 
 
-def trace(
-    schedule: Schedule, costs: Sequence[Cost], backward: float = _BACKWARD
-) -> tuple[Moment, ...]:
+def trace(schedule: Schedule, costs: Sequence[Cost], first: float = 1.0) -> tuple[Moment, ...]:
     """Return the memory at each moment of a schedule; the highest peak is that of `simulate`.
 
     Args:
         schedule: the schedule.
         costs: the cost of each stage.
-        backward: the time of the backward of a stage, in runs of its forward.
+        first: the time of a stage's first run, and half of that of its backward, where 1 is what it
+            pays to run again, which may take more.
 
     Returns:
         A moment for each action; an `Advance` has one for each of its stages.
@@ -220,14 +219,15 @@ def trace(
         reason = walk.step(action)
         if reason is not None:
             raise ScheduleError(f"`{schedule.name}` cannot do {action!r}: {reason}")
-        clock += walk.seconds - before
+        spent = walk.seconds - before
         if isinstance(action, Tape):
             cost = costs[action.index]
             tape = cost.tape_again if walk.in_backward else cost.tape(action.variant)
             owed[action.index] = tape.seconds
-            clock -= owed[action.index]
+            spent -= owed[action.index]
         elif isinstance(action, Reverse):
-            clock += backward * costs[action.index].seconds + owed[action.index]
+            spent += first * _BACKWARD * costs[action.index].seconds + owed[action.index]
+        clock += spent if walk.in_backward else first * spent
         moments.append(Moment(action, clock, walk.peak, walk.held, walk.in_backward))
     return tuple(moments)
 
