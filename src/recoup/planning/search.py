@@ -26,10 +26,11 @@ from recoup.planning.keeping_all import ExplainedFrontier, price_whole, remedy_f
 from recoup.planning.offload_place import place_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan, own_forwards
+from recoup.planning.plan_maker import PlanMaker
 from recoup.planning.priced_blocks import price_blocks
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
-from recoup.planning.replanning import PlanMaker, PlansByShape
+from recoup.planning.replanning import PlansByShape
 from recoup.planning.sizes import checked_budget, standing_bytes
 from recoup.planning.skipped_blocks import blocks_that_are_called
 from recoup.planning.stages import kinds_of_blocks
