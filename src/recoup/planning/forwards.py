@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_traced, uncompiled
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
-from recoup.planning.module_groups import ModuleGroup, run_groups
+from recoup.planning.module_groups import ModuleGroup, are_groups_of, run_groups
 
 __all__ = [
     "CallOutputs",
@@ -54,6 +54,15 @@ _OF_A_FUNCTION = frozenset((
     "__type_params__",
 ))  # fmt: skip
 Forward = Callable[..., Any]
+_COMPILED_AROUND = (
+    "A model that follows a plan was given to torch.compile. Its planned blocks run uncompiled, "
+    "between graphs of the code around them. Plan with compile=True instead, which compiles the "
+    "blocks."
+)
+_OTHER_MODULES = (
+    "An nn.Sequential of a planned model has other modules than when the plan was made. It runs "
+    "without the plan: gradients are right, but it may take more memory. Make a new plan."
+)
 
 
 class Follower(Protocol):
@@ -166,15 +175,8 @@ def own_forward(forward: Forward) -> Forward:
 def _follow_in_a_graph(
     forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    group = forward.group
-    if group is not None and not group.has_warned:
-        group.has_warned = True
-        warnings.warn(
-            "A model that follows a plan was given to torch.compile. Its planned blocks run "
-            "uncompiled, between graphs of the code around them. Plan with compile=True instead, "
-            "which compiles the blocks.",
-            stacklevel=2,
-        )
+    if forward.group is not None:
+        forward.group.warn_once(_COMPILED_AROUND)
     return _follow(forward, args, kwargs)
 
 
@@ -182,7 +184,11 @@ def _follow(forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, A
     follower = forward.follower
     if follower is None:
         return forward.run(*args, **kwargs)
-    run = partial(run_groups, forward.parts) if forward.parts else forward.__wrapped__
+    run = forward.__wrapped__
+    if forward.parts and are_groups_of(forward.parts, forward.module):
+        run = partial(run_groups, forward.parts)
+    elif forward.parts and forward.group is not None:
+        forward.group.warn_once(_OTHER_MODULES)
     if not forward.is_followed:
         return run(*args, **kwargs)
     return follower.called(forward.module, run, args, kwargs)
@@ -207,7 +213,7 @@ class WrappedForwards:
             self._owner = (lambda: owner) if is_held else weakref.ref(owner)
         self._forwards: list[tuple[str, _WrappedForward]] = []
         self.suspensions: set[object] = set()
-        self.has_warned = False  # of torch.compile
+        self._warnings: set[str] = set()  # that were given
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """Wrap the forwards of `modules`.
@@ -226,6 +232,12 @@ class WrappedForwards:
             for module in dict.fromkeys([*parts, *modules]):
                 self._wrap(module, parts.get(module, ()), is_followed=id(module) in followed)
             stack.pop_all()
+
+    def warn_once(self, message: str) -> None:
+        """Warn, if this was not said before."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            warnings.warn(message, stacklevel=3)
 
     @property
     def owner(self) -> object | None:

@@ -7,7 +7,10 @@ Rule 1. A convolution keeps its input, and the ReLU before it keeps its output, 
         kernel begins a group, and what follows it (norms, activations, pooling) belongs to it.
 Rule 2. While a plan is followed, the sequence calls its groups in place of its modules, and each
         group calls its modules, with their hooks.
-Rule 3. A group is made once for a sequence, so that all plans for it have the same blocks.
+Rule 3. A group is made once for a sequence, so that all plans for it have the same blocks. A
+        sequence whose modules were replaced since, or that got more, runs as it is.
+Rule 4. A forward may take the modules of a sequence without calling it (features of an image, layer
+        by layer). Then each module is a block of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["ModuleGroup", "groups_of", "kind_of", "modules_of", "run_groups"]
+__all__ = ["ModuleGroup", "are_groups_of", "groups_of", "kind_of", "modules_of", "run_groups"]
 
 
 class ModuleGroup(nn.Module):
@@ -96,6 +99,12 @@ def _begins(module: nn.Module) -> bool:
 def modules_of(block: nn.Module) -> list[nn.Module]:
     """Return the module of the model that a block is, or those of a group."""
     return list(block.parts) if isinstance(block, ModuleGroup) else [block]
+
+
+def are_groups_of(groups: Sequence[ModuleGroup], sequence: nn.Module) -> bool:
+    """Whether these are the groups of all modules that a sequence has now (See Rule 3)."""
+    own: dict[str, nn.Module | None] = vars(sequence)["_modules"]
+    return [*map(id, own.values())] == [id(part) for group in groups for part in group.parts]
 
 
 def run_groups(groups: Sequence[ModuleGroup], input: Any) -> Any:

@@ -32,7 +32,7 @@ from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
 from recoup.planning.replanning import PlansByShape
 from recoup.planning.sizes import checked_budget, standing_bytes
-from recoup.planning.skipped_blocks import blocks_that_are_called
+from recoup.planning.skipped_blocks import blocks_that_are_called, with_called_groups
 from recoup.planning.stages import kinds_of_blocks
 from recoup.planning.step import Step, device_of
 from recoup.planning.tiling import with_tiles
@@ -269,6 +269,7 @@ def frontier_of_call(
         others: list[Block] = []
         if not named:
             named, others = blocks_that_are_called(step)
+        named = with_called_groups(step, named)
         try:
             is_told = blocks is not None or not named
             kinds = [named or others] if is_told else kinds_of_blocks(step, named)

@@ -24,6 +24,7 @@ from torch import nn
 from recoup.planning.blocks import Block, find_leaves, outermost_called, repeated_calls
 from recoup.planning.measured_calls import Measured, MeasuredCall
 from recoup.planning.measuring import measure_blocks
+from recoup.planning.module_groups import ModuleGroup, modules_of
 from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
@@ -33,6 +34,7 @@ __all__ = [
     "blocks_that_are_called",
     "measure_most",
     "sequences_of",
+    "with_called_groups",
 ]
 
 Sequences = list[list[nn.Module]]
@@ -81,6 +83,24 @@ def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
         called = _sequence(replace(step, call=step.root or step.call), modules)
     found = repeated_calls(step.model, called) or find_leaves(step.model)
     return found, [] if found else outermost_called(step.model, called)
+
+
+def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
+    """Return blocks with their modules in place of groups whose sequence no forward calls.
+
+    One forward is run if there is such a sequence within the model (Rule 4 of NOTE [ Groups of
+    modules ]).
+    """
+    groups = [module for _, module in blocks if isinstance(module, ModuleGroup)]
+    sequences = [s for s in {id(g.sequence): g.sequence for g in groups}.values() if s is not None]
+    if not sequences or sequences == [step.root]:
+        return blocks
+    with step.rehearsed():
+        called = _distinct(_sequence(step, sequences))
+    taken = {id(part) for g in groups if id(g.sequence) not in called for part in g.parts}
+    named = cast("Iterator[Block]", step.model.named_modules())
+    alone = [(name, module) for name, module in named if id(module) in taken]
+    return [(n, m) for n, m in blocks if id(modules_of(m)[0]) not in taken] + alone
 
 
 def sequences_of(step: Step, modules: Sequence[nn.Module]) -> Sequences:

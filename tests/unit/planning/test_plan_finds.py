@@ -309,3 +309,52 @@ def test_a_sequence_that_calls_a_module_twice_or_otherwise_is_right():
         with frontier.plan(frontier.least_bytes).applied():
             model(x).square().sum().backward()
         assert all(map(torch.equal, (p.grad for p in model.parameters()), wanted))
+
+
+class LayerByLayer(nn.Module):
+    """Takes the layers of a sequence without calling it (features of an image)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = convolutions(inplace=False)
+        self.head = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def forward(self, x):
+        kept = []
+        for layer in self.features:
+            x = layer(x)
+            kept.append(x.mean())
+        return self.head(x.mean((2, 3))).sum() + sum(kept)
+
+
+def gradients_of(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_modules_of_a_sequence_that_is_not_called_are_blocks_of_their_own():
+    model, x = LayerByLayer(), torch.randn(4, 3, 32, 32)
+    wanted = gradients_of(model, x)
+    frontier = recoup.plan(model, x, loss=lambda y: y.square().sum())
+    plan = frontier.plan(frontier.least_bytes)
+    names = [row.name for row in plan.blocks]
+    assert names[:2] == ["features.0", "features.1"]
+    assert names[-4:] == ["head.0", "head.1", "head.2", "head.3"]
+    with plan.applied():
+        assert all(map(torch.equal, gradients_of(model, x), wanted))
+
+
+@pytest.mark.parametrize("change", ["replaced", "appended"])
+def test_a_sequence_that_has_other_modules_since_runs_as_it_is(change):
+    model, x = convolutions(inplace=False), torch.randn(4, 3, 32, 32)
+    frontier = recoup.plan(model, x, loss=lambda y: y.square().sum())
+    plan = frontier.plan(frontier.least_bytes).apply()
+    if change == "replaced":
+        model[2] = nn.Conv2d(8, 8, 3, padding=1)
+    else:
+        model.append(nn.Tanh())
+    with pytest.warns(UserWarning, match="other modules than when the plan was made"):
+        found = gradients_of(model, x)
+    plan.remove()
+    assert all(map(torch.equal, found, gradients_of(model, x)))
