@@ -247,6 +247,11 @@ def test_the_watch_leaves_nothing_behind():
         with pytest.raises(ZeroDivisionError):
             fail_in_backward(model, x)
         assert not is_profiled()
+    with recoup.plan(model, x, budget="1 GiB", loss=loss_of).applied():
+        output = model(x)
+        assert is_profiled()
+    assert not is_profiled()  # the output is alive, and its backward has not come
+    del output
     with plan.applied(), torch.profiler.profile(acc_events=True) as profiler:
         loss_of(model(x)).backward()
     assert len(profiler.events()) > 0

@@ -172,6 +172,7 @@ class Plan:
         self._kept_seconds = kept_seconds
         self.sizes = sizes
         self._forwards: WrappedForwards | None = None
+        self._pending = PendingForwards()
 
     # -- properties ------------------------------------------------------------------------
 
@@ -353,7 +354,7 @@ class Plan:
         Args:
             bound: the bound that it sets to steps; None for its own.
         """
-        bound = self.bound(PendingForwards()) if bound is None else bound
+        bound = self.bound(self._pending) if bound is None else bound
         return self.planned.follower(self.schedule, self.sizes, bound=bound)
 
     def _begin(self, *, is_held: bool) -> None:
@@ -370,6 +371,7 @@ class Plan:
         """Restore the forwards of the model; existing graphs still follow the plan."""
         if self.replanner is not None:
             self.replanner.end()
+        self._pending.unwatch()
         forwards, self._forwards = self._forwards, None
         if forwards is not None:
             forwards.end()

@@ -198,6 +198,7 @@ class PlansByShape:
 
     def end(self) -> None:
         """Serve no more calls."""
+        self._pending.unwatch()
         hook, self._hook = self._hook, None
         self._group = None
         if hook is not None:
