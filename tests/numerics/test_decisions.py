@@ -8,6 +8,7 @@ from torch import nn
 
 import recoup
 from recoup._core.dispatch_modes import num_dispatch_modes
+from recoup._core.interception import is_intercepting
 from recoup.errors import ReplayError
 from tests.alive import held_after
 from tests.deciding import (
@@ -226,21 +227,22 @@ def test_decisions_by_constants_need_no_mode():
     """A mask of positions is the same to the bit in a second run; what hangs on `x` is kept."""
 
     def by_positions(x):
-        seen.append(num_dispatch_modes() > 0)
+        seen.append((num_dispatch_modes() > 0, is_intercepting()))
         places = torch.arange(len(x), dtype=x.dtype)
         return x.masked_fill((places[:, None] - places).abs() > 2, 0.0).sin()
 
     def by_numbers(x):
-        seen.append(num_dispatch_modes() > 0)
+        seen.append((num_dispatch_modes() > 0, is_intercepting()))
         limit = torch.zeros(len(x))
         limit.copy_(x.detach().mean(0))
         return x.masked_fill(limit > 0, 0.0).sin()
 
-    for code, later in ((by_positions, False), (by_numbers, True)):
+    looked_at, kept, neither = (True, False), (False, True), (False, False)
+    for code, later in ((by_positions, neither), (by_numbers, kept)):
         seen = []
         for _ in range(2):
             recoup.checkpoint(code, torch.randn(4, 4, requires_grad=True)).sum().backward()
-        assert seen == [True, True, later, later]
+        assert seen == [looked_at, looked_at, later, later]
 
 
 def called(module, x):
@@ -256,7 +258,7 @@ class Seen(nn.Module):
         self.num_modes = []
 
     def forward(self, x):
-        self.num_modes.append(num_dispatch_modes())
+        self.num_modes.append(num_dispatch_modes() + is_intercepting())
         return x.sin() * (x.detach() > 0) if self.decides else torch.relu(x.sin())
 
 

@@ -15,14 +15,16 @@ Rule 3. A later run may decide less, where the first has cached a mask. Where no
 Rule 4. A run that is looked at also shows whether a decision hangs on numbers from outside, which
         may be a rounding error off. What is made of integers, constants and draws alone (the mask
         of an attention, the buckets of positions) is the same to the bit, and decides alike.
-Rule 5. Compiled code goes on running as compiled under these modes, but not in a run that is looked
-        at, and not in the second run that belongs to it: both must decide alike.
+Rule 5. A run that is looked at, and the later runs that belong to it, pass every operator through a
+        mode. Other runs intercept the operators that decide alone (NOTE [ Interception ]), and
+        compiled code runs as such in them. Both must decide alike.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+import operator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
@@ -32,10 +34,12 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.interception import Interceptor, beneath, intercepting
 from recoup._core.memory_layout import Strides, strided
 from recoup._core.operators import has_schema, traits_of
 from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
+from recoup._core.saved_tensors import grad_mode
 from recoup._core.storage_tracking import storages_of
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
@@ -90,16 +94,16 @@ class KeptOutputs:
 
     def __init__(self, *, is_looking: bool) -> None:
         self.may_draw = self.may_decide_otherwise = False
+        self._is_looking = is_looking
         # The storages that hang on nothing from outside; of a run that is looked at.
         self._made_here = WeakSet[torch.UntypedStorage]()
-        self._kind = _Mode if is_looking else _ModeOfCompiled
         self._kept: dict[_Call, list[_Kept]] = {}
         self._seen: dict[_Call, int] = {}  # the place of the last one that a later run was given
         self._is_repeating = False  # within a first run that goes on
 
     def recording(self) -> AbstractContextManager[Any]:
         """Return a context for the first run, which keeps outputs."""
-        return InMode(self._kind(self._record))
+        return self._passing(self._record)
 
     @property
     def are_left(self) -> bool:
@@ -112,21 +116,23 @@ class KeptOutputs:
         self._is_repeating, before = True, self._is_repeating
         self._seen = {}
         try:
-            with InMode(self._kind(functools.partial(self._repeat, self._seen))):
+            with self._passing(functools.partial(self._repeat, self._seen)):
                 yield
         finally:
             self._is_repeating = before
 
-    def _record(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _passing(self, run: Interceptor) -> AbstractContextManager[Any]:
+        """Return a context in which operators go through `run` (See Rule 5)."""
+        return InMode(_Mode(run)) if self._is_looking else intercepting(_deciding(), run)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        hangs = self._kind is _Mode and self._hangs_on_outside(func, args, kwargs, result)
-        if not name or not _is_of_floats(args) or self._is_repeating:
-            return result
-        if name == _CONVERSION and not _is_decision(args[0], kwargs):
-            return result
-        self.may_decide_otherwise |= hangs
-        kept = _keep(name, func, args, kwargs, result)
-        self._kept.setdefault(_call_of(func, args), []).append(kept)
+        hangs = self._is_looking and self._hangs_on_outside(func, args, kwargs, result)
+        if not self._is_repeating and (name := _decision(func, args, kwargs)):
+            self.may_decide_otherwise |= hangs
+            with grad_mode(False):
+                kept = _keep(name, func, args, kwargs, result)
+            self._kept.setdefault(_call_of(func, args), []).append(kept)
         return result
 
     def _hangs_on_outside(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
@@ -142,11 +148,10 @@ class KeptOutputs:
         return True
 
     def _repeat(
-        self, seen: dict[_Call, int], name: str, func: Any, args: Any, kwargs: dict[str, Any]
+        self, seen: dict[_Call, int], func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if not name or not _is_of_floats(args):
-            return func(*args, **kwargs)
-        if name == _CONVERSION and not _is_decision(args[0], kwargs):
+        name = _decision(func, args, kwargs)
+        if not name:
             return func(*args, **kwargs)
         call = _call_of(func, args)
         place = seen[call] = seen.get(call, -1) + 1
@@ -154,17 +159,18 @@ class KeptOutputs:
         if place >= len(kept):
             return func(*args, **kwargs)  # See Rule 3
         if name in _DRAWS:
-            func(*args, **kwargs)
-        return _given(kept[place], name, func, args, kwargs)
+            with grad_mode(False):
+                func(*args, **kwargs)
+        given = functools.partial(_given, kept[place], name, func)
+        return beneath(func, args, kwargs, given) if call[-1] else given(args, kwargs)
 
 
 class _Mode(DispatchMode):
     """A mode in which operators go through `run`."""
 
     supports_higher_order_operators = True
-    looks = True  # at each operator, whether it may draw
 
-    def __init__(self, run: Callable[[str, Any, Any, dict[str, Any]], Any]) -> None:
+    def __init__(self, run: Interceptor) -> None:
         super().__init__()
         self._run = run
 
@@ -173,20 +179,7 @@ class _Mode(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        name = _decides(func)
-        if not name and not self.looks:  # most operators, for speed
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return self._run(name, func, args, kwargs or {})
-
-
-class _ModeOfCompiled(_Mode):
-    """The same, which lets compiled code run (See Rule 5)."""
-
-    looks = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+        return self._run(func, args, kwargs or {})
 
 
 @functools.cache
@@ -200,10 +193,25 @@ def _writes(func: Any) -> bool:
 
 
 @functools.cache
+def _deciding() -> frozenset[Any]:
+    """Return the operators that decide."""
+    aten: Any = torch.ops.aten
+    return frozenset(operator.attrgetter(name)(aten) for name in _ALL)
+
+
+@functools.cache
 def _decides(func: Any) -> str:
     """Return the name of an operator that decides; "" for any other (See Rule 1)."""
     namespace, _, name = str(func).partition(".")
     return name if namespace == "aten" and name in _ALL else ""
+
+
+def _decision(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+    """Return the name of the operator of a call that decides something; "" for any other."""
+    name = _decides(func)
+    if not name or not _is_of_floats(args):
+        return ""
+    return "" if name == _CONVERSION and not _is_decision(args[0], kwargs) else name
 
 
 def _is_of_floats(args: Any) -> bool:
