@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import recoup
+from recoup._core.kept_outputs import _KeptTensor as KeptTensor
+from recoup._core.surroundings import Surroundings
 from recoup.errors import BudgetError, ReplayError
-from recoup.planning.keeping import KeptTensor
 from recoup.planning.verification import Verification, outcome_of
 from tests.neighbours.planned import Block, Net, assert_same, loss_of, plan_for, result_of
 
@@ -32,6 +33,7 @@ def test_f1_products_that_are_kept_wrong_are_not_planned(monkeypatch: pytest.Mon
     assert "keep products" in ways
     get = KeptTensor.get
     monkeypatch.setattr(KeptTensor, "get", lambda self: get(self).mul_(1.01))
+    monkeypatch.setattr(Surroundings, "decides_anew", lambda self: False)
     with pytest.warns(UserWarning, match="keeps no results of products"):
         plan = recoup.plan(model, x, budget=budget, loss=loss_of)
     assert "keep products" not in {row.way for row in plan.blocks}
@@ -65,6 +67,7 @@ def test_f1_gradients_of_arguments_are_compared(monkeypatch: pytest.MonkeyPatch)
     budget = budget_in_the_middle(model, x)
     get = KeptTensor.get
     monkeypatch.setattr(KeptTensor, "get", lambda self: get(self).mul_(1.01))
+    monkeypatch.setattr(Surroundings, "decides_anew", lambda self: False)
     with pytest.warns(UserWarning, match="keeps no results of products"):
         recoup.plan(model, x, budget=budget, loss=loss_of)
     assert x.grad is None

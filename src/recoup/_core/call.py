@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from recoup._core.captured import parts_of
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.executor import Executor
+from recoup._core.kept_outputs import Products
 from recoup._core.lazy_values import keep
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.module_marks import is_in_place, mark_of
@@ -59,6 +60,7 @@ class Call:
         args: its arguments.
         kwargs: its keyword arguments.
         module: the module whose forward `fn` is, if it is one and `fn` is not the module itself.
+        products: the operators whose outputs later runs are given; None if there are none.
         compares: whether what later runs make is compared with the first.
     """
 
@@ -70,9 +72,10 @@ class Call:
         kwargs: dict[str, Any],
         module: nn.Module | None = None,
         *,
+        products: Products | None = None,
         compares: bool = True,
     ) -> None:
-        self.name = name
+        self.name, self.products = name, products
         self._fn = fn
         self._args = args
         self._kwargs = kwargs

@@ -11,13 +11,15 @@ Rule 2. Interceptors nest as modes do: the one that was entered last is called, 
         it runs goes to the one before.
 Rule 3. The key is above autograd and autocast. `beneath` replaces what an operator computes, and
         leaves its node in the graph.
+Rule 4. Hooks of ours run within the operators of others. What they compute is hidden (`unseen`).
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,13 @@ _dispatcher: Any = torch._C
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _key: Any = _dispatcher._dispatch_key_parse(_KEY_NAME)
 _include: Callable[[Any, bool], None] = _dispatcher._dispatch_tls_set_dispatch_key_included
+with _dispatcher._AutoDispatchBelowAutograd():
+    _excluded: Any = _dispatcher._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(_key)
+# Returns a context in which operators have no part in the graph, and no interceptor (See Rule 4);
+# not a function of ours, for speed.
+unseen: Callable[[], AbstractContextManager[None]] = functools.partial(
+    _dispatcher._ExcludeDispatchKeyGuard, _excluded
+)
 _registering = threading.Lock()
 _libraries: dict[str, torch.library.Library] = {}  # by namespace; kernels live as long as these
 _registered: set[Any] = set()

@@ -87,6 +87,7 @@ class Region(Residuals):
             stage.name,
             stage.modules,
             stage.code,
+            getattr(stage, "products", None),
             keeps_outputs=way != "invert",  # an inverse decides in another order
         )
         self.surroundings, self.index, self.way = surroundings, index, way
@@ -118,8 +119,9 @@ class Region(Residuals):
             owner: fills the slots.
             is_kept: whether later runs are given the input itself, not one that is made again.
         """
-        stage = self.stage
-        kept, given = getattr(stage, "kept_nodes", ()), state if is_kept else ()
+        stage, given = self.stage, state if is_kept else ()
+        outputs = self.surroundings.kept_outputs
+        kept = getattr(stage, "kept_nodes", None) or (() if outputs is None else outputs.nodes)
         # Within a second run of a region around, which is compared itself, it need not be.
         follows = stage.compares and not is_in_second_run()
         recording = Recording(self, owner, given, kept, follows=follows)

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recoup._core.interception import unseen
+
 _COLUMNS = 16
 _OF_HALVES = 17  # columns (See Rule 3)
 _FEW = 64  # entries, which are a sketch themselves
@@ -58,7 +60,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
             num = tensor.numel() if tensor.untyped_storage().nbytes() else 0
             dtype = tensor.dtype
             if dtype in _OWN and num and not tensor.is_neg() and not _is_autocast("cpu"):
-                with _below_autograd():
+                with unseen():
                     if num <= _FEW:
                         return cast("Any", tensor.view(-1)).tolist()
                     if num <= _COLUMNS * _MOST_ROWS and not num % _COLUMNS:
@@ -76,7 +78,7 @@ def sketch_of(tensor: Tensor) -> Sketch | None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         return None
     hidden = _plainly() if type(tensor) in _PLAIN else nullcontext()  # from modes
-    with _no_functions(), hidden, _below_autograd(), _without_autocast():
+    with _no_functions(), hidden, unseen(), _without_autocast():
         if not tensor.numel() or not tensor.untyped_storage().nbytes() or tensor._is_zerotensor():
             return None
         if tensor.dtype in _OWN and tensor.is_cpu and tensor.numel() <= _FEW:
@@ -136,7 +138,6 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps ** 0.75
 
 
-_below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd")  # noqa: B009
 _without_autocast: Any = getattr(torch._C, "_DisableAutocast")  # noqa: B009
 _num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack")  # noqa: B009
 _is_autocast = torch.is_autocast_enabled

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
-from recoup._core.kept_outputs import KeptOutputs
+from recoup._core.kept_outputs import KeptOutputs, Products
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import set_versions, version_of, versions_of
 
@@ -72,11 +72,18 @@ class Surroundings(Draws):
         name: the name of the call in error messages.
         modules: the modules that it uses, as far as they are known.
         code: the code that it runs: the module, or the code of a function.
+        products: the operators whose outputs later runs are given, beside those that decide.
         keeps_outputs: whether later runs are given what operators decided; inverses are not.
     """
 
     def __init__(
-        self, name: str, modules: Sequence[nn.Module], code: object, *, keeps_outputs: bool = True
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        code: object,
+        products: Products | None = None,
+        *,
+        keeps_outputs: bool = True,
     ) -> None:
         self._entries = []
         self.name = name
@@ -109,8 +116,12 @@ class Surroundings(Draws):
         self._is_looking = not is_known or not _finds.isdisjoint(self._root)
         self.kept_outputs: KeptOutputs | None = None
         self._may_draw = self._is_looking or not _draws.isdisjoint(self._root)
-        if keeps_outputs and (self._is_looking or not _decides.isdisjoint(self._root)):
-            self.kept_outputs = KeptOutputs(is_looking=self._is_looking)
+        decides = keeps_outputs and (self._is_looking or not _decides.isdisjoint(self._root))
+        if decides or products is not None:
+            products = products or Products()
+            self.kept_outputs = KeptOutputs(
+                name, products, decides=decides, is_looking=self._is_looking
+            )
 
     def _note(self, roots: Sequence[nn.Module]) -> None:
         """Note what errors can name (See Rule 4)."""
@@ -230,7 +241,7 @@ class Surroundings(Draws):
             self.has_foreign, self._start = False, None
         if kept is not None and kept.may_decide_otherwise:
             _add(_decides, self._root)
-        elif kept is not None:
+        elif kept is not None and not kept.products.chosen:
             self.kept_outputs = None
             self._has_mode = True
         for known, parts in self._seen:

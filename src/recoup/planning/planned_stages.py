@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from recoup._core.call import run_again
+from recoup._core.call import Call, run_again
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
+from recoup._core.kept_outputs import Products
 from recoup.planning.compiling import BlockCode
-from recoup.planning.keeping import KeepingCall
 from recoup.planning.measured_calls import MeasuredCall
 from recoup.planning.pricing import chosen_products
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
@@ -52,7 +52,7 @@ class PlannedStage(NamedTuple):
     chain: PlannedChain
     step: int
     is_kept: bool
-    chosen: frozenset[int] | None
+    chosen: Products | None
     code: BlockCode
 
     def run_kept(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class PlannedStage(NamedTuple):
         if self.chosen is None:
             return self.code.of_call(self.module, forward)(*args, **kwargs)
         name = f"block `{self.name}`"
-        return run_again(KeepingCall(name, forward, args, kwargs, self.module, self.chosen))
+        return run_again(Call(name, forward, args, kwargs, self.module, products=self.chosen))
 
 
 def planned_stages(
@@ -90,13 +90,15 @@ def planned_stages(
 
 def _way_of(
     call: MeasuredCall, variant: int, *, is_kept: bool
-) -> tuple[frozenset[int] | None, BlockCode]:
+) -> tuple[Products | None, BlockCode]:
     """Return the operators whose results a call keeps (None for all or none), and its code."""
     if call.codes:
         again = call.code_again or call.codes[0]
         return None, call.codes[variant] if is_kept else again
-    chosen = frozenset(chosen_products(call)[variant - 1]) if variant else None
-    return chosen, BlockCode()
+    if not variant:
+        return None, BlockCode()
+    funcs = frozenset(product.func for product in call.products)
+    return Products(funcs, frozenset(chosen_products(call)[variant - 1])), BlockCode()
 
 
 def chains_of(calls: Sequence[MeasuredCall]) -> Iterator[tuple[int, int]]:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
+from recoup._core.kept_outputs import is_mask
 from recoup._core.pytree import tensors_in
 from recoup._core.save_observer import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of
 
-__all__ = ["Product", "WorkCounter", "is_costly", "is_mask"]
+__all__ = ["Product", "WorkCounter", "is_costly"]
 
 # The approximate number of floating-point operations in the time in which one byte is moved. It
 # weighs products against elementwise operators. Choices depend little on it; a constant keeps them
@@ -42,22 +43,17 @@ def is_costly(func: Any) -> bool:
     return name in _COSTLY or "_attention" in name or is_mask(func)
 
 
-def is_mask(func: Any) -> bool:
-    """Whether an operator fills a tensor with draws of 0 and 1."""
-    return func is torch.ops.aten.bernoulli_.float or func is torch.ops.aten.bernoulli_.Tensor
-
-
 class Product(NamedTuple):
     """A costly operator that ran.
 
     Args:
-        name: the name of the operator.
+        func: the operator.
         work: its counted work.
         num_bytes: the bytes of its output.
         is_needed: whether a residual was saved after it began, so that recomputation reaches it.
     """
 
-    name: str
+    func: Any
     work: float
     num_bytes: int
     is_needed: bool
@@ -143,7 +139,7 @@ class WorkCounter(DispatchMode):
             outputs = ()  # the bits themselves are no residual
         else:
             num_bytes = bytes_of(outputs)
-        self._products.append(Product(str(func), work, num_bytes, is_needed=False))
+        self._products.append(Product(func, work, num_bytes, is_needed=False))
         self._outputs.append(WeakSet(storages_of(outputs)))
 
 
