@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import recoup
-from recoup._core.kept_outputs import _KeptTensor as KeptTensor
+from recoup._core.kept_products import _KeptTensor as KeptTensor
 from recoup._core.surroundings import Surroundings
 from recoup.errors import BudgetError, ReplayError
 from recoup.planning.verification import Verification, outcome_of

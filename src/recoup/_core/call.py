@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from recoup._core.captured import parts_of
 from recoup._core.compile import is_watched, uncompiled
 from recoup._core.executor import Executor
-from recoup._core.kept_outputs import Products
+from recoup._core.kept_products import Products
 from recoup._core.lazy_values import keep
 from recoup._core.log_det_pairs import check_pair, has_inverse
 from recoup._core.module_marks import is_in_place, mark_of

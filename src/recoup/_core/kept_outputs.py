@@ -18,30 +18,13 @@ Rule 4. A run that is looked at also shows whether a decision hangs on numbers f
 Rule 5. A run that is looked at, and the later runs that belong to it, pass every operator through a
         mode. Other runs intercept the operators that decide alone (NOTE [ Interception ]), and
         compiled code runs as such in them. Both must decide alike.
-
-NOTE [ Kept products ]
-
-Rule 1. Outputs of chosen operators are kept in the same way (a plan chooses some of the costly ones
-        in a block). They go through the saved-tensor hooks that are in force around the region when
-        its first run has ended. Each is given once, and all are freed with the next run, so that
-        memory falls as backward proceeds; in a further backward the operators run again.
-Rule 2. What is kept is a copy, made as soon as the operator has run. The output itself may be
-        written to, in the region or after it, by a kernel that torch does not see (numpy, Triton)
-        or through a view with a version counter of its own (`_unsafe_view`, which every batched
-        `torch.matmul` returns). No check would detect all of these writes.
-Rule 3. Outputs are kept only if they are plain tensors that share no memory with the inputs of the
-        operator or with each other, and only if the operator writes to none of its inputs.
-Rule 4. Of an operator that fills a tensor with draws of 0 and 1 (the mask of a dropout), the draws
-        are kept, one bit each; later writes to the tensor do not change them.
-Rule 5. If an operator drew, a later run sets the generators to their states after it, so that later
-        draws are the same.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
@@ -51,19 +34,17 @@ from torch import Tensor, nn
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
-from recoup._core.generators import States, generator_states, same_states, set_generator_states
+from recoup._core.generators import generator_states, same_states
 from recoup._core.interception import Interceptor, beneath, intercepting
-from recoup._core.memory_layout import Strides, geometry_of, laid_out, strided
-from recoup._core.operators import has_schema, map_instances, traits_of
+from recoup._core.kept_products import KeptProduct, Products
+from recoup._core.memory_layout import Strides, strided
+from recoup._core.operators import has_schema, traits_of
 from recoup._core.packed_masks import PackedMask
 from recoup._core.pytree import tensors_in
 from recoup._core.saved_tensors import (
-    Kept,
-    Pair,
     grad_mode,
     num_nodes,
     pair_in_force,
-    storage_id,
 )
 from recoup._core.storage_tracking import storages_of
 
@@ -96,18 +77,6 @@ _DRAWS = frozenset((_CHANCES, "multinomial.default"))
 _ALL = _SELECTIONS | _COMPARISONS | _INTEGERS | _NUMBERS | {_CONVERSION, _CHANCES}
 
 _Call = tuple[Any, torch.Size, bool]
-
-
-class Products(NamedTuple):
-    """Operators of a call whose outputs are kept.
-
-    Args:
-        funcs: the operators among which some are chosen.
-        chosen: the chosen ones, by their numbers among all calls of these.
-    """
-
-    funcs: frozenset[Any] = frozenset()
-    chosen: Container[int] = ()
 
 
 class _Decided(NamedTuple):
@@ -143,7 +112,7 @@ class KeptOutputs:
         self._is_looking = is_looking
         # The storages that hang on nothing from outside; of a run that is looked at.
         self._made_here = WeakSet[torch.UntypedStorage]()
-        self._kept: dict[_Call, list[_Decided | _KeptProduct | None]] = {}
+        self._kept: dict[_Call, list[_Decided | KeptProduct | None]] = {}
         self._seen: dict[_Call, int] = {}  # the place of the last one that a later run was given
         self._is_repeating = False  # within a first run that goes on
 
@@ -154,7 +123,7 @@ class KeptOutputs:
             yield
         for (func, *_), row in self._kept.items():
             for each in row:
-                if isinstance(each, _KeptProduct):
+                if isinstance(each, KeptProduct):
                     each.hand_over(f"What {func} made in {self._name}", self._pair)
         self._pair = None
 
@@ -174,14 +143,14 @@ class KeptOutputs:
         finally:
             self._is_repeating = before
             for kept in self._kept.values() if self.products.funcs else ():
-                kept[:] = [None if isinstance(each, _KeptProduct) else each for each in kept]
+                kept[:] = [None if isinstance(each, KeptProduct) else each for each in kept]
 
     def _passing(self, run: Interceptor) -> AbstractContextManager[Any]:
         """Return a context in which operators go through `run` (See Rule 5)."""
         if self._is_looking:
             return InMode(_Mode(run))
         funcs = self.products.funcs
-        return intercepting(funcs | _deciding() if self._decides else funcs, run)
+        return intercepting(_with_deciding(funcs) if self._decides else funcs, run)
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_repeating:
@@ -205,12 +174,12 @@ class KeptOutputs:
         result = func(*args, **kwargs)
         if self._is_looking:
             self._hangs_on_outside(func, args, kwargs, result)
-        found: _KeptProduct | None = None
+        found: KeptProduct | None = None
         if is_chosen:
             after = generator_states() if before is not None else None
             drew = before is not None and after is not None and not same_states(before, after)
             with grad_mode(False):
-                found = _KeptProduct.of(func, args, kwargs, result, after if drew else None)
+                found = KeptProduct.of(func, args, kwargs, result, after if drew else None)
         if found is not None and not isinstance(found.output, PackedMask):
             self.nodes.add(num_nodes() - 1)
         self._kept.setdefault(_call_of(func, args), []).append(found)
@@ -239,7 +208,7 @@ class KeptOutputs:
         kept = row[place] if place < len(row) else None
         if kept is None:
             return func(*args, **kwargs)  # See Rule 3
-        if isinstance(kept, _KeptProduct):
+        if isinstance(kept, KeptProduct):
             row[place] = None
             return kept.given(func, args, kwargs)
         if name in _DRAWS:
@@ -247,84 +216,6 @@ class KeptOutputs:
                 func(*args, **kwargs)
         given = functools.partial(_given, kept, name, func)
         return beneath(func, args, kwargs, given) if call[-1] else given(args, kwargs)
-
-
-class _KeptProduct(NamedTuple):
-    """What a chosen operator made.
-
-    Args:
-        output: a copy of its output, with a `_KeptTensor` in place of each tensor; or the draws.
-        states: the states of the generators after it, if it drew.
-    """
-
-    output: Any
-    states: States | None
-
-    @classmethod
-    def of(
-        cls, func: Any, args: Any, kwargs: dict[str, Any], result: Any, states: States | None
-    ) -> _KeptProduct | None:
-        """Return a copy of what an operator made; None if that cannot be kept (See Rule 3)."""
-        if is_mask(func):
-            is_plain = type(result) is Tensor and not result.is_sparse
-            return cls(PackedMask(result), states) if is_plain else None
-        if not _can_be_kept(func, result, tensors_in((args, kwargs))):
-            return None
-        return cls(map_instances(result, Tensor, _KeptTensor), states)
-
-    def hand_over(self, name: str, pair: Pair | None) -> None:
-        """Pass the copies to the saved-tensor hooks `pair`."""
-        keep = functools.partial(_KeptTensor.keep, name=name, pair=pair)
-        map_instances(self.output, _KeptTensor, keep)
-
-    def given(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what a later run is given, with the history that the operator gives it."""
-        if self.states is not None:
-            set_generator_states(self.states)
-        return beneath(func, args, kwargs, self._made)
-
-    def _made(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.output, PackedMask):
-            return args[0].copy_(self.output.unpacked())
-        return map_instances(self.output, _KeptTensor, _KeptTensor.get)
-
-
-class _KeptTensor:
-    """A copy of a tensor that a chosen operator made."""
-
-    __slots__ = ("_geometry", "_kept")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._geometry = geometry_of(tensor)
-        self._kept: Tensor | Kept = tensor.detach().clone()
-
-    def keep(self, name: str, pair: Pair | None) -> None:
-        """Pass the copy to the saved-tensor hooks `pair`."""
-        self._kept = Kept(cast("Tensor", self._kept), name, pair)
-
-    def get(self) -> Tensor:
-        """Return the tensor in its original layout, as hooks may return it in another one."""
-        tensor = cast("Kept", self._kept).get()
-        # Detached: the result gets its history later, and hooks may hold the tensor they returned.
-        return laid_out(tensor, self._geometry).detach()
-
-
-def is_mask(func: Any) -> bool:
-    """Whether an operator fills a tensor with draws of 0 and 1."""
-    return func is torch.ops.aten.bernoulli_.float or func is torch.ops.aten.bernoulli_.Tensor
-
-
-def _can_be_kept(func: Any, result: Any, given: Sequence[Tensor]) -> bool:
-    """Whether the outputs are plain, share no memory, and are all that `func` does."""
-    if has_schema(func) and traits_of(func).writes:
-        return False
-    seen = {storage_id(tensor) for tensor in given if tensor.layout is torch.strided}
-    for tensor in tensors_in(result):
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        if not is_plain or tensor.is_inference() or storage_id(tensor) in seen:
-            return False
-        seen.add(storage_id(tensor))
-    return True
 
 
 class _Mode(DispatchMode):
@@ -355,10 +246,9 @@ def _writes(func: Any) -> bool:
 
 
 @functools.cache
-def _deciding() -> frozenset[Any]:
-    """Return the operators that decide."""
-    aten: Any = torch.ops.aten
-    return frozenset(operator.attrgetter(name)(aten) for name in _ALL)
+def _with_deciding(funcs: frozenset[Any]) -> frozenset[Any]:
+    """Return these operators, and those that decide."""
+    return funcs.union(operator.attrgetter(name)(torch.ops.aten) for name in _ALL)
 
 
 @functools.cache

@@ -41,7 +41,8 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.dispatch_modes import InMode, PassingMode, num_dispatch_modes
-from recoup._core.kept_outputs import KeptOutputs, Products
+from recoup._core.kept_outputs import KeptOutputs
+from recoup._core.kept_products import Products
 from recoup._core.rng import Draws
 from recoup._core.saved_tensors import set_versions, version_of, versions_of
 

@@ -12,7 +12,7 @@ from torch import nn
 from recoup._core.call import Call, run_again
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
-from recoup._core.kept_outputs import Products
+from recoup._core.kept_products import Products
 from recoup.planning.compiling import BlockCode
 from recoup.planning.measured_calls import MeasuredCall
 from recoup.planning.pricing import chosen_products

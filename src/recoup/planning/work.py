@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recoup._core.compile import never_compiled
 from recoup._core.dispatch_modes import DispatchMode, InMode
-from recoup._core.kept_outputs import is_mask
+from recoup._core.kept_products import is_mask
 from recoup._core.pytree import tensors_in
 from recoup._core.save_observer import Way, observed_by
 from recoup._core.storage_tracking import bytes_of, storages_of

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import recoup
 from recoup._core.call import Call, run_again
-from recoup._core.kept_outputs import Products
+from recoup._core.kept_products import Products
 from recoup._core.packed_masks import PackedMask
 from recoup._core.storage_tracking import StorageTracker
 from recoup.errors import ChangedError, RecoupError, ReplayError
@@ -115,13 +115,14 @@ def test_the_step_is_that_of_the_plain_run(name, choice, dtype):
     torch.manual_seed(3)
     blocks, size = BLOCKS[name]()
     model = Keeping(blocks, CHOICES[choice]).to(dtype)
-    plain = copy.deepcopy(model)
-    for module in plain.modules():
-        if isinstance(module, Keeping):
-            module.keeps = None
     x = torch.randn(size, dtype=dtype, requires_grad=True)
-    assert_same_step(run_step(model, x), run_step(plain, x))
-    assert hooks_in_force() is None
+    for _ in range(2):  # the first time, the code is looked at
+        plain = copy.deepcopy(model)
+        for module in plain.modules():
+            if isinstance(module, Keeping):
+                module.keeps = None
+        assert_same_step(run_step(model, x), run_step(plain, x))
+        assert hooks_in_force() is None
 
 
 def test_a_recurrent_layer():
