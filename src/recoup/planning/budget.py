@@ -1,4 +1,4 @@
-"""Byte budgets as the `memory` of a chain, which makes its plan in its first forward.
+"""Chains whose `memory` may be bytes: they plan in their first forward.
 
 NOTE [ Chains that plan themselves ]
 
@@ -14,14 +14,17 @@ Rule 3. The outermost budget applies: a chain within another chain that has a bu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
+from recoup._core.callable_chain import executor_for
 from recoup._core.compile import is_traced, is_watched, uncompiled
-from recoup._core.drift_guard import DriftGuard
+from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.executor import Executor
 from recoup._core.pytree import flatten
 from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError
@@ -29,8 +32,10 @@ from recoup.memory.size import parse_bytes
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
 from recoup.planning.search import frontier_of_call
+from recoup.schedules import Schedule, Way
+from recoup.schedules.memory import Memory, shown
 
-__all__ = ["Budget", "is_bytes"]
+__all__ = ["Budget", "HasMemoryMode", "is_bytes"]
 
 
 def is_bytes(memory: object) -> TypeGuard[str]:
@@ -185,3 +190,58 @@ def _planned(
         return call(*args)
     finally:
         _here.is_within = False
+
+
+class HasMemoryMode(nn.Module):
+    """A chain of modules whose `memory` and `drift` may be changed at any time."""
+
+    def _set_memory_mode(self, memory: Memory, drift: Drift) -> None:
+        self._drift = DriftGuard.of(drift)
+        self._budget = Budget()
+        self.memory = memory
+
+    @property
+    def drift(self) -> DriftGuard:
+        """The drift guard: checks inverses and records their drift."""
+        return self._drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self._drift = DriftGuard.of(drift)
+
+    @property
+    def memory(self) -> Memory:
+        """The memory mode of the chain."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._check_memory(memory)
+        self._budget.bound(memory)
+        self._memory: Memory = memory
+        self._executor: tuple[object, Executor] | None = None
+
+    @abstractmethod
+    def _check_memory(self, memory: Memory) -> None:
+        """Raise a ValueError if `memory` is unknown, or does not apply to this chain."""
+
+    @property
+    def _memory_of_other_lengths(self) -> Memory:
+        """The memory mode for a chain of another length that is made from this one."""
+        return "linear" if isinstance(self._memory, Schedule) else self._memory
+
+    def _ready_executor(self, links: Mapping[str, Any], ways: Sequence[Way] | None) -> Executor:
+        """Return the executor for these links, the previous one if nothing has changed.
+
+        Args:
+            links: the modules in order, by their names in errors.
+            ways: the way in which each restores its input under "constant"; None in other modes.
+        """
+        key = (len(links), ways, self._drift, self._drift.kept)
+        if self._executor is None or self._executor[0] != key:
+            self._executor = (key, executor_for(self._memory, links, ways, self._drift))
+        return self._executor[1]
+
+    def extra_repr(self) -> str:
+        """Return the memory mode, for the repr."""
+        return f"memory={shown(self._memory)}"

@@ -44,9 +44,9 @@ from recoup.planning.forwards import (
     enclosing_checkpoints,
     followed,
 )
-from recoup.planning.measured_calls import MeasuredCall
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
+from recoup.planning.pricing import MeasuredCall
 from recoup.planning.sizes import ArgumentSizes
 from recoup.planning.step import Step
 from recoup.schedules import Schedule

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from recoup._core.compile import is_traced, uncompiled
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
-from recoup.planning.module_groups import ModuleGroup, are_groups_of, run_groups
+from recoup.planning.blocks import ModuleGroup, are_groups_of, run_groups
 
 __all__ = [
     "CallOutputs",

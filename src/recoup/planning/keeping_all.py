@@ -22,9 +22,9 @@ from recoup.errors import BudgetError
 from recoup.memory.timeline import timeline
 from recoup.planning.blocks import Block
 from recoup.planning.frontier import Frontier
-from recoup.planning.measured_calls import Measured
 from recoup.planning.plan import Plan
 from recoup.planning.priced_blocks import PricedBlocks, points_of
+from recoup.planning.pricing import Measured
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, seconds_of
 from recoup.planning.verification import outcome_of

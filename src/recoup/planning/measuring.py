@@ -37,7 +37,7 @@ from recoup.memory.timeline import Span, Timeline, timeline
 from recoup.planning.blocks import Block
 from recoup.planning.compiling import BlockCode
 from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
-from recoup.planning.measured_calls import Measured, MeasuredCall
+from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.step import Step, now
 from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter

@@ -11,10 +11,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
-from recoup.planning.advice import held_by_others, what_can_be_inverted
+from recoup.planning.blocks import modules_of
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import Follower, WrappedForwards, wrapped_forwards_in
-from recoup.planning.module_groups import modules_of
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.report import (
     BlockPlan,
@@ -22,7 +21,9 @@ from recoup.planning.report import (
     described,
     described_in_html,
     headline,
+    held_by_others,
     rows_of,
+    what_can_be_inverted,
 )
 from recoup.planning.sizes import ArgumentSizes
 from recoup.schedules import Action, Cost, Point, Schedule

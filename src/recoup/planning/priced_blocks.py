@@ -25,14 +25,13 @@ from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
 from recoup.planning.blocks import Block
+from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.compiling import BlockCode, CodeByModule
 from recoup.planning.forwards import followed
-from recoup.planning.measured_calls import Measured, MeasuredCall
 from recoup.planning.measuring import measure_blocks
 from recoup.planning.offload_place import OffloadPlace
-from recoup.planning.pricing import price
+from recoup.planning.pricing import Measured, MeasuredCall, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
-from recoup.planning.skipped_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.step import Step, plain_outcome
 from recoup.planning.timing import times_of, with_times
 from recoup.planning.verification import Outcome, has_room

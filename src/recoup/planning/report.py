@@ -1,19 +1,30 @@
-"""The report of a plan: a line, and a table of its blocks as text or for a notebook."""
+"""The report of a plan: a line, a table as text or for a notebook, and what it does not choose."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from torch import nn
+
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
-from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.module_groups import kind_of
+from recoup.planning.blocks import find_links, kind_of
+from recoup.planning.pricing import MeasuredCall
 from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
 
-__all__ = ["BlockPlan", "Summary", "described", "described_in_html", "headline", "rows_of"]
+__all__ = [
+    "BlockPlan",
+    "Summary",
+    "described",
+    "described_in_html",
+    "headline",
+    "held_by_others",
+    "rows_of",
+    "what_can_be_inverted",
+]
 
 
 class BlockPlan(NamedTuple):
@@ -224,3 +235,71 @@ def _merged(rows: Sequence[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, Block
 
 def _says(row: BlockPlan) -> tuple[object, ...]:
     return row.kind, row.way, row.num_forwards, row.keeps_bytes, row.saves_bytes
+
+
+def held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
+    """Return a line for each kind of code that holds residuals, which no plan frees.
+
+    Args:
+        model: the model.
+        calls: the measured calls of its blocks.
+    """
+    return [*_caches(model, calls), *_attributes(calls), *_checkpoints(model)]
+
+
+def _caches(model: nn.Module, calls: Sequence[MeasuredCall]) -> Iterator[str]:
+    holding = [call for call in calls if call.alive_bytes > 0]
+    if not holding:
+        return
+    num_bytes = sum(call.alive_bytes for call in holding)
+    advice = "a cache, a list or an attribute that the blocks write to: leave it out in training"
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        advice = "`use_cache` is on: pass use_cache=False"
+    yield (
+        f"held by others: {format_bytes(num_bytes)} of the residuals of {len(holding)} blocks "
+        f"(`{holding[0].name}` first), which no plan frees; {advice}"
+    )
+
+
+def _attributes(calls: Sequence[MeasuredCall]) -> Iterator[str]:
+    names = list(dict.fromkeys(name for call in calls for name in call.holders))
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"held by attributes: `{names[0]}`{more}, a tensor with its graph, which holds its "
+            "step until the next one; return it instead, or store `.detach()` of it"
+        )
+
+
+def _checkpoints(model: nn.Module) -> Iterator[str]:
+    if model.training and any(
+        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+    ):
+        yield (
+            "`gradient_checkpointing` is on: the model runs its layers again itself, and the plan "
+            "leaves them to it; call `gradient_checkpointing_disable()` and plan again"
+        )
+
+
+def what_can_be_inverted(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
+    """Return a sentence that names the modules which a plan could invert if it may round.
+
+    Args:
+        model: the model.
+        calls: the measured calls of its blocks.
+    """
+    constant = {
+        id(part)
+        for module in model.modules()
+        if getattr(module, "memory", None) == "constant"
+        for part in module.modules()
+    }
+    names = [name for name, link in find_links(model) if id(link) not in constant]
+    names = names or [call.name for call in calls if call.is_invertible]
+    if not names:
+        return []
+    sentence = (
+        f"This plan inverts nothing, and {len(names)} blocks have an inverse (`{names[0]}` first): "
+        "a plan with exact=False may take less, and rounds."
+    )
+    return [sentence]

@@ -17,6 +17,11 @@ from torch import nn
 from recoup._core.drift_guard import DriftGuard
 from recoup._core.saved_tensors import check_hooks_work
 from recoup.planning.blocks import Block, name_blocks, with_links
+from recoup.planning.called_blocks import (
+    blocks_that_are_called,
+    kinds_of_blocks,
+    with_called_groups,
+)
 from recoup.planning.compiled_costs import price_codes
 from recoup.planning.compiling import backend_of, recompiling
 from recoup.planning.forwards import suspended
@@ -32,8 +37,6 @@ from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import ChangedParameterError, uncollected
 from recoup.planning.replanning import PlansByShape
 from recoup.planning.sizes import checked_budget, standing_bytes
-from recoup.planning.skipped_blocks import blocks_that_are_called, with_called_groups
-from recoup.planning.stages import kinds_of_blocks
 from recoup.planning.step import Step, device_of
 from recoup.planning.tiling import with_tiles
 

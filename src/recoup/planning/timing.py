@@ -33,8 +33,7 @@ from recoup._core.slots import State
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
 from recoup.planning.following import PlanFollower, PlannedModel
-from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.pricing import chosen_products
+from recoup.planning.pricing import MeasuredCall, chosen_products
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
 from recoup.schedules import Reverse, Schedule, Tape, Way, constant

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.planning.compiling import BlockCode
+from recoup.planning.compiling import BlockCode, NudgedCode
 from recoup.planning.measuring import measure_blocks
-from recoup.planning.nudging import NudgedCode
 from recoup.planning.step import Step
 from recoup.planning.verification import Verification, outcome_of
 
