@@ -14,7 +14,7 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError, RecoupError
-from recoup.planning import search
+from recoup.planning import frontier
 from recoup.planning.plan_maker import PlanMaker
 from recoup.planning.work import WorkCounter
 from tests.neighbours.planned import Net, assert_same, loss_of, result_of
@@ -105,7 +105,7 @@ def test_planning_that_is_cut_off_leaves_the_family_as_it_was(monkeypatch, error
         def fails(*_, **__):
             raise error
 
-        patched.setattr(search, "price_blocks", fails)
+        patched.setattr(frontier, "price_blocks", fails)
         with pytest.raises(error):
             model(torch.randn(160, 16))
     assert plan.family == (plan,)

@@ -29,9 +29,9 @@ from recoup._core.pytree import flatten
 from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError
 from recoup.memory.size import parse_bytes
+from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.search import frontier_of_call
 from recoup.schedules import Schedule, Way
 from recoup.schedules.memory import Memory, shown
 
@@ -138,7 +138,7 @@ class Budget:
             self._plan.remove()
             self._forget()
         options = PlanOptions(loss=loss, blocks=blocks)
-        found = frontier_of_call(chain, call, args, {}, options, guard)
+        found = frontier_of(options.step(chain, call, args, {}), options, guard)
         try:
             plan = found.plan(self._bytes)
         except BudgetError as error:  # the user has set `memory`

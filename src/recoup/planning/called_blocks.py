@@ -29,7 +29,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from recoup._core.compile import is_compiled
@@ -65,21 +64,18 @@ _MOST_TRIES = 32
 _ENOUGH_ALIKE = 3
 
 
-def measure_most(
-    step: Step, blocks: Sequence[Block], device: torch.device
-) -> tuple[Step, Measured, Sequences]:
+def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, Sequences]:
     """Measure the step that calls the most blocks (See Rule 1).
 
     Args:
         step: the step.
         blocks: the names and modules of the blocks.
-        device: the device whose bytes are counted.
 
     Returns:
         The step with the seed under which it was measured, the measurements, and for each forward
         that was tried the blocks that it called, in order.
     """
-    measured = measure_blocks(step, blocks, device)
+    measured = measure_blocks(step, blocks)
     modules = [module for _, module in blocks]
     called = [call.module for call in measured.calls]
     if not called or len(_distinct(called)) == len(modules):
@@ -88,7 +84,7 @@ def measure_most(
     best = max(range(len(sequences)), key=lambda seed: len(_distinct(sequences[seed])))
     if len(_distinct(sequences[best])) > len(_distinct(called)):
         other = replace(step, seed=best)
-        again = measure_blocks(other, blocks, device)
+        again = measure_blocks(other, blocks)
         if len(again.calls) > len(called):
             step, measured = other, again
     return step, measured, [called, *sequences]

@@ -120,16 +120,15 @@ class _Codes(NamedTuple):
         )
 
 
-def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[PricedBlocks]:
+def price_codes(own: PricedBlocks, backend: str) -> list[PricedBlocks]:
     """Compile blocks, and find the best plans with compiled blocks and without (See Rule 5).
 
     Args:
         own: the blocks, priced by the work of their own code.
-        device: the device whose bytes are counted.
         backend: the backend of the compiler.
     """
     calls = own.measured.calls
-    candidates = _candidates(own, device, backend)
+    candidates = _candidates(own, backend)
     # These were timed while bytes were counted; the blocks' own code was timed without, too.
     counted_seconds = sum(each[0].run_seconds for each in candidates)
     rate = sum(call.work for call in calls) / counted_seconds if counted_seconds else 0.0
@@ -141,7 +140,7 @@ def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[P
     if not codes:
         return [own]
     try:
-        return [_compiled(own, candidates, codes, device), own]
+        return [_compiled(own, candidates, codes), own]
     except (ChangedError, ReplayError) as error:
         warnings.warn(f"No block is compiled. {error}", stacklevel=5)
         return [own]
@@ -151,20 +150,19 @@ def _compiled(
     own: PricedBlocks,
     candidates: Sequence[Sequence[_Candidate]],
     codes: dict[int, _Codes],
-    device: torch.device,
 ) -> PricedBlocks:
     """Return the plans in which all blocks that have `codes` are compiled."""
     code = CodeByModule({module: each.of_tapes[0] for module, each in codes.items()})
     again = CodeByModule({module: each.again for module, each in codes.items()})
     step = replace(own.step)  # with a verification of its own
-    measured = measure_blocks(step, own.blocks, device, again)
-    _check(own, step.verification, measured.outcome, device)
+    measured = measure_blocks(step, own.blocks, again)
+    _check(own, step.verification, measured.outcome)
     measured.seconds_per_work = own.measured.seconds_per_work
-    reference = price(measured, step.place.work_per_byte)
+    reference = price(measured, own.place.work_per_byte)
     calls: list[MeasuredCall] = []
     costs: list[Cost] = []
     seconds = own.seconds
-    own_costs = price(own.measured, step.place.work_per_byte)
+    own_costs = price(own.measured, own.place.work_per_byte)
     for call, each, cost, between in zip(
         own.measured.calls, candidates, own_costs, reference, strict=False
     ):
@@ -181,28 +179,24 @@ def _compiled(
     return made.repriced(calls, [*costs, reference[-1]], max(seconds, 0.0))
 
 
-def _check(
-    own: PricedBlocks, verification: Verification, compiled: Outcome | None, device: torch.device
-) -> None:
+def _check(own: PricedBlocks, verification: Verification, compiled: Outcome) -> None:
     """Raise if compiled blocks compute something else than uncompiled ones (See Rule 6).
 
     Args:
         own: the blocks as they are.
         verification: of the compiled blocks; what rounding grows to is allowed there, too.
         compiled: the outcome of compiled blocks.
-        device: the device whose bytes are counted.
     """
     plain = own.measured.outcome
-    nudged = measure_blocks(replace(own.step), own.blocks, device, NudgedCode()).outcome
+    nudged = measure_blocks(replace(own.step), own.blocks, NudgedCode()).outcome
+    verification.allow_growth(plain, nudged)
     difference: str | None = None
-    if plain is not None and compiled is not None and nudged is not None:
-        verification.allow_growth(plain, nudged)
-        if same_states(plain.states, generator_states()):
-            both = Verification()
-            both.expect(plain, is_plain=False)
-            both.allow_other_sums(_eps_of_products(device))
-            both.inherit(verification)
-            difference = both.difference(compiled)
+    if same_states(plain.states, generator_states()):
+        both = Verification()
+        both.expect(plain, is_plain=False)
+        both.allow_other_sums(_eps_of_products(own.step.device))
+        both.inherit(verification)
+        difference = both.difference(compiled)
     if largest_among_ranks(own.step.model, [float(difference is not None)])[0]:
         raise DifferentStepError(difference or "On another rank, a compiled step differs.")
 
@@ -214,7 +208,7 @@ def _eps_of_products(device: torch.device) -> float:
     return _EPS_OF_TF32 if device.type == "cuda" and rounds else 0.0
 
 
-def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[list[_Candidate]]:
+def _candidates(own: PricedBlocks, backend: str) -> list[list[_Candidate]]:
     """Return the codes that each call can run by, its own first (See Rule 1)."""
     step, blocks, calls = own.step, own.blocks, own.measured.calls
     found: list[list[_Candidate]] = [[] for _ in calls]
@@ -231,8 +225,8 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
             )  # fmt: skip
         try:
             if isinstance(code, CompiledCode):
-                measure_blocks(step, blocks, device, code)  # compiles
-            steps = [measure_blocks(step, blocks, device, code) for _ in range(_NUM_STEPS)]
+                measure_blocks(step, blocks, code)  # compiles
+            steps = [measure_blocks(step, blocks, code) for _ in range(_NUM_STEPS)]
         except (ChangedError, ReplayError) as error:
             if not isinstance(code, CompiledCode):
                 raise
@@ -243,7 +237,7 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
         for each in steps:
             each.seconds_per_work = own.measured.seconds_per_work
         kept, again = (
-            largest_costs_among_ranks(step.model, price(each, step.place.work_per_byte))
+            largest_costs_among_ranks(step.model, price(each, own.place.work_per_byte))
             for each in (steps[-1], _from_held_inputs(steps[-1]))
         )
         for costs, times, candidates in zip(

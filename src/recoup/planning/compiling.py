@@ -20,9 +20,6 @@ Rule 5. Blocks of one structure share a function, which is compiled once. Blocks
         another function, since the compiler bounds how often it compiles a function again. Where a
         graph breaks, the compiler compiles functions of the block itself, for all codes; planning
         raises the bound for these.
-
-In some models (deep networks with batch norms, before training) two right codes of a block make
-gradients that differ by percents, since all that follows amplifies what they round differently.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -259,8 +256,10 @@ def _aot_eager(graph: Any, inputs: Sequence[Any]) -> Any:
 _BACKENDS = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 
-def recompiling() -> AbstractContextManager[Any]:
+def recompiling(is_compiling: bool = True) -> AbstractContextManager[Any]:
     """Return a context in which the compiler may compile a function many times (See Rule 5)."""
+    if not is_compiling:
+        return nullcontext()
     from torch._dynamo import config as found
 
     config: Any = found
@@ -289,6 +288,10 @@ _PERIOD = 4099  # a prime number, so that rows of a tensor are nudged in differe
 
 class NudgedCode(BlockCode):
     """The blocks' own code, whose outputs are off by one rounding error, up or down.
+
+    That shows what rounding grows to. In some models (deep networks with batch norms, before
+    training) two right codes of a block make gradients that differ by percents, since all that
+    follows amplifies what they round differently.
 
     Nothing is drawn: an output is nudged alike whenever its block runs again. What a block was
     given and passes on (a mask) is no result of it, and stays as it is.

@@ -12,11 +12,9 @@ from torch import nn
 
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
-from recoup.planning.frontier import Frontier
-from recoup.planning.options import PlanOptions
+from recoup.planning.frontier import Frontier, frontier_of
+from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.search import frontier_of_call
-from recoup.planning.sizes import checked_budget
 
 __all__ = ["Largest", "largest"]
 
@@ -139,7 +137,7 @@ def largest(
                 "for a larger size; give `most` if there are no more."
             )
         try:
-            frontier = frontier_of_call(model, model, args, kwargs, options)
+            frontier = frontier_of(options.step(model, model, args, kwargs), options)
         except Exception as error:
             if smaller is not None:
                 error.add_note(

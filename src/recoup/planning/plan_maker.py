@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from recoup._core.compile import is_compiled
-from recoup.planning.forwards import suspended
-from recoup.planning.frontier import Frontier
+from recoup.planning.forwards import Args, Kwargs, suspended
+from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan, own_forwards
-from recoup.planning.step import device_of, peak_of
+from recoup.planning.step import rehearse_planned
 
 __all__ = ["PlanMaker"]
 
@@ -30,14 +30,12 @@ class PlanMaker(NamedTuple):
         call: the model itself, or a function that calls it.
         budget_bytes: the budget.
         options: the options of the plans.
-        frontier: a function from a model, a call, its arguments and options to their plans.
     """
 
     model: nn.Module
     call: Callable[..., Any]
     budget_bytes: int
     options: PlanOptions
-    frontier: Callable[..., Frontier]
 
     def check(self) -> None:
         """Raise a ValueError if plans cannot be made for other shapes."""
@@ -51,8 +49,8 @@ class PlanMaker(NamedTuple):
 
     def plan(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         num_forwards: int,
         *,
         has_room: bool = False,
@@ -70,14 +68,15 @@ class PlanMaker(NamedTuple):
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        found = self.frontier(self.model, self.call, args, kwargs, self._options_for(num_forwards))
+        options = self._options_for(num_forwards)
+        found = frontier_of(options.step(self.model, self.call, args, kwargs), options)
         if has_room:
             return found.plan_with_room(self.budget_bytes, _ROOM)
         plan = found.plan(self.budget_bytes - taken_bytes)
         plan.budget_bytes = self.budget_bytes
         return plan
 
-    def peak_under(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    def peak_under(self, plan: Plan, args: Args, kwargs: Kwargs) -> float:
         """Return the peak of a step with other arguments that follows a plan, in one step.
 
         It is infinite if there is no memory for it, or if other steps may take more.
@@ -90,7 +89,7 @@ class PlanMaker(NamedTuple):
         step = replace(step, tiled=planned.tiled)
         with suspended(own_forwards(self.model)), planned.followed(plan.schedule):
             try:
-                return plan.standing_bytes + peak_of(step, device_of(self.model))
+                return plan.standing_bytes + rehearse_planned(step).peak_bytes
             except torch.OutOfMemoryError:
                 return math.inf
 

@@ -48,7 +48,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup.errors import BudgetError, RecoupError
-from recoup.planning.forwards import WrappedForwards, enclosing_checkpoints
+from recoup.planning.forwards import Args, Kwargs, WrappedForwards, enclosing_checkpoints
 from recoup.planning.pending import PendingForwards
 from recoup.planning.plan import Plan
 from recoup.planning.plan_maker import PlanMaker
@@ -145,7 +145,7 @@ class PlansByShape:
         self,
         model: nn.Module,
         first: Plan,
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: Mapping[str, Any],
         maker: PlanMaker,
     ) -> None:
@@ -208,8 +208,8 @@ class PlansByShape:
         self,
         module: nn.Module,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """Run the model, or a block of one of the plans, under the plan that was chosen last."""
         entry = self._of_thread.entry or self._entries[0]
@@ -217,7 +217,7 @@ class PlansByShape:
             return forward(*args, **kwargs)
         return entry.follower.called(module, forward, args, kwargs)
 
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def serve(self, args: Args, kwargs: Kwargs) -> None:
         """Choose the plan for the next call, with these arguments, or make one.
 
         Raises:
@@ -231,14 +231,12 @@ class PlansByShape:
             self._threads.add(threading.get_ident())
             self._of_thread.entry = self._served(group, args, kwargs)
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def plan_for(self, args: Args, kwargs: Kwargs) -> Plan | None:
         """Return the plan that serves a call with these arguments; None if there is none yet."""
         lost, entry = self._best(self._entries, shapes_of(self._model, args, kwargs))
         return entry.plan if lost < math.inf else None
 
-    def _served(
-        self, group: WrappedForwards, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Entry:
+    def _served(self, group: WrappedForwards, args: Args, kwargs: Kwargs) -> _Entry:
         shapes, pending = shapes_of(self._model, args, kwargs), self._pending.alive()
         if pending:
             entries = [self._of_thread.entry or self._entries[0], *self._beside]
@@ -269,8 +267,8 @@ class PlansByShape:
         self,
         group: WrappedForwards,
         shapes: ArgumentShapes,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> _Entry:
         """Return an entry for a call beside others whose backward is pending (See Rule 9)."""
         bound = (self._of_thread.entry or self._entries[0]).bound
@@ -355,7 +353,7 @@ class _Hook:
     def __init__(self, plans: PlansByShape | None = None) -> None:
         self._plans = plans
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         del module
         if self._plans is not None:
             serve = uncompiled(_serve) if torch.compiler.is_compiling() else _serve
@@ -377,5 +375,5 @@ def _in_many_threads(model: nn.Module, shapes: ArgumentShapes) -> RecoupError:
     )
 
 
-def _serve(plans: PlansByShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _serve(plans: PlansByShape, args: Args, kwargs: Kwargs) -> None:
     plans.serve(args, kwargs)

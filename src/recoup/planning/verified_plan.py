@@ -25,17 +25,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from recoup.errors import BudgetError, ChangedError, ReplayError
 from recoup.memory import format_bytes
 from recoup.planning.following import PlannedModel
 from recoup.planning.plan import Plan
-from recoup.planning.priced_blocks import PricedBlocks, expect_again, expect_plain
+from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.ranks import is_sharded
 from recoup.planning.report import what_can_be_inverted
-from recoup.planning.sizes import ArgumentSizes
-from recoup.planning.step import peak_of, seconds_of
+from recoup.planning.step import rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
 
 __all__ = ["Choice", "choose", "seconds_under", "verified"]
@@ -44,7 +41,7 @@ _NEAR = 1.25  # budgets; what is predicted to take so much may take less
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
 
-def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+def verified(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ]).
 
     Raises:
@@ -54,22 +51,22 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
 
     def planned(kind: PricedBlocks) -> Plan:
         try:
-            return _rehearsed(kind, device, budget_bytes, standing)
+            return _rehearsed(kind, budget_bytes, standing)
         except BudgetError as error:
             if kind.guard is None:
                 raise
             too_small = error
         try:  # inverses may take more bytes than was predicted
-            return _rehearsed(_without_inverses(kind), device, budget_bytes, standing)
+            return _rehearsed(_without_inverses(kind), budget_bytes, standing)
         except BudgetError as error:
             raise min(error, too_small, key=lambda each: each.least_bytes) from None
 
-    expect_plain(kind, device)
+    kind.expect_plain()
     try:
         return planned(kind)
     except DifferentStepError as error:
         difference = error
-    expect_again(kind, device)
+    kind.expect_again()
     with suppress(DifferentStepError):
         return planned(kind)
     for what, other in _simpler(kind):
@@ -111,7 +108,7 @@ def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
         return seconds_of(kind.step)
 
 
-def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     """Return the plan for the fastest point whose rehearsal keeps to the budget.
 
     Raises:
@@ -127,13 +124,15 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
         point = kind.points[index]
         tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
         with planned.followed(point.schedule), _as_differences():
-            peak_bytes = peak_of(step, device, tolerance)
+            found = rehearse_planned(step, tolerance)
             for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
-                if peak_bytes > budget:  # See Rule 3 of ranks.py
-                    peak_bytes = min(peak_bytes, peak_of(step, device, tolerance))
-        held[index] = step.seen.held_bytes
+                if found.peak_bytes > budget:  # See Rule 3 of ranks.py
+                    found = min(
+                        found, rehearse_planned(step, tolerance), key=lambda r: r.peak_bytes
+                    )
+        held[index] = found.held_bytes
         # Other forwards call more blocks than the rehearsal did.
-        return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
+        return max(found.peak_bytes, point.peak_bytes if is_partly_estimated else 0)
 
     # What inverts nothing is exact, so it is tried where inverses were predicted to be needed, if
     # the plain step has shown that there is room for it.
@@ -148,11 +147,9 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
     return Plan(
-        planned, kind.costs, kind.points, point,
-        rehearsed_bytes=choice.peak_bytes, least_bytes=choice.least_bytes,
-        budget_bytes=budget_bytes, standing_bytes=standing,
-        step_seconds=step_seconds, kept_seconds=kind.kept_seconds,
-        sizes=ArgumentSizes(step.args, step.kwargs), held_bytes=held[choice.point_index],
+        kind, planned, point, rehearsed_bytes=choice.peak_bytes,
+        held_bytes=held[choice.point_index], step_seconds=step_seconds,
+        least_bytes=choice.least_bytes, budget_bytes=budget_bytes, standing_bytes=standing,
     )  # fmt: skip
 
 
