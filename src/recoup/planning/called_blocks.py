@@ -25,9 +25,9 @@ Rule 6. If a stage is divided, its other computations, such as further outputs, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,6 +39,7 @@ from recoup.planning.blocks import (
     find_leaves,
     has_list_of_blocks,
     modules_of,
+    named_modules,
     outermost_called,
     repeated_calls,
     repeats,
@@ -96,7 +97,7 @@ def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
     Those are the modules that one forward calls more than once (one block for all layers), or else
     repeated modules without submodules in lists; then the outermost modules that it calls.
     """
-    named: list[Block] = list(cast("Iterator[Block]", step.model.named_modules()))[1:]
+    named: list[Block] = list(named_modules(step.model))[1:]
     modules = [module for _, module in named]
     with step.rehearsed():
         called = _sequence(replace(step, call=step.root or step.call), modules)
@@ -117,7 +118,7 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
     with step.rehearsed():
         called = _distinct(_sequence(step, sequences))
     taken = {id(part) for g in groups if id(g.sequence) not in called for part in g.parts}
-    named = cast("Iterator[Block]", step.model.named_modules())
+    named = named_modules(step.model)
     alone = [(name, module) for name, module in named if id(module) in taken]
     return [(n, m) for n, m in blocks if id(modules_of(m)[0]) not in taken] + alone
 
@@ -221,15 +222,11 @@ def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
     if not stages:
         return [blocks]
     chains = _chains(step, stages)
-    names = {id(module): name for name, module in _named(step.model)}
+    names = {id(module): name for name, module in named_modules(step.model)}
     found = [inner for _, module in blocks for inner in _expanded(module, chains)]
     if len(found) == len(blocks) or not _are_apart(found):
         return [blocks]
     return [[(names[id(module)], module) for module in found], blocks]
-
-
-def _named(model: nn.Module) -> Iterator[Block]:
-    return cast("Iterator[Block]", model.named_modules())
 
 
 def _may_be_a_stage(module: nn.Module) -> bool:

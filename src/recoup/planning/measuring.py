@@ -18,9 +18,9 @@ Rule 4. The work of operators is counted in the same step, to divide the time of
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -34,7 +34,7 @@ from recoup._core.saved_tensors import backward_id, pair_in_force, saving
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
-from recoup.planning.blocks import Block
+from recoup.planning.blocks import Block, named_modules
 from recoup.planning.compiling import BlockCode
 from recoup.planning.forwards import (
     Args,
@@ -231,7 +231,7 @@ def _attributes_with_a_graph(name: str, module: nn.Module) -> tuple[str, ...]:
     """Return the qualified names of attributes within a block that are tensors with a graph."""
     return tuple(
         ".".join(part for part in (name, inner, key) if part)
-        for inner, each in cast("Iterator[Block]", module.named_modules())
+        for inner, each in named_modules(module)
         for key, value in vars(each).items()
         if isinstance(value, Tensor) and value.grad_fn is not None
     )

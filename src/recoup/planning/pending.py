@@ -35,7 +35,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
-from recoup.memory.timeline import timeline
+from recoup.memory.timeline import Timeline, timeline
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
 from recoup.planning.tiled_parts import LazyLogits
@@ -220,19 +220,6 @@ def _ordinal(number: int) -> str:
     return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
-class _Line(Protocol):
-    """A context that counts bytes."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes alive at one time; available when it has ended."""
-        ...
-
-
 class StepWatch:
     """A watch on a step, from now to the end of its backward.
 
@@ -249,7 +236,7 @@ class StepWatch:
         self._name = name
         self._budget_bytes = budget_bytes
         self._thread = threading.get_ident()
-        self._line: _Line | None = None
+        self._line: Timeline | _CudaPeak | None = None
         self.is_done = False
         if not is_in_backward() and not is_in_rehearsal():
             if device.type == "cuda":

@@ -27,7 +27,7 @@ from recoup._core.compile import is_compiled
 from recoup._core.generators import own_generator
 from recoup._core.row_check import Found, RowCheck, few_of
 from recoup.errors import ChangedError, GradientError
-from recoup.planning.blocks import Block
+from recoup.planning.blocks import Block, named_modules
 from recoup.planning.priced_blocks import PricedBlocks, price_blocks
 from recoup.planning.step import Observer, Step
 from recoup.planning.tiled_parts import ROW_DIM, Head, TiledParts, has_rows
@@ -88,13 +88,13 @@ def _parts_of(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledPa
     """
     blocks, parts = list(blocks), dict[nn.Module, str]()
     for name, block in blocks:
-        for path, each in cast("Iterator[Block]", block.named_modules()):
+        for path, each in named_modules(block):
             if each is not block and next(each.children(), None) is not None:
                 parts[each] = f"{name}.{path}"
     within = {each for _, block in blocks for each in block.modules()}
     linears: dict[nn.Module, str] = {
         module: name
-        for name, module in cast("Iterator[Block]", step.model.named_modules())
+        for name, module in named_modules(step.model)
         if type(module) is nn.Linear and module not in within and not is_compiled(module)
     }
     if any(map(is_compiled, step.model.modules())):
