@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from recoup._core.compile import is_compiled
 from recoup._core.pytree import flatten, tensors_in
 from recoup._core.storage_tracking import bytes_of
 from recoup._core.tiers import existing_folder, tier_for
@@ -120,12 +121,22 @@ class PlanOptions:
         own = bytes_of((*model.parameters(), *model.buffers()))
         return own if self.optimizer is None else own + _state_bytes(self.optimizer)
 
-    def check_replan(self) -> None:
-        """Raise a ValueError if plans with these options cannot be made for other shapes."""
+    def check_replan(self, model: nn.Module | None = None) -> None:
+        """Raise a ValueError if plans with these options cannot be made for other shapes.
+
+        Args:
+            model: the model, if the step calls nothing else.
+        """
         if self.compile:
             raise ValueError(
                 "`replan` is True with `compile`, but compiled blocks are measured and timed for "
                 "one shape. Leave one of them out, or pad batches to the shape of the example."
+            )
+        if model is not None and is_compiled(model):
+            raise ValueError(
+                f"`replan` is True, but `model` is a compiled {type(model).__name__}, which "
+                "does not show its arguments before its forward. Plan before compiling it, or "
+                "leave `replan` out."
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import nn
@@ -101,7 +102,7 @@ class PlanReport:
         self._rehearsed_bytes = rehearsed_bytes
         self._held_bytes = held_bytes
         self._least_bytes = least_bytes
-        self.held_by_others = tuple(held_by_others(planned.model, planned.calls))
+        self.held_by_others = tuple(_held_by_others(planned.model, planned.calls))
         self._advice = list(self.held_by_others)
         if planned.guard is None:
             self._advice[:0] = what_can_be_inverted(planned.model, planned.calls)
@@ -231,8 +232,7 @@ class PlanReport:
         table: list[tuple[str, ...]] = [
             ("block", "class", "way", "forwards", "keeps", "saves", "pays"),
         ]
-        for first, last, row in _merged(self.blocks):
-            name = first.name if first is last else f"{first.name} ... {last.name}"
+        for name, row in _merged(self.blocks):
             table.append((
                 name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
                 format_bytes(row.saves_bytes), _shown(row.seconds),
@@ -318,49 +318,29 @@ def _shown(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _merged(rows: Sequence[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, BlockPlan]]:
-    """Merge equal consecutive rows into (first, last, row with the mean of their seconds)."""
-    groups: list[list[BlockPlan]] = []
-    for row in rows:
-        if groups and _says(groups[-1][-1]) == _says(row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [
-        (group[0], group[-1], group[0]._replace(seconds=sum(r.seconds for r in group) / len(group)))
-        for group in groups
-    ]
+def _merged(rows: Sequence[BlockPlan]) -> Iterator[tuple[str, BlockPlan]]:
+    """Merge equal consecutive rows into one with the mean of their seconds, and their names."""
+    for _, alike in groupby(rows, key=lambda row: row._replace(name="", seconds=0.0)):
+        group = list(alike)
+        names = [each.name for each in (group[:1] + group[1:][-1:])]
+        seconds = sum(row.seconds for row in group) / len(group)
+        yield " ... ".join(names), group[0]._replace(seconds=seconds)
 
 
-def _says(row: BlockPlan) -> tuple[object, ...]:
-    return row.kind, row.way, row.num_forwards, row.keeps_bytes, row.saves_bytes
-
-
-def held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
-    """Return a line for each kind of code that holds residuals, which no plan frees.
-
-    Args:
-        model: the model.
-        calls: the measured calls of its blocks.
-    """
-    return [*_caches(model, calls), *_attributes(calls), *_checkpoints(model)]
-
-
-def _caches(model: nn.Module, calls: Sequence[MeasuredCall]) -> Iterator[str]:
+def _held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> Iterator[str]:
+    """Yield a line for each kind of code that holds residuals, which no plan frees."""
     holding = [call for call in calls if call.alive_bytes > 0]
-    if not holding:
-        return
-    num_bytes = sum(call.alive_bytes for call in holding)
-    advice = "a cache, a list or an attribute that the blocks write to: leave it out in training"
-    if getattr(getattr(model, "config", None), "use_cache", False):
-        advice = "`use_cache` is on: pass use_cache=False"
-    yield (
-        f"held by others: {format_bytes(num_bytes)} of the residuals of {len(holding)} blocks "
-        f"(`{holding[0].name}` first), which no plan frees; {advice}"
-    )
-
-
-def _attributes(calls: Sequence[MeasuredCall]) -> Iterator[str]:
+    if holding:
+        num_bytes = sum(call.alive_bytes for call in holding)
+        advice = (
+            "a cache, a list or an attribute that the blocks write to: leave it out in training"
+        )
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            advice = "`use_cache` is on: pass use_cache=False"
+        yield (
+            f"held by others: {format_bytes(num_bytes)} of the residuals of {len(holding)} blocks "
+            f"(`{holding[0].name}` first), which no plan frees; {advice}"
+        )
     names = list(dict.fromkeys(name for call in calls for name in call.holders))
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -368,9 +348,6 @@ def _attributes(calls: Sequence[MeasuredCall]) -> Iterator[str]:
             f"held by attributes: `{names[0]}`{more}, a tensor with its graph, which holds its "
             "step until the next one; return it instead, or store `.detach()` of it"
         )
-
-
-def _checkpoints(model: nn.Module) -> Iterator[str]:
     if model.training and any(
         getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
     ):
@@ -395,10 +372,8 @@ def what_can_be_inverted(model: nn.Module, calls: Sequence[MeasuredCall]) -> lis
     }
     names = [name for name, link in find_links(model) if id(link) not in constant]
     names = names or [call.name for call in calls if call.is_invertible]
-    if not names:
-        return []
-    sentence = (
-        f"This plan inverts nothing, and {len(names)} blocks have an inverse (`{names[0]}` first): "
+    return [
+        f"This plan inverts nothing, and {len(names)} blocks have an inverse (`{name}` first): "
         "a plan with exact=False may take less, and rounds."
-    )
-    return [sentence]
+        for name in names[:1]
+    ]

@@ -16,8 +16,7 @@ from torch import nn
 from recoup.planning.frontier import Frontier, frontier_of
 from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.plan_maker import PlanMaker
-from recoup.planning.replanning import PlansByShape
+from recoup.planning.replanning import PlanMaker, PlansByShape
 from recoup.planning.step import Step
 
 __all__ = ["plan", "plan_of"]
@@ -196,10 +195,10 @@ def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool
         ReplayError: as for `plan`.
     """
     budget_bytes = checked_budget(budget)
-    maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
     if replan:
-        maker.check()
+        options.check_replan(step.root)
     made = frontier_of(step, options).plan_now(budget_bytes)
     if replan:
+        maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
         made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
     return made

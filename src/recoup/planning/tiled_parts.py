@@ -153,8 +153,7 @@ class TiledParts:
         both: list[Any] = [module.weight, module.bias]
         weights = [each for each in both if each is not None]
         loss = partial(self._cross_entropy, head)
-        run = partial(_linear, weights)
-        return RowCall(f"`{head.name}`", run, rows, weights, loss).logits()
+        return RowCall(f"`{head.name}`", rows, weights, loss).logits()
 
     def _cross_entropy(
         self,
@@ -206,10 +205,6 @@ _BACKWARD_HOOKS = (
 )  # fmt: skip
 
 
-def _linear(weights: list[Tensor], rows: Tensor) -> Tensor:
-    return F.linear(rows, *weights)
-
-
 def has_rows(value: Any) -> bool:
     """Whether a value is a tensor of several rows of features."""
     is_numbers = isinstance(value, Tensor) and value.dim() > 1 and value.is_floating_point()
@@ -250,26 +245,20 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class RowCall:
-    """A call that makes each row of logits from the same row of its input.
+    """A call of a linear layer, which makes each row of logits from the same row of its input.
 
     Args:
         name: its name in error messages.
-        run: the call, of a tensor (..., D), which returns (..., C).
-        rows: its input.
-        weights: the tensors that it reads beside that.
+        rows: its input, of shape (..., D).
+        weights: the weight of the layer, and its bias if it has one.
         cross_entropy: called in place of torch's with the logits and the other arguments; it may
             return NotImplemented.
     """
 
     def __init__(
-        self,
-        name: str,
-        run: Callable[[Tensor], Tensor],
-        rows: Tensor,
-        weights: Sequence[Tensor],
-        cross_entropy: Callable[..., Any],
+        self, name: str, rows: Tensor, weights: Sequence[Tensor], cross_entropy: Callable[..., Any]
     ) -> None:
-        self.name, self._run, self.rows, self.weights = name, run, rows, weights
+        self.name, self.rows, self.weights = name, rows, weights
         self.cross_entropy, self.was_cut = cross_entropy, False
         self.whole: Tensor | None = None
         self.version = 0  # of the whole, when it was computed
@@ -278,7 +267,7 @@ class RowCall:
 
     def __call__(self, rows: Tensor) -> Tensor:
         with self._with_settings():
-            return self._run(rows)
+            return F.linear(rows, *self.weights)
 
     def check(self) -> None:
         """Raise if it would compute something else now (See Rule 7)."""

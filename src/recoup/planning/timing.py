@@ -19,6 +19,7 @@ Rule 4. The plain step, and the one that keeps products, are run only if the sys
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -33,7 +34,7 @@ from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
 from recoup.schedules import Reverse, Schedule, Tape, Way, constant
 
-__all__ = ["Times", "times_of", "with_times"]
+__all__ = ["Times", "medians_of_alike", "times_of", "with_times"]
 
 _MOST_ROUNDS = 10
 _ENOUGH_SECONDS = 2.0  # for all rounds
@@ -78,9 +79,11 @@ def times_of(
     @contextmanager
     def timed(index: int, run: str) -> Generator[None]:
         begin = now()
-        yield
-        if run in ("first", "again"):  # the later one counts
-            runs[-1][index] = now() - begin
+        try:  # a second run may end by an exception
+            yield
+        finally:
+            if run in ("first", "again"):  # the later one counts
+                runs[-1][index] = now() - begin
 
     def following(schedule: Schedule) -> Callable[[], AbstractContextManager[None]]:
         def entered() -> AbstractContextManager[None]:
@@ -101,7 +104,8 @@ def times_of(
         reverses = [Reverse(tape.index) for tape in reversed(tapes)]
         ways["products"] = following(Schedule(len(tapes), (*tapes, *reverses)))
     seconds = _in_turn(step, ways)
-    again = _second_runs(step, calls, [run for run in runs if run])
+    shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
+    again = medians_of_alike(calls, shortest)
     sum_again = sum(again)
     around = _SECONDS_OF_REGION * len(calls)
     if plain_seconds is None:
@@ -164,17 +168,10 @@ def _in_turn(
     return seconds
 
 
-def _second_runs(
-    step: Step, calls: Sequence[MeasuredCall], runs: Sequence[dict[int, float]]
-) -> list[float]:
-    """Return the time of the second run of each call (See Rule 2)."""
-    alike: dict[object, list[int]] = {}
-    for index, call in enumerate(calls):
-        key = (type(call.module), call.state_bytes, call.output_bytes, call.own_bytes)
-        alike.setdefault(key, []).append(index)
-    found = [0.0] * len(calls)
-    for indices in alike.values():
-        taken = median(min((run.get(i, 0.0) for run in runs), default=0.0) for i in indices)
-        for index in indices:
-            found[index] = taken
-    return found
+def medians_of_alike(calls: Sequence[MeasuredCall], seconds: Sequence[float]) -> list[float]:
+    """Return, for each call, the median of the times of all calls that are like it (See Rule 2)."""
+    alike: defaultdict[object, list[float]] = defaultdict(list)
+    keys = [(type(c.module), c.state_bytes, c.output_bytes, c.own_bytes) for c in calls]
+    for key, taken in zip(keys, seconds, strict=True):
+        alike[key].append(taken)
+    return [median(alike[key]) for key in keys]
