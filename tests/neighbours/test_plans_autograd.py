@@ -277,7 +277,7 @@ def test_layers_left_out_at_random():
     torch.manual_seed(11)
     plan = recoup.plan(model, x, budget="1 GiB", loss=loss_of)
     for point in plan.frontier:
-        plan._point = point
+        plan.point = point
         with plan.applied(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert_same(result_of(model, steps), wanted)

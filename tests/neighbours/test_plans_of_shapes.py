@@ -14,8 +14,8 @@ from torch import nn
 
 import recoup
 from recoup.errors import BudgetError, RecoupError
-from recoup.planning import search
-from recoup.planning.plan_maker import PlanMaker
+from recoup.planning import frontier
+from recoup.planning.replanning import PlanMaker
 from recoup.planning.work import WorkCounter
 from tests.neighbours.planned import Net, assert_same, loss_of, result_of
 from tests.planned_zoo import transformers_or_skip
@@ -105,7 +105,7 @@ def test_planning_that_is_cut_off_leaves_the_family_as_it_was(monkeypatch, error
         def fails(*_, **__):
             raise error
 
-        patched.setattr(search, "price_blocks", fails)
+        patched.setattr(frontier, "price_blocks", fails)
         with pytest.raises(error):
             model(torch.randn(160, 16))
     assert plan.family == (plan,)

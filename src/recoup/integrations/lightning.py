@@ -16,7 +16,7 @@ from recoup import weights
 from recoup.integrations.planning_callback import PlanningCallback
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.search import plan_of_call
+from recoup.planning.search import plan_of
 
 __all__ = ["MemoryBudget", "WeightStep"]
 
@@ -92,8 +92,8 @@ class MemoryBudget(PlanningCallback, Callback):
             if planned is not None and planned.replanner is not None:
                 planned.replanner.serve(args, {})
                 return
-            step = pl_module.training_step
-            plan = plan_of_call(pl_module, step, args, {}, self.budget, options, replan=self.replan)
+            step = options.step(pl_module, pl_module.training_step, args, {})
+            plan = plan_of(step, self.budget, options, replan=self.replan)
         self._apply(plan)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recoup.planning.options import PlanOptions
+from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.sizes import checked_budget
 
 __all__ = ["PlanningCallback"]
 

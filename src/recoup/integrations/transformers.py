@@ -16,7 +16,7 @@ from recoup.integrations.planning_callback import PlanningCallback
 from recoup.planning.forwards import enclosing_checkpoints
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.search import plan_of_call
+from recoup.planning.search import plan_of
 
 __all__ = ["MemoryBudget"]
 
@@ -101,10 +101,8 @@ class MemoryBudget(PlanningCallback, TrainerCallback):
             if not module.training or not builds_graph or enclosing_checkpoints()[0]:
                 return  # a reference model's turn, or a first pass without a graph
             self._remove_hook()
-            made = plan_of_call(
-                module, module, given, named, self.budget, options, replan=self.replan
-            )
-            self._apply(made)
+            step = options.step(module, module, given, named)
+            self._apply(plan_of(step, self.budget, options, replan=self.replan))
 
         self._remove_hook()
         self._first_forward_hook = model.register_forward_pre_hook(first_forward, with_kwargs=True)

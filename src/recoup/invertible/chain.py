@@ -25,8 +25,7 @@ from recoup.invertible.chain_stages import (
     to_state,
 )
 from recoup.invertible.contract import InvertibleModule
-from recoup.planning.budget import is_bytes
-from recoup.planning.memory_mode import HasMemoryMode
+from recoup.planning.budget import HasMemoryMode, is_bytes
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for
 

@@ -1,28 +1,48 @@
-"""The search for the blocks of a model: the modules that a plan keeps or recomputes as a whole."""
+"""The search for the blocks of a model: the modules that a plan keeps or recomputes as a whole.
+
+NOTE [ Groups of modules ]
+
+Rule 1. A convolution keeps its input, and the ReLU before it keeps its output, which is the same
+        tensor. As blocks of their own each would seem to keep one. So a module with a matrix or a
+        kernel begins a group, and what follows it (norms, activations, pooling) belongs to it.
+Rule 2. While a plan is followed, the sequence calls its groups in place of its modules, and each
+        group calls its modules, with their hooks.
+Rule 3. A group is made once for a sequence, so that all plans for it have the same blocks. A
+        sequence whose modules were replaced since, or that got more, runs as it is.
+Rule 4. A forward may take the modules of a sequence without calling it (features of an image, layer
+        by layer). Then each module is a block of its own.
+"""
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from recoup._core.log_det_pairs import has_inverse
 from recoup._core.module_marks import mark_of
-from recoup.planning.module_groups import groups_of
 
 __all__ = [
     "Block",
-    "find_blocks",
+    "ModuleGroup",
+    "are_groups_of",
     "find_leaves",
     "find_links",
+    "groups_of",
     "has_list_of_blocks",
+    "kind_of",
+    "modules_of",
     "name_blocks",
+    "named_modules",
     "outermost_called",
     "repeated_calls",
     "repeats",
+    "run_groups",
     "with_links",
 ]
 
@@ -45,7 +65,7 @@ def name_blocks(model: nn.Module, blocks: Named) -> list[Block]:
     """
     if blocks is None:
         return find_blocks(model)
-    named = dict(cast("Iterator[Block]", model.named_modules()))
+    named = dict(named_modules(model))
     if isinstance(blocks, nn.Module):
         raise ValueError(
             f"`blocks` is a single {type(blocks).__name__}, but must be a sequence of modules or "
@@ -117,13 +137,16 @@ def find_blocks(model: nn.Module) -> list[Block]:
     of these either, the modules of a sequence of more than two are, in groups (NOTE [ Groups of
     modules ]).
     """
-    blocks = list(_of_lists(model, "")) or list(_side_by_side(model, "")) or list(_links(model, ""))
-    return [(name, module) for name, module in blocks if name]
+    return (
+        _first(model, _listed, "")
+        or list(_outermost(model, _is_beside_another, ""))
+        or _first(model, _linked, "")
+    )
 
 
 def has_list_of_blocks(module: nn.Module) -> bool:
     """Whether `module` contains a list of several modules of one class that have submodules."""
-    return next(_of_lists(module, ""), None) is not None
+    return bool(_first(module, _listed, ""))
 
 
 def find_links(model: nn.Module) -> list[Block]:
@@ -151,8 +174,7 @@ def with_links(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
         (name, module) for name, module in blocks if within.isdisjoint(map(id, module.modules()))
     ]
     chosen = {id(module) for _, module in (*links, *others)} if links else set[int]()
-    named = cast("Iterator[Block]", model.named_modules())
-    return [(name, module) for name, module in named if id(module) in chosen]
+    return [(name, module) for name, module in named_modules(model) if id(module) in chosen]
 
 
 def _links_of_chains(module: nn.Module, path: str) -> list[Block]:
@@ -170,27 +192,12 @@ def _is_link(module: nn.Module) -> bool:
 
 def repeats(modules: Sequence[nn.Module]) -> bool:
     """Whether several of the modules that have submodules are of one class."""
-    return _repeats([("", module) for module in modules if _has_parts(module)])
+    return _repeat([("", module) for module in modules if _has_parts(module)])
 
 
 def find_leaves(model: nn.Module) -> list[Block]:
     """Return repeated modules in lists of modules without submodules, such as `nn.LSTM`."""
-    return [(name, module) for name, module in _leaves(model, "") if name]
-
-
-def _leaves(module: nn.Module, path: str) -> Iterator[Block]:
-    children = _children(module, path)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        parts = [
-            (n, m)
-            for n, m in children
-            if not _has_parts(m) and next(m.parameters(), None) is not None
-        ]
-        if _repeats(parts):
-            yield from parts
-            return
-    for name, child in children:
-        yield from _leaves(child, name)
+    return _first(model, _listed_leaves, "")
 
 
 def repeated_calls(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
@@ -201,15 +208,7 @@ def repeated_calls(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]
         called: its modules, each as often as one forward calls it.
     """
     counts = Counter(map(id, called))
-    return list(_outermost(model, "", counts))
-
-
-def _outermost(module: nn.Module, path: str, counts: Counter[int]) -> Iterator[Block]:
-    for name, child in _children(module, path):
-        if counts[id(child)] > 1 and next(child.parameters(), None) is not None:
-            yield name, child
-        else:
-            yield from _outermost(child, name, counts)
+    return list(_outermost(model, lambda each, _: counts[id(each)] > 1 and _has_weights(each), ""))
 
 
 def outermost_called(model: nn.Module, called: Sequence[nn.Module]) -> list[Block]:
@@ -220,18 +219,42 @@ def outermost_called(model: nn.Module, called: Sequence[nn.Module]) -> list[Bloc
         called: the modules that the forward calls.
     """
     ids = set(map(id, called))
-
-    def within(module: nn.Module, path: str) -> Iterator[Block]:
-        for name, child in _children(module, path):
-            if id(child) in ids:
-                yield name, child
-            else:
-                yield from within(child, name)
-
-    found = list(within(model, ""))
-    while len(found) == 1 and (inner := list(within(found[0][1], found[0][0]))):
+    found: list[Block] = [("", model)]
+    while len(found) == 1 and (
+        inner := list(_outermost(found[0][1], lambda each, _: id(each) in ids, found[0][0]))
+    ):
         found = inner
-    return found
+    return found if found[0][0] else []
+
+
+def named_modules(model: nn.Module) -> Iterator[Block]:
+    """Yield the modules of a model with their names, the model first."""
+    yield from cast("Iterator[Block]", model.named_modules())
+
+
+# -- ways down from a module -----------------------------------------------------------------------
+
+
+def _first(
+    module: nn.Module, choose: Callable[[nn.Module, list[Block]], list[Block]], path: str
+) -> list[Block]:
+    """Return what is chosen of the children of a module; if nothing is, of those within each."""
+    children = _children(module, path)
+    return choose(module, children) or [
+        block for name, child in children for block in _first(child, choose, name)
+    ]
+
+
+def _outermost(
+    module: nn.Module, is_taken: Callable[[nn.Module, list[Block]], bool], path: str
+) -> Iterator[Block]:
+    """Yield the outermost modules that are taken; `is_taken` is given their siblings, too."""
+    children = _children(module, path)
+    for name, child in children:
+        if is_taken(child, children):
+            yield name, child
+        else:
+            yield from _outermost(child, is_taken, name)
 
 
 def _children(module: nn.Module, path: str) -> list[Block]:
@@ -242,50 +265,138 @@ def _has_parts(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _of_lists(module: nn.Module, path: str) -> Iterator[Block]:
-    children = _children(module, path)
-    if isinstance(module, _CONTAINERS):
-        parts = [child for child in children if _has_parts(child[1])]
-        if _repeats(parts):
-            yield from _finer(parts)
-            return
-    for name, child in children:
-        yield from _of_lists(child, name)
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
-def _finer(parts: list[Block]) -> Iterator[Block]:
-    """Yield the parts; for a part that is itself a list of blocks, yield those blocks."""
-    for name, part in parts:
-        within = list(_of_lists(part, name)) if isinstance(part, _CONTAINERS) else []
-        yield from within or [(name, part)]
+def _repeat(blocks: Sequence[Block]) -> bool:
+    return any(num > 1 for num in Counter(type(module) for _, module in blocks).values())
 
 
-def _repeats(blocks: Sequence[Block]) -> bool:
-    counts = Counter(type(module) for _, module in blocks)
-    return bool(counts) and counts.most_common(1)[0][1] > 1
+def _listed(module: nn.Module, children: list[Block]) -> list[Block]:
+    """Choose what has parts in a list that repeats; of a list of blocks in it, those blocks."""
+    parts = [child for child in children if _has_parts(child[1])]
+    if not isinstance(module, _CONTAINERS) or not _repeat(parts):
+        return []
+    return [
+        block
+        for name, part in parts
+        for block in (isinstance(part, _CONTAINERS) and _first(part, _listed, name))
+        or [(name, part)]
+    ]
 
 
-def _side_by_side(module: nn.Module, path: str) -> Iterator[Block]:
-    children = _children(module, path)
-    counts = Counter(type(child) for _, child in children)
-    for name, child in children:
-        if counts[type(child)] > 1 and _has_parts(child) and not _is_sequence(child):
-            yield name, child
-        else:
-            yield from _side_by_side(child, name)
+def _listed_leaves(module: nn.Module, children: list[Block]) -> list[Block]:
+    leaves = [(n, each) for n, each in children if not _has_parts(each) and _has_weights(each)]
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return leaves if is_list and _repeat(leaves) else []
 
 
-def _is_sequence(module: nn.Module) -> bool:
-    """Whether a module is a sequence whose groups are better blocks than itself."""
-    return isinstance(module, nn.Sequential) and len(groups_of(module)) > 2
+def _is_beside_another(module: nn.Module, siblings: list[Block]) -> bool:
+    """Whether it has parts and a sibling of its class; groups of a sequence are better blocks."""
+    is_sequence = isinstance(module, nn.Sequential) and len(groups_of(module)) > 2
+    several = sum(type(each) is type(module) for _, each in siblings) > 1
+    return several and _has_parts(module) and not is_sequence
 
 
-def _links(module: nn.Module, path: str) -> Iterator[Block]:
-    children = _children(module, path)
-    if isinstance(module, nn.Sequential) and len(children) > 2:
-        groups = groups_of(module)
-        named = ((f"{path}.{name}" if path else name, group) for name, group in groups)
-        yield from named if len(groups) > 2 else children
-        return
-    for name, child in children:
-        yield from _links(child, name)
+def _linked(module: nn.Module, children: list[Block]) -> list[Block]:
+    if not isinstance(module, nn.Sequential) or len(children) <= 2:
+        return []
+    groups, path = groups_of(module), children[0][0].rpartition(".")[0]
+    named: list[Block] = [(f"{path}.{name}" if path else name, group) for name, group in groups]
+    return named if len(groups) > 2 else children
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+class ModuleGroup(nn.Module):
+    """Consecutive modules of a sequence.
+
+    Args:
+        sequence: the sequence.
+        modules: the modules, in order.
+    """
+
+    def __init__(self, sequence: nn.Sequential, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+        self._sequence = weakref.ref(sequence)
+
+    @property
+    def sequence(self) -> nn.Sequential | None:
+        """The sequence, if it is alive."""
+        return self._sequence()
+
+    def forward(self, input: Any) -> Any:
+        """Call the modules one after another."""
+        for module in self.parts:
+            input = module(input)
+        return input
+
+
+_Groups = list[tuple[str, ModuleGroup]]
+_groups: WeakKeyDictionary[nn.Sequential, tuple[list[nn.Module], _Groups]] = WeakKeyDictionary()
+
+
+def groups_of(sequence: nn.Sequential) -> _Groups:
+    """Return the groups of a sequence with the names of their modules; none if it cannot have any.
+
+    Args:
+        sequence: a sequence whose forward calls its modules one after another.
+    """
+    if type(sequence).forward is not nn.Sequential.forward or _has_own_forward(sequence):
+        return []
+    found_modules: dict[str, nn.Module | None] = vars(sequence)["_modules"]  # may repeat one
+    modules = [module for module in found_modules.values() if module is not None]
+    if len(modules) != len(found_modules) or any(
+        hasattr(type(each), "unshard") for each in modules
+    ):
+        return []  # FSDP2 gathers the parameters of the modules that it knows
+    before, found = _groups.get(sequence, ([], []))
+    if [*map(id, before)] != [*map(id, modules)]:
+        found = list(_grouped(sequence, list(found_modules), modules))
+        _groups[sequence] = modules, found
+    return found
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    return forward is not None and not hasattr(forward, "group")  # else a plan follows it
+
+
+def _grouped(
+    sequence: nn.Sequential, names: Sequence[str], modules: Sequence[nn.Module]
+) -> Iterator[tuple[str, ModuleGroup]]:
+    starts = [0, *(place for place, each in enumerate(modules) if place and _begins(each))]
+    for start, stop in zip(starts, [*starts[1:], len(modules)], strict=True):
+        name = names[start] if stop - start == 1 else f"{names[start]}-{names[stop - 1]}"
+        yield name, ModuleGroup(sequence, modules[start:stop])
+
+
+def _begins(module: nn.Module) -> bool:
+    """Whether a module begins a group: it has a matrix or a kernel (See Rule 1)."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def modules_of(block: nn.Module) -> list[nn.Module]:
+    """Return the module of the model that a block is, or those of a group."""
+    return list(block.parts) if isinstance(block, ModuleGroup) else [block]
+
+
+def are_groups_of(groups: Sequence[ModuleGroup], sequence: nn.Module) -> bool:
+    """Whether these are the groups of all modules that a sequence has now (See Rule 3)."""
+    own: dict[str, nn.Module | None] = vars(sequence)["_modules"]
+    return [*map(id, own.values())] == [id(part) for group in groups for part in group.parts]
+
+
+def run_groups(groups: Sequence[ModuleGroup], input: Any) -> Any:
+    """Call the groups of a sequence (See Rule 2)."""
+    for group in groups:
+        input = group.forward(input)  # no hook takes the group for a module of the model
+    return input
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return the class of a block, or those of the modules of a group."""
+    return ", ".join(type(each).__name__ for each in modules_of(module))

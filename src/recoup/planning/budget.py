@@ -1,4 +1,4 @@
-"""Byte budgets as the `memory` of a chain, which makes its plan in its first forward.
+"""Chains whose `memory` may be bytes: they plan in their first forward.
 
 NOTE [ Chains that plan themselves ]
 
@@ -13,37 +13,37 @@ Rule 3. The outermost budget applies: a chain within another chain that has a bu
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 
+from recoup._core.callable_chain import executor_for
 from recoup._core.compile import is_traced, is_watched, uncompiled
-from recoup._core.drift_guard import DriftGuard
+from recoup._core.drift_guard import Drift, DriftGuard
+from recoup._core.executor import Executor
 from recoup._core.pytree import flatten
 from recoup._core.rng import is_run_again
 from recoup.errors import BudgetError
 from recoup.memory.size import parse_bytes
+from recoup.planning.forwards import Args
+from recoup.planning.frontier import frontier_of
 from recoup.planning.options import PlanOptions
 from recoup.planning.plan import Plan
-from recoup.planning.search import frontier_of_call
+from recoup.planning.step import Step
+from recoup.schedules import Schedule, Way
+from recoup.schedules.memory import Memory, shown
 
-__all__ = ["Budget", "is_bytes"]
+__all__ = ["Budget", "HasMemoryMode", "is_bytes"]
 
 
 def is_bytes(memory: object) -> TypeGuard[str]:
     """Whether `memory` looks like bytes with a unit, such as ``"2 GiB"``."""
     return isinstance(memory, str) and memory.lstrip(" .")[:1].isdigit()
-
-
-class _Size(NamedTuple):
-    """The quantities that the memory of a step grows with (See Rule 2)."""
-
-    num_bytes: int
-    num_differentiated: int
-    is_training: bool
 
 
 class _Here(threading.local):
@@ -65,7 +65,9 @@ class Budget:
 
     def __init__(self, bytes_: str | None = None) -> None:
         self._bytes = bytes_
-        self._forget()
+        self._plan: Plan | None = None
+        self._size: tuple[int, ...] = ()  # what the memory of a step grows with (See Rule 2)
+        self._others: tuple[object, ...] = ()  # what else it depends on
 
     @property
     def is_bound(self) -> bool:
@@ -81,16 +83,14 @@ class Budget:
         bytes_ = memory if is_bytes(memory) else None
         if bytes_ is not None:
             parse_bytes(bytes_, name="memory")  # or it is no number of bytes
-        if self._plan is not None:
-            self._plan.remove()
+        self._remove_plan()
         self._bytes = bytes_
-        self._forget()
 
     def run(
         self,
         chain: nn.Module,
         call: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: Args,
         blocks: Iterable[nn.Module],
         guard: DriftGuard | None = None,
         loss: Callable[[Any], Any] | None = None,
@@ -108,56 +108,58 @@ class Budget:
         Raises:
             BudgetError: no plan keeps to the budget.
         """
-        planned = uncompiled(_planned) if is_watched() else _planned
+        planned = uncompiled(Budget._planned) if is_watched() else Budget._planned
         return planned(self, chain, call, args, blocks, guard, loss)
 
-    def plan_for(
+    def _planned(
         self,
         chain: nn.Module,
         call: Callable[..., Any],
-        args: tuple[Any, ...],
-        blocks: Sequence[nn.Module],
-        guard: DriftGuard | None = None,
-        loss: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Ensure that the chain follows a plan for arguments as large as `args`."""
+        args: Args,
+        blocks: Iterable[nn.Module],
+        guard: DriftGuard | None,
+        loss: Callable[[Any], Any] | None,
+    ) -> Any:
+        if _here.is_within or is_run_again() or is_traced():
+            return call(*args)  # See Rule 3
+        _here.is_within = True
+        try:
+            distinct = tuple({id(each): each for each in blocks}.values())
+            with _planning:
+                if not self._is_planned(chain, args, distinct, guard):
+                    options = PlanOptions(loss=loss, blocks=distinct)
+                    self._plan_for(options.step(chain, call, args, {}), options, guard)
+            return call(*args)
+        finally:
+            _here.is_within = False
+
+    def _is_planned(
+        self, chain: nn.Module, args: Args, blocks: Sequence[nn.Module], guard: DriftGuard | None
+    ) -> bool:
+        """Whether the chain follows a plan for arguments as large as these, or needs none."""
         given = flatten(args)[0]
         num_differentiated = sum(t.requires_grad for t in (*given, *chain.parameters()))
         if self._bytes is None or not num_differentiated or not torch.is_grad_enabled():
-            return  # there is no backward
-        size = _Size(sum(t.nbytes for t in given), num_differentiated, chain.training)
-        refused = None if guard is None else guard.kept
-        if self._is_planned(size, blocks) and (guard, refused) == (self._guard, self._refused):
-            return
-        if self._plan is not None:
-            self._plan.remove()
-            self._forget()
-        options = PlanOptions(loss=loss, blocks=blocks)
-        found = frontier_of_call(chain, call, args, {}, options, guard)
+            return True  # there is no backward
+        needed = (sum(t.nbytes for t in given), num_differentiated, chain.training)
+        others = (blocks, guard, None if guard is None else guard.kept)
+        is_served = others == self._others and all(map(operator.le, needed, self._size))
+        self._size, self._others = (self._size if is_served else needed), others
+        return is_served and self._plan is not None and self._plan.is_applied
+
+    def _plan_for(self, step: Step, options: PlanOptions, guard: DriftGuard | None) -> None:
+        self._remove_plan()
         try:
-            plan = found.plan(self._bytes)
+            plan = frontier_of(step, options, guard).plan(cast("str", self._bytes))
         except BudgetError as error:  # the user has set `memory`
             error.args = (str(error).replace("`budget`", "`memory`", 1),)
             raise
         self._plan = plan.apply_while_held()
-        self._size, self._blocks = size, blocks
-        self._guard, self._refused = guard, refused
 
-    def _is_planned(self, size: _Size, blocks: Sequence[nn.Module]) -> bool:
-        return (
-            self._plan is not None
-            and self._plan.is_applied
-            and all(now <= planned for now, planned in zip(size, self._size, strict=True))
-            and len(blocks) == len(self._blocks)
-            and all(now is planned for now, planned in zip(blocks, self._blocks, strict=True))
-        )
-
-    def _forget(self) -> None:
-        self._plan: Plan | None = None
-        self._size = _Size(0, 0, False)
-        self._blocks: Sequence[nn.Module] = ()
-        self._guard: DriftGuard | None = None
-        self._refused: frozenset[int] | None = None
+    def _remove_plan(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
         return Budget(self._bytes)
@@ -166,22 +168,56 @@ class Budget:
         return Budget, (self._bytes,)
 
 
-def _planned(
-    budget: Budget,
-    chain: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    blocks: Iterable[nn.Module],
-    guard: DriftGuard | None,
-    loss: Callable[[Any], Any] | None,
-) -> Any:
-    if _here.is_within or is_run_again() or is_traced():
-        return call(*args)  # See Rule 3
-    _here.is_within = True
-    try:
-        with _planning:
-            distinct = tuple({id(each): each for each in blocks}.values())
-            budget.plan_for(chain, call, args, distinct, guard, loss)
-        return call(*args)
-    finally:
-        _here.is_within = False
+class HasMemoryMode(nn.Module):
+    """A chain of modules whose `memory` and `drift` may be changed at any time."""
+
+    def _set_memory_mode(self, memory: Memory, drift: Drift) -> None:
+        self._drift = DriftGuard.of(drift)
+        self._budget = Budget()
+        self.memory = memory
+
+    @property
+    def drift(self) -> DriftGuard:
+        """The drift guard: checks inverses and records their drift."""
+        return self._drift
+
+    @drift.setter
+    def drift(self, drift: Drift) -> None:
+        self._drift = DriftGuard.of(drift)
+
+    @property
+    def memory(self) -> Memory:
+        """The memory mode of the chain."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._check_memory(memory)
+        self._budget.bound(memory)
+        self._memory: Memory = memory
+        self._executor: tuple[object, Executor] | None = None
+
+    @abstractmethod
+    def _check_memory(self, memory: Memory) -> None:
+        """Raise a ValueError if `memory` is unknown, or does not apply to this chain."""
+
+    @property
+    def _memory_of_other_lengths(self) -> Memory:
+        """The memory mode for a chain of another length that is made from this one."""
+        return "linear" if isinstance(self._memory, Schedule) else self._memory
+
+    def _ready_executor(self, links: Mapping[str, Any], ways: Sequence[Way] | None) -> Executor:
+        """Return the executor for these links, the previous one if nothing has changed.
+
+        Args:
+            links: the modules in order, by their names in errors.
+            ways: the way in which each restores its input under "constant"; None in other modes.
+        """
+        key = (len(links), ways, self._drift, self._drift.kept)
+        if self._executor is None or self._executor[0] != key:
+            self._executor = (key, executor_for(self._memory, links, ways, self._drift))
+        return self._executor[1]
+
+    def extra_repr(self) -> str:
+        """Return the memory mode, for the repr."""
+        return f"memory={shown(self._memory)}"

@@ -28,20 +28,18 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import NamedTuple
 
 import torch
 
 from recoup._core.generators import generator_states, same_states
 from recoup.errors import ChangedError, ReplayError
-from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode
-from recoup.planning.measured_calls import Measured, MeasuredCall
+from recoup.planning.compiling import SHARES, BlockCode, CodeByModule, CompiledCode, NudgedCode
 from recoup.planning.measuring import measure_blocks
-from recoup.planning.nudging import NudgedCode
 from recoup.planning.priced_blocks import PricedBlocks
-from recoup.planning.pricing import price
+from recoup.planning.pricing import Measured, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
+from recoup.planning.timing import medians_of_alike
 from recoup.planning.verification import DifferentStepError, Outcome, Verification
 from recoup.schedules import Cost, Thin
 
@@ -71,10 +69,6 @@ class _Candidate(NamedTuple):
     run_seconds: float
     seconds: float
 
-    def scaled(self, rate: float) -> _Candidate:
-        """Return the same code with its times multiplied by a number."""
-        return self._replace(run_seconds=rate * self.run_seconds, seconds=rate * self.seconds)
-
     @property
     def moment_bytes(self) -> int:
         """The most bytes while it runs again and is reversed, beyond its input."""
@@ -84,127 +78,115 @@ class _Candidate(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """The codes of a block in a plan.
+    """The codes of a block in a plan, by their places among all that it can run by.
 
     Args:
-        of_tapes: the code of the whole tape, and those of the thinner ones.
+        tapes: the code of the whole tape, and those of the thinner ones.
         again: the code of calls that are run again.
     """
 
-    of_tapes: tuple[BlockCode, ...]
-    again: BlockCode
-
-    def cost(self, candidates: Sequence[_Candidate], between: Cost) -> Cost:
-        """Return the cost of a call.
-
-        Args:
-            candidates: all codes that the call can run by.
-            between: a cost from which what lies between blocks is taken (See Rule 4).
-        """
-        found = {each.code: each for each in candidates}
-        whole, again = found[self.of_tapes[0]], found[self.again]
-
-        def thin(cost: Cost, seconds: float) -> Thin:
-            more = max(seconds - whole.seconds, 0.0)
-            return Thin(cost.tape_bytes, more, cost.tape_run_bytes, cost.reverse_bytes)
-
-        kept = [found[code] for code in self.of_tapes]
-
-        return replace(
-            between,
-            seconds=again.run_seconds,
-            tape_bytes=whole.cost.tape_bytes,
-            run_bytes=again.again.run_bytes,
-            tape_run_bytes=whole.cost.tape_run_bytes,
-            reverse_bytes=whole.cost.reverse_bytes,
-            variants=tuple(thin(each.cost, each.seconds) for each in kept[1:]),
-            again=thin(again.again, again.seconds),
-        )
+    tapes: tuple[int, ...]
+    again: int
 
 
-def price_codes(own: PricedBlocks, device: torch.device, backend: str) -> list[PricedBlocks]:
+def price_codes(own: PricedBlocks, backend: str) -> list[PricedBlocks]:
     """Compile blocks, and find the best plans with compiled blocks and without (See Rule 5).
 
     Args:
         own: the blocks, priced by the work of their own code.
-        device: the device whose bytes are counted.
         backend: the backend of the compiler.
     """
-    calls = own.measured.calls
-    candidates = _candidates(own, device, backend)
-    # These were timed while bytes were counted; the blocks' own code was timed without, too.
-    counted_seconds = sum(each[0].run_seconds for each in candidates)
-    rate = sum(call.work for call in calls) / counted_seconds if counted_seconds else 0.0
-    candidates = [[each.scaled(rate) for each in several] for several in candidates]
-    codes: dict[int, _Codes] = {}
-    for call, each in zip(calls, candidates, strict=True):
-        if id(call.module) not in codes and _pays(each):
-            codes[id(call.module)] = _chosen(each[1:])
-    if not codes:
+    candidates = _candidates(own, backend)
+    chosen: dict[int, _Codes] = {}  # by the id of the block
+    for call, each in zip(own.measured.calls, candidates, strict=True):
+        if id(call.module) not in chosen and _pays(each):
+            chosen[id(call.module)] = _chosen(each)
+    if not chosen:
         return [own]
     try:
-        return [_compiled(own, candidates, codes, device), own]
+        return [_compiled(own, candidates, chosen), own]
     except (ChangedError, ReplayError) as error:
         warnings.warn(f"No block is compiled. {error}", stacklevel=5)
         return [own]
 
 
 def _compiled(
-    own: PricedBlocks,
-    candidates: Sequence[Sequence[_Candidate]],
-    codes: dict[int, _Codes],
-    device: torch.device,
+    own: PricedBlocks, candidates: Sequence[Sequence[_Candidate]], chosen: dict[int, _Codes]
 ) -> PricedBlocks:
-    """Return the plans in which all blocks that have `codes` are compiled."""
-    code = CodeByModule({module: each.of_tapes[0] for module, each in codes.items()})
-    again = CodeByModule({module: each.again for module, each in codes.items()})
+    """Return the plans in which all blocks that have chosen codes are compiled."""
+    first, again = dict[int, BlockCode](), dict[int, BlockCode]()
+    for call, each in zip(own.measured.calls, candidates, strict=True):
+        if (codes := chosen.get(id(call.module))) is not None:
+            first[id(call.module)] = each[codes.tapes[0]].code
+            again[id(call.module)] = each[codes.again].code
     step = replace(own.step)  # with a verification of its own
-    measured = measure_blocks(step, own.blocks, device, again)
-    _check(own, step.verification, measured.outcome, device)
+    measured = measure_blocks(step, own.blocks, CodeByModule(again))
+    _check(own, step.verification, measured.outcome)
     measured.seconds_per_work = own.measured.seconds_per_work
-    reference = price(measured, step.place.work_per_byte)
-    calls: list[MeasuredCall] = []
-    costs: list[Cost] = []
-    seconds = own.seconds
-    own_costs = price(own.measured, step.place.work_per_byte)
-    for call, each, cost, between in zip(
-        own.measured.calls, candidates, own_costs, reference, strict=False
-    ):
-        found = codes.get(id(call.module))
-        if found is None:
-            calls.append(call)
-            costs.append(cost)
-        else:
-            calls.append(replace(call, codes=found.of_tapes, code_again=found.again))
-            costs.append(found.cost(each, between))
-            whole = min(one.seconds for one in each if one.code is found.of_tapes[0])
-            seconds += whole - each[0].seconds
-    made = own._replace(step=step, code=code, code_again=again, plain_bytes=None)
-    return made.repriced(calls, [*costs, reference[-1]], max(seconds, 0.0))
+    *reference, tail = price(measured, own.place.work_per_byte)
+    calls, costs, seconds = (
+        list(own.measured.calls),
+        price(own.measured, own.place.work_per_byte),
+        own.seconds,
+    )
+    for place, (call, each, between) in enumerate(zip(calls, candidates, reference, strict=False)):
+        codes = chosen.get(id(call.module))
+        if codes is not None:
+            tapes = [each[index] for index in codes.tapes]
+            of_tapes = tuple(tape.code for tape in tapes)
+            calls[place] = replace(call, codes=of_tapes, code_again=each[codes.again].code)
+            costs[place] = _cost(tapes, each[codes.again], between)
+            seconds += tapes[0].seconds - each[0].seconds
+    made = own._replace(
+        step=step, code=CodeByModule(first), code_again=CodeByModule(again), plain_bytes=None
+    )
+    return made.repriced(calls, [*costs[:-1], tail], max(seconds, 0.0))
 
 
-def _check(
-    own: PricedBlocks, verification: Verification, compiled: Outcome | None, device: torch.device
-) -> None:
+def _cost(tapes: Sequence[_Candidate], again: _Candidate, between: Cost) -> Cost:
+    """Return the cost of a call.
+
+    Args:
+        tapes: the code of its whole tape, and those of its thinner ones.
+        again: the code by which it runs if it is run again.
+        between: a cost from which what lies between blocks is taken (See Rule 4).
+    """
+    whole = tapes[0]
+
+    def thin(cost: Cost, seconds: float) -> Thin:
+        more = max(seconds - whole.seconds, 0.0)
+        return Thin(cost.tape_bytes, more, cost.tape_run_bytes, cost.reverse_bytes)
+
+    return replace(
+        between,
+        seconds=again.run_seconds,
+        tape_bytes=whole.cost.tape_bytes,
+        run_bytes=again.again.run_bytes,
+        tape_run_bytes=whole.cost.tape_run_bytes,
+        reverse_bytes=whole.cost.reverse_bytes,
+        variants=tuple(thin(each.cost, each.seconds) for each in tapes[1:]),
+        again=thin(again.again, again.seconds),
+    )
+
+
+def _check(own: PricedBlocks, verification: Verification, compiled: Outcome) -> None:
     """Raise if compiled blocks compute something else than uncompiled ones (See Rule 6).
 
     Args:
         own: the blocks as they are.
         verification: of the compiled blocks; what rounding grows to is allowed there, too.
         compiled: the outcome of compiled blocks.
-        device: the device whose bytes are counted.
     """
     plain = own.measured.outcome
-    nudged = measure_blocks(replace(own.step), own.blocks, device, NudgedCode()).outcome
+    nudged = measure_blocks(replace(own.step), own.blocks, NudgedCode()).outcome
+    verification.allow_growth(plain, nudged)
     difference: str | None = None
-    if plain is not None and compiled is not None and nudged is not None:
-        verification.allow_growth(plain, nudged)
-        if same_states(plain.states, generator_states()):
-            both = Verification()
-            both.expect(plain, is_plain=False)
-            both.allow_other_sums(_eps_of_products(device))
-            both.inherit(verification)
-            difference = both.difference(compiled)
+    if same_states(plain.states, generator_states()):
+        both = Verification()
+        both.expect(plain, is_plain=False)
+        both.allow_other_sums(_eps_of_products(own.step.device))
+        both.inherit(verification)
+        difference = both.difference(compiled)
     if largest_among_ranks(own.step.model, [float(difference is not None)])[0]:
         raise DifferentStepError(difference or "On another rank, a compiled step differs.")
 
@@ -216,7 +198,7 @@ def _eps_of_products(device: torch.device) -> float:
     return _EPS_OF_TF32 if device.type == "cuda" and rounds else 0.0
 
 
-def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[list[_Candidate]]:
+def _candidates(own: PricedBlocks, backend: str) -> list[list[_Candidate]]:
     """Return the codes that each call can run by, its own first (See Rule 1)."""
     step, blocks, calls = own.step, own.blocks, own.measured.calls
     found: list[list[_Candidate]] = [[] for _ in calls]
@@ -233,28 +215,35 @@ def _candidates(own: PricedBlocks, device: torch.device, backend: str) -> list[l
             )  # fmt: skip
         try:
             if isinstance(code, CompiledCode):
-                measure_blocks(step, blocks, device, code)  # compiles
-            steps = [measure_blocks(step, blocks, device, code) for _ in range(_NUM_STEPS)]
+                measure_blocks(step, blocks, code)  # compiles
+            steps = [measure_blocks(step, blocks, code) for _ in range(_NUM_STEPS)]
         except (ChangedError, ReplayError) as error:
             if not isinstance(code, CompiledCode):
                 raise
             warnings.warn(f"No block is compiled, as it cannot run again. {error}", stacklevel=5)
-            return [candidates[:1] for candidates in found]
+            found = [candidates[:1] for candidates in found]
+            break
         if any(len(each.calls) != len(calls) for each in steps):
             continue  # it is no code for the same results
         for each in steps:
             each.seconds_per_work = own.measured.seconds_per_work
         kept, again = (
-            largest_costs_among_ranks(step.model, price(each, step.place.work_per_byte))
+            largest_costs_among_ranks(step.model, price(each, own.place.work_per_byte))
             for each in (steps[-1], _from_held_inputs(steps[-1]))
         )
         for costs, times, candidates in zip(
             zip(kept, again, strict=True), _times(own, steps), found, strict=False
         ):
             candidates.append(_Candidate(code, *costs, *times))
-    # A block that fails at one share is compiled at none.
+    # These were timed while bytes were counted; the blocks' own code was timed without, too.
+    counted_seconds = sum(candidates[0].run_seconds for candidates in found)
+    rate = sum(call.work for call in calls) / counted_seconds if counted_seconds else 0.0
     return [
-        [each for each in candidates if _is_by(each.code, call)]
+        [
+            each._replace(run_seconds=rate * each.run_seconds, seconds=rate * each.seconds)
+            for each in candidates
+            if not isinstance(each.code, CompiledCode) or each.code.compiles(call.module)
+        ]  # a block that fails at one share is compiled at none
         for call, candidates in zip(calls, found, strict=True)
     ]
 
@@ -264,25 +253,13 @@ def _from_held_inputs(measured: Measured) -> Measured:
     return replace(measured, calls=[replace(call, unheld_bytes=0) for call in measured.calls])
 
 
-def _is_by(code: BlockCode, call: MeasuredCall) -> bool:
-    """Whether a call runs by `code`, and not by its own because the compiler failed."""
-    return not isinstance(code, CompiledCode) or code.compiles(call.module)
-
-
 def _times(own: PricedBlocks, steps: Sequence[Measured]) -> list[tuple[float, float]]:
     """Return the seconds of a run of each call, and those with its backward (See Rule 1)."""
     calls = steps[0].calls
-    alike: dict[object, list[int]] = {}
-    for index, call in enumerate(calls):
-        key = (type(call.module), call.state_bytes, call.output_bytes, call.own_bytes)
-        alike.setdefault(key, []).append(index)
-    runs, backwards = [0.0] * len(calls), [0.0] * len(calls)
-    for indices in alike.values():
-        run = median(min(step.calls[i].again_seconds for step in steps) for i in indices)
-        backward = median(min(step.calls[i].backward_seconds for step in steps) for i in indices)
-        for index in indices:
-            runs[index], backwards[index] = run, backward
-    found = largest_among_ranks(own.step.model, [*runs, *backwards])
+    several = list(zip(*(step.calls for step in steps), strict=True))
+    runs = medians_of_alike(calls, [min(c.again_seconds for c in each) for each in several])
+    rests = medians_of_alike(calls, [min(c.backward_seconds for c in each) for each in several])
+    found = largest_among_ranks(own.step.model, [*runs, *rests])
     return [(run, run + rest) for run, rest in zip(found, found[len(calls) :], strict=False)]
 
 
@@ -296,11 +273,12 @@ def _pays(candidates: Sequence[_Candidate]) -> bool:
 
 
 def _chosen(candidates: Sequence[_Candidate]) -> _Codes:
-    fastest = min(each.seconds for each in candidates)
-    quick = [each for each in candidates if each.seconds <= (1 + _NOISE) * fastest]
-    tapes = [min(quick, key=lambda each: each.cost.tape_bytes)]  # See Rule 2
-    for each in sorted(candidates, key=lambda each: (each.seconds, each.cost.tape_bytes)):
-        if each.cost.tape_bytes < tapes[-1].cost.tape_bytes:
-            tapes.append(each)
-    again = min(candidates, key=lambda each: (each.moment_bytes, each.seconds))  # See Rule 3
-    return _Codes(tuple(each.code for each in tapes), again.code)
+    compiled = list(enumerate(candidates))[1:]
+    fastest = min(each.seconds for _, each in compiled)
+    quick = [one for one in compiled if one[1].seconds <= (1 + _NOISE) * fastest]
+    tapes = [min(quick, key=lambda one: one[1].cost.tape_bytes)]  # See Rule 2
+    for one in sorted(compiled, key=lambda one: (one[1].seconds, one[1].cost.tape_bytes)):
+        if one[1].cost.tape_bytes < tapes[-1][1].cost.tape_bytes:
+            tapes.append(one)
+    again, _ = min(compiled, key=lambda one: (one[1].moment_bytes, one[1].seconds))  # See Rule 3
+    return _Codes(tuple(place for place, _ in tapes), again)

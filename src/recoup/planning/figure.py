@@ -7,36 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recoup.memory.figures import COLORS, INK, QUIET, finish, rendered
-from recoup.schedules import Cost, Moment, Point, trace
+from recoup.planning.report import PlanReport
+from recoup.schedules import Moment, trace
 
-__all__ = ["Line", "Plans", "draw", "draw_frontier"]
+__all__ = ["Line", "draw", "draw_frontier"]
 
 _BEFORE, _AFTER = COLORS["linear"], COLORS["sqrt"]
-
-
-class Plans(NamedTuple):
-    """A plan among those that are best for some budget.
-
-    Args:
-        costs: the costs of the blocks, and of the code after them.
-        frontier: the plans that are best for some budget, from the least bytes to the most.
-        chosen: the one that was taken.
-        kept_seconds: the time of the step that keeps everything.
-        budget_bytes: the budget.
-        standing_bytes: the bytes that are alive before a step.
-    """
-
-    costs: Sequence[Cost]
-    frontier: Sequence[Point]
-    chosen: Point
-    kept_seconds: float
-    budget_bytes: int
-    standing_bytes: int
-
-    @property
-    def most_bytes(self) -> int:
-        """The peak of a step that keeps everything."""
-        return self.standing_bytes + self.frontier[-1].peak_bytes
 
 
 class Line(NamedTuple):
@@ -72,7 +48,7 @@ def draw_frontier(lines: Sequence[Line], path: Path) -> Path:
     return path
 
 
-def draw(plan: Plans, path: Path) -> Path:
+def draw(plan: PlanReport, path: Path) -> Path:
     """Draw a plan into a file, and return the path."""
     unit, name = _unit(plan.most_bytes)
 
@@ -91,11 +67,11 @@ def _unit(num_bytes: int) -> tuple[int, str]:
     return 1, "bytes"
 
 
-def _over_a_step(axes: Any, plan: Plans, unit: int, name: str) -> None:
+def _over_a_step(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
     again = trace(plan.frontier[-1].schedule, plan.costs)[-1].seconds
     first = plan.kept_seconds / again if again else 1.0  # that everything kept takes as measured
     before = trace(plan.frontier[-1].schedule, plan.costs, first)
-    after = trace(plan.chosen.schedule, plan.costs, first)
+    after = trace(plan.point.schedule, plan.costs, first)
     whole = plan.kept_seconds or 1.0
     top = plan.most_bytes / unit
     for moments, color, text, width in (
@@ -129,13 +105,13 @@ def _line(
     return times, levels
 
 
-def _frontier(axes: Any, plan: Plans, unit: int, name: str) -> None:
+def _frontier(axes: Any, plan: PlanReport, unit: int, name: str) -> None:
     points = plan.frontier
     least, whole = points[-1].seconds, plan.kept_seconds or 1.0
     sizes = [(plan.standing_bytes + point.peak_bytes) / unit for point in points]
     times = [1 + (point.seconds - least) / whole for point in points]
     axes.step(sizes, times, where="post", color=_AFTER, linewidth=2.2)
-    place = points.index(plan.chosen)
+    place = points.index(plan.point)
     axes.plot(
         sizes[place], times[place], "o", color=_AFTER, markersize=9, markeredgecolor="white",
         zorder=5, clip_on=False,

@@ -27,8 +27,8 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -39,21 +39,27 @@ from recoup._core.saved_tensors import is_in_backward
 from recoup._core.slots import State
 from recoup.planning.blocks import Block
 from recoup.planning.forwards import (
+    Args,
     CallOutputs,
-    PartsFollower,
+    Forward,
+    Kwargs,
     enclosing_checkpoints,
     followed,
 )
-from recoup.planning.measured_calls import MeasuredCall
 from recoup.planning.pending import PendingForwards, StepBound
 from recoup.planning.planned_stages import PlannedChain, PlannedStage, planned_stages
-from recoup.planning.sizes import ArgumentSizes
+from recoup.planning.pricing import MeasuredCall
+from recoup.planning.shapes import ArgumentSizes
 from recoup.planning.step import Step
+from recoup.planning.tiled_parts import TiledParts
 from recoup.schedules import Schedule
 
-__all__ = ["PlanFollower", "PlannedModel"]
+__all__ = ["PlanFollower", "PlannedModel", "Watching"]
 
-Forward = Callable[..., Any]
+Run = Literal["call", "first", "again", "rest", "inverse"]
+# From the index of a call to a context of a run of it: of the call as a whole in forward, of its
+# first run and a later one, of the rest of one that keeps products, and of its inverse.
+Watching = Callable[[int, Run], AbstractContextManager[Any]]
 
 
 class _SkippedBlock:
@@ -120,56 +126,64 @@ class _OfThread(threading.local):
         self.outside = _Pass()  # of blocks that are called outside a forward of the model
 
 
-def _new_call(index: int, *args: Any) -> Call:
-    del index
-    return Call(*args)
+class _WatchedCall(Call):
+    """A call whose runs are watched."""
+
+    __slots__ = ("_index", "_watching")
+
+    def __init__(self, watching: Watching, index: int, *args: Any) -> None:
+        super().__init__(*args)
+        self._watching = watching
+        self._index = index
+
+    def forward(self, state: State) -> tuple[State, Tensor | None]:
+        """Run the call."""
+        with self._watching(self._index, "again" if self.has_run else "first"):
+            return super().forward(state)
+
+    def inverse(self, state: State) -> State:
+        """Invert the call."""
+        with self._watching(self._index, "inverse"):
+            return super().inverse(state)
 
 
 class PlanFollower:
     """The follower of a model and its blocks (See Rule 1).
 
     Args:
-        model: the model, whose forward is one pass; None if the step does not call it itself.
-        stages: the stages of the plan.
-        blocks: all planned blocks; those without a stage are recomputed if they are called.
+        planned: the model and its blocks; those without a stage are recomputed if they are called.
+        schedule: a schedule of the calls, and of one more stage: the code after them.
         sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
-        tiled: the parts of the model that run in tiles; None if none do.
-        num_forwards: the number of forwards whose stages these are.
         bound: the bound that the plan sets to each step; None for none, in rehearsals.
-        new_call: a function from the index of a stage and the arguments of a `Call` to a call.
+        watching: what is entered around runs of calls; None for nothing.
     """
 
     def __init__(
         self,
-        model: nn.Module | None,
-        stages: Sequence[PlannedStage],
-        blocks: Sequence[Block],
+        planned: PlannedModel,
+        schedule: Schedule,
         sizes: ArgumentSizes | None = None,
-        tiled: PartsFollower | None = None,
-        num_forwards: int = 1,
         bound: StepBound | None = None,
-        new_call: Callable[..., Call] = _new_call,
+        watching: Watching | None = None,
     ) -> None:
-        self._num_forwards, self._bound, self._new_call = num_forwards, bound, new_call
+        self._model, self._tiled = planned.root, planned.tiled
+        self._num_forwards, self._bound, self._watching = planned.num_forwards, bound, watching
         self._pending = PendingForwards() if bound is None else bound.pending
-        self._tiled = tiled
-        self._parts = set[int]() if tiled is None else set(map(id, tiled.modules))
-        self._model = model
-        self._names = {id(module): name for name, module in blocks}
-        self._stages = stages
+        self._parts = set[int]() if self._tiled is None else set(map(id, self._tiled.modules))
+        self._names = {id(module): name for name, module in planned.blocks}
         self._sizes = sizes
-        executors = {id(stage.chain): stage.chain.executor for stage in stages}.values()
-        guards = [executor.guard for executor in executors if executor is not None]
-        self._guards = [guard for guard in guards if guard is not None]
+        self._stages = planned_stages(schedule, planned.calls, planned.guard)
+        executors = {id(stage.chain): stage.chain.executor for stage in self._stages}
+        self.guards = [  # of each chain
+            None if executor is None else executor.guard for executor in executors.values()
+        ]
         self._indices: dict[int, list[int]] = {}  # of the stages of each block
-        for index, stage in enumerate(stages):
+        for index, stage in enumerate(self._stages):
             self._indices.setdefault(id(stage.module), []).append(index)
         self._of_thread = _OfThread()
         self._has_warned = False
 
-    def called(
-        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run the model, or one of its blocks."""
         if module is self._model:
             return self._run_model(forward, args, kwargs)
@@ -188,9 +202,15 @@ class PlanFollower:
             return self._run_out_of_order(module, now, forward, args, kwargs)
         now.latest = index
         now.used.add(index)
-        return self._run_stage(self._stages[index], now, forward, args, kwargs)
+        watching, stage = self._watching, self._stages[index]
+        if watching is None:
+            return self._run_stage(stage, now, forward, args, kwargs)
+        if stage.chosen is not None:  # it runs again as a call of its own
+            forward = functools.partial(_watched, watching, index, forward)
+        with watching(index, "call"):
+            return self._run_stage(stage, now, forward, args, kwargs)
 
-    def _run_model(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_model(self, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         if self._sizes is not None:
             self._sizes.warn_if_larger(type(self._model).__name__, args, kwargs)
             self._warn_of_drift()
@@ -222,12 +242,7 @@ class PlanFollower:
         return next((index for index in indices if index > now.latest), None)
 
     def _run_out_of_order(
-        self,
-        module: nn.Module,
-        now: _Pass,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, now: _Pass, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
         """Run a block whose stages are all before the last call (See Rule 3)."""
         now.end_chain()
@@ -240,12 +255,7 @@ class PlanFollower:
         return run_again(Call(f"block `{self._names[id(module)]}`", forward, args, kwargs, module))
 
     def _run_stage(
-        self,
-        stage: PlannedStage,
-        now: _Pass,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, stage: PlannedStage, now: _Pass, forward: Forward, args: Args, kwargs: Kwargs
     ) -> Any:
         executor = stage.chain.executor
         if executor is None:
@@ -255,8 +265,9 @@ class PlanFollower:
             forward = functools.partial(stage.run_kept, forward)
         else:
             forward = stage.code.of_call(stage.module, forward)
-        name = f"block `{stage.name}`"
-        call = self._new_call(now.latest, name, forward, args, kwargs, stage.module)
+        given = (f"block `{stage.name}`", forward, args, kwargs, stage.module)
+        watching = self._watching
+        call = Call(*given) if watching is None else _WatchedCall(watching, now.latest, *given)
         if stage.step in executor.prepared.inverted:
             call.expect_inverse()
         linked, picks = (), ()
@@ -288,7 +299,7 @@ class PlanFollower:
         return call.take_output(state)
 
     def _warn_of_drift(self) -> None:
-        if self._has_warned or not any(guard.kept for guard in self._guards):
+        if self._has_warned or not any(guard.kept for guard in self.guards if guard is not None):
             return
         self._has_warned = True
         warnings.warn(
@@ -310,6 +321,12 @@ class PlanFollower:
             )
 
 
+def _watched(watching: Watching, index: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run a block that keeps products; in backward, that is the rest of it."""
+    with watching(index, "rest") if is_in_backward() else nullcontext():
+        return forward(*args, **kwargs)
+
+
 class PlannedModel(NamedTuple):
     """A model and its blocks, which can follow any schedule of the calls of these blocks.
 
@@ -327,7 +344,7 @@ class PlannedModel(NamedTuple):
     root: nn.Module | None
     blocks: Sequence[Block]
     calls: Sequence[MeasuredCall]
-    tiled: PartsFollower | None = None
+    tiled: TiledParts | None = None
     guard: DriftGuard | None = None
     num_forwards: int = 1
 
@@ -342,25 +359,6 @@ class PlannedModel(NamedTuple):
         """Return the model of a step with its blocks; the step tiles its parts itself."""
         return cls(step.model, step.root, blocks, calls, step.tiled, guard, step.num_forwards)
 
-    def follower(
-        self,
-        schedule: Schedule,
-        sizes: ArgumentSizes | None = None,
-        make: Callable[..., PlanFollower] = PlanFollower,
-        bound: StepBound | None = None,
-    ) -> PlanFollower:
-        """Return a follower of a schedule.
-
-        Args:
-            schedule: a schedule of the calls, and of one more stage: the code after them.
-            sizes: the sizes of the planned arguments, to warn of larger ones; None for no warning.
-            make: `PlanFollower`, or a function with its arguments that makes another kind.
-            bound: the bound that the plan sets to each step; None for none, in rehearsals.
-        """
-        stages = planned_stages(schedule, self.calls, self.guard)
-        root, blocks, tiled = self.root, self.blocks, self.tiled
-        return make(root, stages, blocks, sizes, tiled, self.num_forwards, bound)
-
     @property
     def followed_modules(self) -> list[nn.Module]:
         """The modules whose forwards go through the follower."""
@@ -371,8 +369,13 @@ class PlannedModel(NamedTuple):
         """The same without the parts that run in tiles."""
         return [*([] if self.root is None else [self.root]), *(block for _, block in self.blocks)]
 
+    def rehearsing(self, schedule: Schedule, watching: Watching | None = None) -> PlanFollower:
+        """Return a follower of a schedule, in steps that leave no trace."""
+        guard = None if self.guard is None else self.guard.anew()
+        return PlanFollower(self._replace(guard=guard), schedule, watching=watching)
+
     def followed(
-        self, schedule: Schedule, make: Callable[..., PlanFollower] = PlanFollower
+        self, schedule: Schedule, watching: Watching | None = None
     ) -> AbstractContextManager[None]:
         """Return a context in which the model follows a schedule, in steps that leave no trace.
 
@@ -380,8 +383,6 @@ class PlannedModel(NamedTuple):
 
         Args:
             schedule: a schedule of the calls, and of one more stage: the code after them.
-            make: `PlanFollower`, or a function with its arguments that makes another kind.
+            watching: what is entered around runs of calls; None for nothing.
         """
-        guard = None if self.guard is None else self.guard.anew()
-        follower = self._replace(guard=guard).follower(schedule, make=make)
-        return followed(self.whole_modules, follower)
+        return followed(self.whole_modules, self.rehearsing(schedule, watching))

@@ -34,12 +34,14 @@ from torch import Tensor, nn
 from recoup._core.compile import is_traced, uncompiled
 from recoup._core.rng import num_repeated
 from recoup._core.saved_tensors import frame_in_force, version_of
-from recoup.planning.module_groups import ModuleGroup, are_groups_of, run_groups
+from recoup.planning.blocks import ModuleGroup, are_groups_of, run_groups
 
 __all__ = [
+    "Args",
     "CallOutputs",
     "Follower",
-    "PartsFollower",
+    "Forward",
+    "Kwargs",
     "WrappedForwards",
     "enclosing_checkpoints",
     "followed",
@@ -54,6 +56,8 @@ _OF_A_FUNCTION = frozenset((
     "__type_params__",
 ))  # fmt: skip
 Forward = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 _COMPILED_AROUND = (
     "A model that follows a plan was given to torch.compile. Its planned blocks run uncompiled, "
     "between graphs of the code around them. Plan with compile=True instead, which compiles the "
@@ -68,29 +72,8 @@ _OTHER_MODULES = (
 class Follower(Protocol):
     """The interface of a follower, which is called in place of a forward."""
 
-    def called(
-        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], /
-    ) -> Any:
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs, /) -> Any:
         """Return the result of `forward`, the forward of `module`, for these arguments."""
-        ...
-
-
-class PartsFollower(Follower, Protocol):
-    """The interface of a follower of parts of a model, which are no blocks."""
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The parts."""
-        ...
-
-    @property
-    def described(self) -> str:
-        """A line that says what runs how."""
-        ...
-
-    @property
-    def eps(self) -> float:
-        """The largest machine epsilon of what they have computed."""
         ...
 
 
@@ -172,15 +155,13 @@ def own_forward(forward: Forward) -> Forward:
     return forward
 
 
-def _follow_in_a_graph(
-    forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _follow_in_a_graph(forward: _WrappedForward, args: Args, kwargs: Kwargs) -> Any:
     if forward.group is not None:
         forward.group.warn_once(_COMPILED_AROUND)
     return _follow(forward, args, kwargs)
 
 
-def _follow(forward: _WrappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _follow(forward: _WrappedForward, args: Args, kwargs: Kwargs) -> Any:
     follower = forward.follower
     if follower is None:
         return forward.run(*args, **kwargs)

@@ -8,34 +8,57 @@ Rule 2. Times of compiled and of uncompiled blocks are measured block by block, 
         few bytes. They leave out what it costs to allocate many (memory that is new to the process
         takes a quarter of a second a GiB on a CPU), so the prediction favours kinds that keep more.
         Where times are close, both kinds are planned, and whole steps are timed in turn.
+
+NOTE [ What cannot be planned ]
+
+Rule 3. If nothing repeats in a model, the outermost modules that its forward calls are its blocks.
+        If there are none, the model keeps everything.
+Rule 4. If the measured step fails, since a block does something else when it runs again or torch
+        has no way to run it so, and the plain step does not fail, the model keeps everything. One
+        warning says why if that fits the budget, and the error says it if not.
+Rule 5. There is nothing to compare the plain step with: its results are right by definition.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from recoup._core.drift_guard import DriftGuard
+from recoup._core.saved_tensors import check_hooks_work
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
-from recoup.planning.compiling import recompiling
+from recoup.planning.blocks import Block, name_blocks, with_links
+from recoup.planning.called_blocks import (
+    blocks_that_are_called,
+    kinds_of_blocks,
+    with_called_groups,
+)
+from recoup.planning.compiled_costs import price_codes
+from recoup.planning.compiling import backend_of, recompiling
+from recoup.planning.figure import Line, draw_frontier
 from recoup.planning.forwards import suspended
+from recoup.planning.inverting import with_inverses
+from recoup.planning.options import PlanOptions, checked_budget, place_of
 from recoup.planning.plan import Plan, own_forwards
-from recoup.planning.priced_blocks import PricedBlocks, fastest_first, with_new_step
+from recoup.planning.priced_blocks import PricedBlocks, price_blocks, price_whole
 from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.rehearsal import uncollected
-from recoup.planning.sizes import checked_budget
+from recoup.planning.rehearsal import ChangedParameterError, uncollected
+from recoup.planning.step import Step
+from recoup.planning.tiling import with_tiles
 from recoup.planning.verification import DifferentStepError
 from recoup.planning.verified_plan import seconds_under, verified
 
-__all__ = ["Frontier", "FrontierPoint"]
+__all__ = ["Frontier", "FrontierPoint", "frontier_of"]
 
 _NUM_ROWS = 12  # that are printed
 _CLOSE = 1.5  # kinds are timed whose predicted costs differ by less
@@ -73,8 +96,9 @@ class Frontier:
 
     Args:
         kinds: the blocks with their costs, of each kind that was measured.
-        device: the device whose bytes are counted.
         standing_bytes: the bytes that are alive before a step; 0 for budgets of "step".
+        remedy: what a `BudgetError` says in addition, where little can be saved.
+        reason: why everything is kept, for a warning with a plan; None for no warning.
 
     Example:
         >>> import recoup, torch
@@ -92,12 +116,17 @@ class Frontier:
     """
 
     def __init__(
-        self, kinds: Sequence[PricedBlocks], device: torch.device, standing_bytes: int
+        self,
+        kinds: Sequence[PricedBlocks],
+        standing_bytes: int,
+        remedy: str = "",
+        reason: str | None = None,
     ) -> None:
         self.model = kinds[0].step.model
         self.standing_bytes = standing_bytes
         self._kinds = list(kinds)
-        self._device = device
+        self._remedy, self._reason = remedy, reason
+        self._is_compiling = any(kind.is_compiled for kind in kinds)
         self._state = _state_of(self.model)
 
     @property
@@ -152,16 +181,22 @@ class Frontier:
         budget_bytes = checked_budget(budget)
         self._check_state()
         # The parameters may have changed, and with them the gradients; or the random streams.
-        self._kinds = [with_new_step(kind) for kind in self._kinds]
+        self._kinds = [kind.with_new_step() for kind in self._kinds]
         return self.plan_now(budget_bytes)
 
     def plan_now(self, budget_bytes: int) -> Plan:
         """Return the plan for a budget; nothing has changed since the blocks were measured."""
         (least,) = largest_among_ranks(self.model, [-budget_bytes])
         own = own_forwards(self.model)
-        is_compiling = any(kind.is_compiled for kind in self._kinds)
-        with suspended(own), uncollected(), recompiling() if is_compiling else nullcontext():
-            return self._fastest(-int(least))
+        try:
+            with suspended(own), uncollected(), recompiling(self._is_compiling):
+                plan = self._fastest(-int(least))
+        except BudgetError as error:
+            error.args = (f"{error} {self._remedy}".rstrip(),)
+            raise
+        if self._reason is not None:
+            warnings.warn(self._reason, stacklevel=4)
+        return plan
 
     def plan_with_room(self, budget_bytes: int, more: float) -> Plan:
         """Return a plan that leaves bytes of the budget free, for steps that take more.
@@ -190,12 +225,16 @@ class Frontier:
         difference: DifferentStepError | None = None
         found: list[tuple[Plan, PricedBlocks]] = []
         least_cost = math.inf
-        is_compiling = any(kind.is_compiled for kind in self._kinds)
-        for kind, cost in fastest_first(self._kinds, budget_bytes - self.standing_bytes):
-            if found and not (is_compiling and cost <= _CLOSE * least_cost):
+        seconds = [kind.seconds_within(budget_bytes - self.standing_bytes) for kind in self._kinds]
+        fastest_first = sorted(
+            zip(self._kinds, seconds, strict=True),
+            key=lambda one: (one[1], one[0].points[0].peak_bytes),
+        )
+        for kind, cost in fastest_first:
+            if found and not (self._is_compiling and cost <= _CLOSE * least_cost):
                 break
             try:
-                plan = verified(kind, self._device, budget_bytes, self.standing_bytes)
+                plan = verified(kind, budget_bytes, self.standing_bytes)
             except BudgetError as error:
                 errors.append(error)
             except DifferentStepError as error:
@@ -228,8 +267,6 @@ class Frontier:
             ImportError: matplotlib is missing.
             ValueError: `path` has another ending.
         """
-        from recoup.planning.figure import Line, draw_frontier
-
         whole = self._plain_seconds or 1.0
         lines = [
             Line(
@@ -265,6 +302,105 @@ class Frontier:
                 "its modules, their training modes, or the shapes, types or devices of its "
                 "parameters have changed. Call recoup.plan again."
             )
+
+
+def frontier_of(step: Step, options: PlanOptions, guard: DriftGuard | None = None) -> Frontier:
+    """Return the plans for a step.
+
+    Args:
+        step: the step.
+        options: the options of the plans.
+        guard: the drift guard of plans that invert blocks; None for one of their own, if they may.
+    """
+    model = step.model
+    _check_model(model)
+    check_hooks_work()
+    if guard is None and not options.exact:
+        guard = DriftGuard()
+    backend, blocks = backend_of(options.compile), options.blocks
+    (standing,) = map(int, largest_among_ranks(model, [options.standing_bytes(model)]))
+    place = place_of(options.offload_to, step.device)
+    named = name_blocks(model, blocks)
+    with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
+        others: list[Block] = []
+        if not named:
+            named, others = blocks_that_are_called(step)
+        named = with_called_groups(step, named)
+        try:
+            is_told = blocks is not None or not named
+            kinds = [named or others] if is_told else kinds_of_blocks(step, named)
+            priced = [price_blocks(step, kinds[0], place)] if kinds[0] else []
+            priced += [price_blocks(step, kind, place, priced[0]) for kind in kinds[1:]]
+        except (torch.OutOfMemoryError, ChangedParameterError):
+            raise
+        except RuntimeError as error:
+            return _keeping_all(step, standing, error)
+        if not priced:
+            return _keeping_all(step, standing, None)
+        if guard is not None:
+            links = with_links(model, named) if blocks is None else []
+            if links and all(kind.blocks != links for kind in priced):
+                priced.append(price_blocks(step, links, place, priced[0]))
+        if options.tiles:
+            only_head = backend is not None  # blocks are compiled as a whole
+            priced = [
+                tiled._replace(may_tile=True)
+                for kind in priced
+                for tiled in with_tiles(kind, options.tiles, only_head=only_head)
+            ]
+        if guard is not None:
+            priced = [with_inverses(kind, guard) for kind in priced]
+        if backend is not None:
+            with recompiling():
+                priced = [code for kind in priced for code in price_codes(kind, backend)]
+    return Frontier(priced, standing, _remedy_for(others) if others else "")
+
+
+def _keeping_all(step: Step, standing: int, error: RuntimeError | None) -> Frontier:
+    """Return the one plan of a model of which nothing can be run again.
+
+    Raises:
+        RuntimeError: `error`, if the plain step fails, too.
+    """
+    try:
+        whole = price_whole(step)
+    except Exception:
+        if error is None:
+            raise
+        raise error from None
+    why = _remedy_for([]) if error is None else f"Its blocks cannot be run again. {error}"
+    reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
+    return Frontier([whole], standing, why, reason)
+
+
+def _remedy_for(blocks: Sequence[Block]) -> str:
+    """Return what to do if plans for blocks of which none repeats take too many bytes."""
+    names = ", ".join(f"`{name}`" for name, _ in blocks[:4]) or "none"
+    if any(isinstance(part, nn.RNNBase) for _, block in blocks for part in block.modules()):
+        return (
+            f"No modules repeat, so its blocks are what its forward calls ({names}), and a "
+            "recurrent layer keeps what it makes in all time steps. Train on segments of the "
+            "sequence (recoup.segments_backward)."
+        )
+    return (
+        f"No modules repeat, so its blocks are what its forward calls ({names}). Write its layers "
+        "as modules in an nn.Sequential, or name finer `blocks`."
+    )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "`model` has parameters on the meta device. Allocate them first: "
+            'model.to_empty(device="cpu").'
+        )
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(
+            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
+            "ranks. Plan for `model.module`, on every rank."
+        )
 
 
 def _faster(found: Sequence[tuple[Plan, PricedBlocks]]) -> Plan:

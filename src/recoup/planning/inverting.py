@@ -20,26 +20,20 @@ Rule 5. Blocks of sharded models are not inverted: ranks could see different dri
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from recoup._core.call import Call
 from recoup._core.compile import is_compiled
 from recoup._core.drift_guard import DriftGuard
-from recoup._core.slots import State
 from recoup.errors import ChangedError, ReplayError
 from recoup.memory.timeline import Span, timeline
-from recoup.planning.following import PlanFollower, PlannedModel
+from recoup.planning.following import PlannedModel
 from recoup.planning.forwards import followed
-from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.planned_stages import chains_of, planned_stages
+from recoup.planning.planned_stages import chains_of
 from recoup.planning.priced_blocks import PricedBlocks, points_of
+from recoup.planning.pricing import MeasuredCall
 from recoup.planning.ranks import is_sharded
 from recoup.planning.work import WorkCounter
 from recoup.schedules import Cost, Way, constant
@@ -47,12 +41,11 @@ from recoup.schedules import Cost, Way, constant
 __all__ = ["with_inverses"]
 
 
-def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -> PricedBlocks:
+def with_inverses(kind: PricedBlocks, guard: DriftGuard) -> PricedBlocks:
     """Return the same blocks with the costs of their inverses (See Rule 2).
 
     Args:
         kind: the blocks, with the costs of keeping and recomputing.
-        device: the device whose bytes are counted.
         guard: the drift guard of the plans.
 
     Returns:
@@ -65,7 +58,7 @@ def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -
         return kind
     costs = [*map(_with_state, kind.calls, kind.costs), kind.costs[-1]]
     try:
-        measured = _MeasuredInverses(kind, device, guard, inverted).costs()
+        measured = _measured_inverses(kind, guard, inverted)
     except (ChangedError, ReplayError) as error:
         warnings.warn(f"No block is inverted. {error}", stacklevel=5)
         return kind
@@ -78,7 +71,7 @@ def with_inverses(kind: PricedBlocks, device: torch.device, guard: DriftGuard) -
         )
     whole = kind.points[-1]  # which keeps no input of calls without residuals
     points = [
-        point for point in points_of(costs, kind.step.place) if point.peak_bytes < whole.peak_bytes
+        point for point in points_of(costs, kind.place) if point.peak_bytes < whole.peak_bytes
     ]
     return kind._replace(costs=costs, points=[*points, whole], guard=guard)
 
@@ -106,90 +99,49 @@ def _invertible(kind: PricedBlocks, chains: Sequence[tuple[int, int]]) -> set[in
     }
 
 
-class _MeasuredInverses:
-    """A step in which blocks are inverted, and what that took.
+def _measured_inverses(
+    kind: PricedBlocks, guard: DriftGuard, inverted: set[int]
+) -> dict[int, tuple[float, int]]:
+    """Return the work of each inverse, and its most bytes beyond the output of its call (Rule 2).
 
     Args:
         kind: the blocks.
-        device: the device whose bytes are counted.
         guard: a guard with the settings of that of the step.
         inverted: the calls that are inverted; all others are recomputed.
     """
+    step, works = kind.step, dict.fromkeys(inverted, 0.0)
+    marks: list[tuple[int, Span]] = []  # the calls that backward came to
+    ways: list[Way] = ["invert" if i in inverted else "recompute" for i in range(len(kind.calls))]
+    planned = PlannedModel.of(step, kind.blocks, kind.calls, guard)
+    line = timeline(step.device)
 
-    def __init__(
-        self, kind: PricedBlocks, device: torch.device, guard: DriftGuard, inverted: set[int]
-    ) -> None:
-        self._inverted = inverted
-        self._marks: list[tuple[int, Span]] = []  # the calls that backward came to
-        self._works = dict.fromkeys(inverted, 0.0)
-        ways: list[Way] = ["recompute"] * len(kind.calls)
-        for index in inverted:
-            ways[index] = "invert"
-        stages = planned_stages(constant([*ways, "keep"]), kind.calls, guard.anew())
-        step = kind.step
-        planned = PlannedModel.of(step, kind.blocks, kind.calls)
-        new_call = partial(_MeasuredCall, self)
-        follower = PlanFollower(
-            step.root, stages, kind.blocks, num_forwards=step.num_forwards, new_call=new_call
-        )
-        with step.rehearsed(), timeline(device) as line:
-            self._line = line
-            with followed(planned.whole_modules, follower):
-                gradients = step.run()
-            self._marks.append((-1, line.mark()))
-            del gradients
-            step.forget()
-        self.refused: set[int] = set()
-        for start, _ in chains_of(kind.calls):
-            executor = stages[start].chain.executor
-            if executor is not None and executor.guard is not None:
-                self.refused |= {start + place for place in executor.guard.kept}
-
-    def costs(self) -> dict[int, tuple[float, int]]:
-        """Return the work of each inverse, and its most bytes beyond the output of its call."""
-        found: dict[int, tuple[float, int]] = {}
-        for (index, before), (_, span) in pairwise(self._marks):
-            if index in self._works and index not in self.refused:
-                num_bytes = max(span.peak_bytes - before.end_bytes, 0)
-                found[index] = (self._works[index], num_bytes)
-        return found
-
-    def begins(self, index: int, *, is_inverse: bool) -> None:
-        """Note that backward has come to a call, by its inverse or by a second run."""
-        if is_inverse or index not in self._inverted:
-            self._marks.append((index, self._line.mark()))
-
-    def ran(self, index: int, work: float) -> None:
-        """Add the work of an inverse, or of the second run that makes the rest of its tape."""
-        if self._marks and self._marks[-1][0] == index and index in self._inverted:
-            self._works[index] += work
-
-
-class _MeasuredCall(Call):
-    """A call that reports its runs in backward."""
-
-    __slots__ = ("_index", "_measured")
-
-    def __init__(self, measured: _MeasuredInverses, index: int, *args: Any) -> None:
-        super().__init__(*args)
-        self._measured = measured
-        self._index = index
-
-    def forward(self, state: State) -> tuple[State, Tensor | None]:
-        """Run the call; also the first run is counted, since modes change what operators do."""
-        if self.has_run:
-            self._measured.begins(self._index, is_inverse=False)
-        counter = WorkCounter()
+    @contextmanager
+    def measured(index: int, run: str) -> Generator[None]:
+        if run == "inverse" or (run == "again" and index not in inverted):
+            marks.append((index, line.mark()))
+        if run == "call":
+            yield
+            return
+        counter = WorkCounter()  # also in the first run, since modes change what operators do
         with counter.counting():
-            result = super().forward(state)
-        self._measured.ran(self._index, counter.work)
-        return result
+            yield
+        if marks and marks[-1][0] == index and index in inverted:
+            works[index] += counter.work  # the second run makes the rest of its tape
 
-    def inverse(self, state: State) -> State:
-        """Invert the call."""
-        self._measured.begins(self._index, is_inverse=True)
-        counter = WorkCounter()
-        with counter.counting():
-            before = super().inverse(state)
-        self._measured.ran(self._index, counter.work)
-        return before
+    follower = planned.rehearsing(constant([*ways, "keep"]), measured)
+    with step.rehearsed(), line:
+        with followed(planned.whole_modules, follower):
+            gradients = step.run()
+        marks.append((-1, line.mark()))
+        del gradients
+        step.forget()
+    refused = {
+        start + place
+        for (start, _), own in zip(chains_of(kind.calls), follower.guards, strict=True)
+        for place in (() if own is None else own.kept)
+    }
+    return {
+        index: (works[index], max(span.peak_bytes - before.end_bytes, 0))
+        for (index, before), (_, span) in pairwise(marks)
+        if index in inverted and index not in refused
+    }

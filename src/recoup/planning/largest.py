@@ -12,11 +12,10 @@ from torch import nn
 
 from recoup._core.pytree import flatten
 from recoup.errors import BudgetError
-from recoup.planning.frontier import Frontier
-from recoup.planning.options import PlanOptions
+from recoup.planning.forwards import Args, Kwargs
+from recoup.planning.frontier import frontier_of
+from recoup.planning.options import PlanOptions, checked_budget
 from recoup.planning.plan import Plan
-from recoup.planning.search import frontier_of_call
-from recoup.planning.sizes import checked_budget
 
 __all__ = ["Largest", "largest"]
 
@@ -37,8 +36,8 @@ class Largest(NamedTuple):
 
     size: int
     plan: Plan
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
 class _Probe(NamedTuple):
@@ -139,7 +138,7 @@ def largest(
                 "for a larger size; give `most` if there are no more."
             )
         try:
-            frontier = frontier_of_call(model, model, args, kwargs, options)
+            frontier = frontier_of(options.step(model, model, args, kwargs), options)
         except Exception as error:
             if smaller is not None:
                 error.add_note(
@@ -147,7 +146,11 @@ def largest(
                     "takes no more (positions, targets), give that bound as `most`."
                 )
             raise
-        return _probed(frontier, size, num_bytes, budget_bytes)
+        try:
+            plan = frontier.plan(budget_bytes)
+        except BudgetError as error:
+            return _Probe(size, num_bytes, error.least_bytes, None)
+        return _Probe(size, num_bytes, plan.least_bytes, plan)
 
     best = probe(least)
     if best.plan is None:
@@ -173,14 +176,6 @@ def largest(
     return Largest(best.size, cast("Plan", best.plan), args, kwargs)
 
 
-def _probed(frontier: Frontier, size: int, num_bytes: int, budget_bytes: int) -> _Probe:
-    try:
-        plan = frontier.plan(budget_bytes)
-    except BudgetError as error:
-        return _Probe(size, num_bytes, error.least_bytes, None)
-    return _Probe(size, num_bytes, plan.least_bytes, plan)
-
-
 def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
     """Return the size to try next, by a line through the bytes of the last two that fit."""
     if before is None or best.least_bytes <= before.least_bytes:
@@ -191,9 +186,7 @@ def _next(before: _Probe | None, best: _Probe, budget_bytes: int) -> int:
     return min(best.size + max(more, step), _MOST_GROWTH * best.size)
 
 
-def _arguments(
-    build_batch: Callable[[int], Any], size: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(build_batch: Callable[[int], Any], size: int) -> tuple[Args, Kwargs]:
     made = build_batch(size)
     if made is None:
         raise ValueError(
@@ -202,9 +195,9 @@ def _arguments(
         )
     if isinstance(made, Mapping):
         return (), dict(cast("Mapping[str, Any]", made))
-    if isinstance(made, Sequence) and not isinstance(made, str):
-        *args, last = cast("Sequence[Any]", made) or (None,)
-        if isinstance(last, dict) and args:
-            return tuple(args), cast("dict[str, Any]", last)
-        return tuple(cast("Sequence[Any]", made)), {}
-    return (made,), {}
+    if not isinstance(made, Sequence) or isinstance(made, str):
+        return (made,), {}
+    *args, last = cast("Sequence[Any]", made) or (None,)
+    if args and isinstance(last, dict):
+        return tuple(args), cast("Kwargs", last)
+    return tuple(cast("Sequence[Any]", made)), {}

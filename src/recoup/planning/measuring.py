@@ -18,9 +18,9 @@ Rule 4. The work of operators is counted in the same step, to divide the time of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -34,65 +34,58 @@ from recoup._core.saved_tensors import backward_id, pair_in_force, saving
 from recoup._core.slots import State
 from recoup._core.storage_tracking import bytes_of, storages_of
 from recoup.memory.timeline import Span, Timeline, timeline
-from recoup.planning.blocks import Block
+from recoup.planning.blocks import Block, named_modules
 from recoup.planning.compiling import BlockCode
-from recoup.planning.forwards import CallOutputs, enclosing_checkpoints, followed
-from recoup.planning.measured_calls import Measured, MeasuredCall
+from recoup.planning.forwards import (
+    Args,
+    CallOutputs,
+    Forward,
+    Kwargs,
+    enclosing_checkpoints,
+    followed,
+)
+from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.step import Step, now
 from recoup.planning.verification import outcome_of
 from recoup.planning.work import WorkCounter
 
 __all__ = ["measure_blocks"]
 
-Run = Callable[..., Any]
 
-
-def measure_blocks(
-    step: Step,
-    blocks: Iterable[Block],
-    device: torch.device,
-    code: BlockCode | None = None,
-) -> Measured:
+def measure_blocks(step: Step, blocks: Iterable[Block], code: BlockCode | None = None) -> Measured:
     """Measure a step in which each block is recomputed (See Rule 1).
 
     Args:
         step: the step.
         blocks: the names and modules of the blocks.
-        device: the device whose bytes are counted.
         code: the code that the blocks run by; it is timed, and its work is not counted (See
             Rule 4). None to count the work of the blocks' own.
     """
     blocks = list(blocks)
-    state_bytes = 0 if device.type == "cuda" else torch.get_rng_state().nbytes
-    with step.rehearsed(), timeline(device, records_levels=True) as line:
-        names = {id(module): name for name, module in blocks}
-        meter = _Meter(step, names, line, state_bytes, code)
+    with step.rehearsed(), timeline(step.device, records_levels=True) as line:
+        meter = _Meter(step, blocks, line, code)
         with followed([module for _, module in blocks], meter):
             gradients = step.run()
-        meter.step_ended()
-        meter.measured.outcome = outcome_of(step.model, gradients)
+        meter.ended(line.mark())
+        outcome = outcome_of(step.model, gradients)
         step.forget()
-    return meter.measured
+    return Measured(meter.calls, meter.between, outcome)
 
 
 class _Meter:
     """The follower that measures all blocks."""
 
     def __init__(
-        self,
-        step: Step,
-        names: dict[int, str],
-        line: Timeline,
-        state_bytes: int,
-        code: BlockCode | None,
+        self, step: Step, blocks: Iterable[Block], line: Timeline, code: BlockCode | None
     ) -> None:
-        self.measured = Measured()
+        self.calls: list[MeasuredCall] = []
+        self.between = Span()
         self._code = code
         self._clock = 0.0  # at the end of the latest second run
-        self._state_bytes = state_bytes  # bytes of a random state
-        self._names = names
-        self._checkpoints = enclosing_checkpoints()
-        self._backward = backward_id()  # within which it is planned, if any
+        is_on_cuda = step.device.type == "cuda"
+        self._state_bytes = 0 if is_on_cuda else torch.get_rng_state().nbytes  # of a random state
+        self._names = {id(module): name for name, module in blocks}
+        self._around = enclosing_checkpoints(), backward_id()  # within which it is planned, if any
         self._line = line
         self._returned = CallOutputs(())
         # Storages that are alive before the step, or that a call was given.
@@ -102,30 +95,27 @@ class _Meter:
         self._weights = WeakSet(storages_of((*step.model.parameters(), *step.model.buffers())))
         self._latest: MeasuredCall | None = None  # the call whose second run was the last
 
-    def called(
-        self, module: nn.Module, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run a block, and measure it."""
-        around = enclosing_checkpoints(), backward_id()
-        if around != (self._checkpoints, self._backward):
-            return run(*args, **kwargs)  # a checkpoint of another library recomputes it
-        calls = self.measured.calls
+        if (enclosing_checkpoints(), backward_id()) != self._around:
+            return forward(*args, **kwargs)  # a checkpoint of another library recomputes it
         name = self._names[id(module)]
         if self._code is not None:
-            run = self._code.of_call(module, run)
-        call = _MeasuredCall(self, len(calls), f"block `{name}`", run, args, kwargs, module)
+            forward = self._code.of_call(module, forward)
+        call = _MeasuredCall(self, f"block `{name}`", forward, args, kwargs, module)
         given = call.tensors
         taken = WeakSet(storages_of(given))
         at, _ = self._returned.indices_in(given, module)
         linked = tuple(given[place] for place in at)
         call.linked_at = at
         found = MeasuredCall(name, module, bool(at), _bytes_of(linked or given, self._known))
+        call.found = found
         call.known = self._known & taken
         self._known.update(storages_of(linked or given))
         self.given_again |= self._given & taken
         self._given |= taken
         found.is_invertible = call.is_invertible_from(at)
-        calls.append(found)
+        self.calls.append(found)
         found.before = self._line.mark()
         drawn_before = self._drawn()
         counter = self.counter()
@@ -133,7 +123,7 @@ class _Meter:
             output = run_again(call, stops=False)
         found.forward = self._line.mark()
         found.drawn_bytes = self._state_bytes if self._drawn() != drawn_before else 0
-        found.work, found.num_operators = counter.work, counter.num_operators
+        found.work = counter.work
         if self._code is None and not is_compiled(module):  # else nothing can be intercepted
             found.products = counter.products
         outputs = call.take_outputs()
@@ -148,14 +138,11 @@ class _Meter:
         """Return a counter of a run."""
         return WorkCounter(counts_operators=self._code is None)
 
-    def second_run_begins(self, place: int) -> MeasuredCall:
-        """Record the span until now, and return the call that runs again."""
-        span = self._line.mark()
-        self._ended(span)
-        found = self.measured.calls[place]
-        found.until_again = span
+    def second_run_begins(self, found: MeasuredCall) -> None:
+        """Record the span until now."""
+        found.until_again = self._line.mark()
+        self.ended(found.until_again)
         self._clock = now()
-        return found
 
     def second_run_ended(self, found: MeasuredCall, outputs: list[Tensor], given: State) -> None:
         """Record the span of the second run and the one after; empties `outputs`."""
@@ -168,13 +155,10 @@ class _Meter:
         self._latest = found
         self._clock = now()
 
-    def step_ended(self) -> None:
-        """Record the last span."""
-        self._ended(self._line.mark())
-
-    def _ended(self, span: Span) -> None:
+    def ended(self, span: Span) -> None:
+        """Record the span after the latest second run, or after forward."""
         if self._latest is None:
-            self.measured.between = span
+            self.between = span
         else:
             self._latest.after = span
             self._latest.backward_seconds = now() - self._clock
@@ -203,21 +187,13 @@ class _Meter:
 class _MeasuredCall(Call):
     """A call that reports its second run to the meter."""
 
-    __slots__ = ("_meter", "_place", "known", "linked_at", "outputs")
+    __slots__ = ("_meter", "found", "known", "linked_at", "outputs")
 
-    def __init__(
-        self,
-        meter: _Meter,
-        place: int,
-        name: str,
-        run: Run,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: nn.Module,
-    ) -> None:
-        super().__init__(name, run, args, kwargs, module)
+    found: MeasuredCall
+
+    def __init__(self, meter: _Meter, *args: Any) -> None:
+        super().__init__(*args)
         self._meter = meter
-        self._place = place
         self.linked_at: tuple[int, ...] = ()  # which arguments the call before it returned
         self.known: WeakSet[torch.UntypedStorage] = WeakSet()  # given, and alive before
         self.outputs: State | None = None
@@ -227,7 +203,8 @@ class _MeasuredCall(Call):
         if not self.has_run:
             self.outputs, beside = super().forward(state)
             return self.outputs, beside
-        found = self._meter.second_run_begins(self._place)
+        found = self.found
+        self._meter.second_run_begins(found)
         counter = self._meter.counter()
         given = [state[place] for place in self.linked_at] or state
         saved: WeakSet[torch.UntypedStorage] = WeakSet(storages_of(given))
@@ -254,7 +231,7 @@ def _attributes_with_a_graph(name: str, module: nn.Module) -> tuple[str, ...]:
     """Return the qualified names of attributes within a block that are tensors with a graph."""
     return tuple(
         ".".join(part for part in (name, inner, key) if part)
-        for inner, each in cast("Iterator[Block]", module.named_modules())
+        for inner, each in named_modules(module)
         for key, value in vars(each).items()
         if isinstance(value, Tensor) and value.grad_fn is not None
     )

@@ -1,23 +1,43 @@
-"""The options of a plan: what a step is, and which ways its blocks may take."""
+"""The options of a plan: its step and losses, what a budget bounds, where inputs may wait."""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from recoup._core.compile import is_compiled
+from recoup._core.pytree import flatten, tensors_in
+from recoup._core.storage_tracking import bytes_of
+from recoup._core.tiers import existing_folder, tier_for
+from recoup.memory import parse_bytes
 from recoup.planning.compiling import backend_of
-from recoup.planning.losses import losses_from, losses_of_several
-from recoup.planning.offload_place import NOWHERE, OffloadPlace
-from recoup.planning.sizes import check_budget_of
+from recoup.planning.forwards import Args, Kwargs
 from recoup.planning.step import Forwards, Step
-from recoup.planning.tiling import checked_tiles
+from recoup.schedules import Offload, Schedule
 
-__all__ = ["PlanOptions"]
+__all__ = ["OffloadPlace", "PlanOptions", "checked_budget", "losses_from", "place_of"]
+
+# Work of moving a byte to host memory and back, in bytes moved on the device: twice the bandwidth
+# of its memory over that of the bus. The CPU has no entry: it moves to folders only.
+_MOVED = {"cuda": 2 * 60.0}
+_TRIAL_BYTES = 1 << 25
+
+
+def checked_budget(budget: int | str) -> int:
+    """Return the bytes of a budget.
+
+    Raises:
+        ValueError: `budget` is not a number of bytes.
+    """
+    return parse_bytes(budget, name="budget")
 
 
 @dataclass(frozen=True)
@@ -52,9 +72,15 @@ class PlanOptions:
     num_forwards: int = 1
 
     def __post_init__(self) -> None:
-        check_budget_of(self.budget_of)
+        if self.budget_of not in ("step", "total"):
+            raise ValueError(f'`budget_of` is {self.budget_of!r}, but must be "step" or "total".')
         backend_of(self.compile)
-        checked_tiles(self.tiles)
+        tiles: Any = self.tiles
+        if not isinstance(tiles, bool) and not (isinstance(tiles, int) and tiles > 1):
+            raise ValueError(
+                f"`tiles` is {tiles!r}, but must be True, False, or how many tiles the output "
+                "layer runs in with its loss: an int of at least 2."
+            )
         for name in ("exact", "holds_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}, but must be True or False.")
@@ -81,24 +107,198 @@ class PlanOptions:
                 "out, or set that."
             )
 
-    def step(
-        self,
-        model: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        place: OffloadPlace = NOWHERE,
-    ) -> Step:
+    def step(self, model: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Step:
         """Return a step with these options that calls the model, or a function around it."""
         losses = losses_from(self.loss)
         if call is model and self.num_forwards > 1:
-            call, losses = Forwards(model, self.num_forwards), losses_of_several(self.loss)
-        return Step(model, call, args, kwargs, losses, self.holds_output, place=place)
+            call, losses = Forwards(model, self.num_forwards), _losses_of_several(self.loss)
+        return Step(model, call, args, kwargs, losses, self.holds_output)
 
-    def check_replan(self) -> None:
-        """Raise a ValueError if plans with these options cannot be made for other shapes."""
+    def standing_bytes(self, model: nn.Module) -> int:
+        """Return the bytes alive before a step that count: none, or all with "total"."""
+        if self.budget_of == "step":
+            return 0
+        own = bytes_of((*model.parameters(), *model.buffers()))
+        return own if self.optimizer is None else own + _state_bytes(self.optimizer)
+
+    def check_replan(self, model: nn.Module | None = None) -> None:
+        """Raise a ValueError if plans with these options cannot be made for other shapes.
+
+        Args:
+            model: the model, if the step calls nothing else.
+        """
         if self.compile:
             raise ValueError(
                 "`replan` is True with `compile`, but compiled blocks are measured and timed for "
                 "one shape. Leave one of them out, or pad batches to the shape of the example."
             )
+        if model is not None and is_compiled(model):
+            raise ValueError(
+                f"`replan` is True, but `model` is a compiled {type(model).__name__}, which "
+                "does not show its arguments before its forward. Plan before compiling it, or "
+                "leave `replan` out."
+            )
+
+
+# -- what a budget bounds --------------------------------------------------------------------------
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the state of an optimizer, after its first step."""
+    if optimizer.state:
+        return bytes_of(tensors_in(cast("Any", optimizer.state)))
+    try:
+        return bytes_of(tensors_in(_stepped_without_memory(optimizer)))
+    except Exception as error:
+        raise ValueError(
+            f"`optimizer` is a {type(optimizer).__name__} that has not stepped yet, and the size "
+            f"of its state cannot be predicted ({error}). Step it once before planning."
+        ) from error
+
+
+def _stepped_without_memory(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """Return the state of a copy of `optimizer` after a step on meta tensors."""
+    other: Any = copy.copy(optimizer)
+    other.state = cast("Any", defaultdict)(dict)
+    other.param_groups = []
+    for group in optimizer.param_groups:
+        empty = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
+        for parameter in empty:
+            parameter.grad = torch.empty_like(parameter)
+        other.param_groups.append({**group, "params": empty})
+    type(optimizer).step(other)
+    return other.state
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+_Losses = Callable[[Any], Sequence[Tensor]]
+
+
+def losses_from(loss: Callable[[Any], Any] | None) -> _Losses:
+    """Return a function from the output of the model to one scalar or several.
+
+    Without `loss`, the loss is the attribute or entry `loss` of the output, if it is a scalar. Else
+    it consists of the differentiable tensors in the output: scalars as they are, and the sum of
+    the absolute values of others.
+
+    Args:
+        loss: a function from the output to a scalar or several; None to find the loss.
+    """
+    if loss is None:
+        return _found
+
+    def given(output: Any) -> Sequence[Tensor]:
+        losses = loss(output)
+        is_several = isinstance(losses, (tuple, list))
+        several: list[Any] = list(cast("list[Any]", losses)) if is_several else [losses]
+        for each in several:
+            if not isinstance(each, Tensor) or each.numel() != 1:
+                is_tensor = isinstance(each, Tensor)
+                kind = f"tensor of shape {tuple(each.shape)}" if is_tensor else type(each).__name__
+                raise ValueError(
+                    f"`loss` returned a {kind}, but must return a scalar tensor or a tuple of them."
+                )
+        return _differentiable(several)
+
+    return given
+
+
+def _losses_of_several(loss: Callable[..., Any] | None) -> _Losses:
+    """Return a function from a list of outputs, one of each forward of a step, to their losses."""
+    if loss is not None:
+        return losses_from(lambda outputs: loss(*outputs))
+    return lambda outputs: [each for output in outputs for each in _found(output)]
+
+
+def _found(output: Any) -> Sequence[Tensor]:
+    if isinstance(output, Mapping):
+        named = cast("Any", output).get("loss")
+    else:
+        named = getattr(output, "loss", None)
+    if isinstance(named, Tensor) and named.numel() == 1:
+        return _differentiable([named])
+    tensors, _ = flatten(output)
+    wanted = [t for t in tensors if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    return _differentiable([t if t.numel() == 1 else t.abs().sum() for t in wanted])
+
+
+def _differentiable(losses: list[Tensor]) -> Sequence[Tensor]:
+    found = [loss for loss in losses if loss.requires_grad]
+    if not found and torch.is_inference_mode_enabled():
+        raise ValueError(
+            "There are no gradients in `torch.inference_mode`, so there is no backward to plan "
+            "for. Call it outside."
+        )
+    if not found:
+        raise ValueError(
+            "`model` returned nothing that requires a gradient for these arguments, so there is no "
+            "backward to plan for. Let its parameters require gradients, or give `loss`."
+        )
+    return found
+
+
+# -- where the inputs of blocks may wait -----------------------------------------------------------
+
+
+class OffloadPlace(NamedTuple):
+    """A place for inputs of blocks, and what moving a byte there costs.
+
+    Args:
+        to: "host" or the path of a folder.
+        work_per_byte: the work of moving a byte there and back, in bytes moved on the device; None
+            if nothing is offloaded. Copies run behind the computation, but the search does not
+            count on that: so it never offloads where recomputing is faster.
+    """
+
+    to: str = "host"
+    work_per_byte: float | None = None
+
+    def of(self, schedule: Schedule) -> Schedule:
+        """Return a schedule that offloads to this place."""
+        actions = (
+            replace(a, to=self.to) if isinstance(a, Offload) else a for a in schedule.actions
+        )
+        return replace(schedule, actions=tuple(actions))
+
+
+def place_of(offload_to: str | os.PathLike[str] | None, device: torch.device) -> OffloadPlace:
+    """Return the place that the argument `offload_to` means; a folder's speed is measured.
+
+    Raises:
+        ValueError: it is no folder, or host memory for a model that is there already.
+        OffloadError: no file can be made in the folder.
+    """
+    if offload_to is None or offload_to == "host":
+        if offload_to == "host" and device.type not in _MOVED:
+            raise ValueError(
+                f'`offload_to` is "host", but the model is on the {device.type}, whose memory is '
+                "host memory. Name a folder on a disk, or leave it out."
+            )
+        return OffloadPlace("host", _MOVED.get(device.type))
+    folder = existing_folder(offload_to)
+    if folder is None:
+        raise ValueError(
+            f"`offload_to` is {offload_to!r}, which is no folder. Make the folder first, on a "
+            'disk with room for the inputs of blocks, or give "host".'
+        )
+    return OffloadPlace(str(folder), _work_per_byte(str(folder), device))
+
+
+def _work_per_byte(folder: str, device: torch.device) -> float:
+    """Return the time of writing and reading a byte over that of moving one on the device."""
+    tier = tier_for(folder)
+    data = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device=device)
+    waits = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    data.clone()
+    waits()
+    start = time.perf_counter()
+    data.clone()
+    waits()
+    moved = (time.perf_counter() - start) / (2 * _TRIAL_BYTES)  # a copy reads and writes
+    start = time.perf_counter()
+    sent = tier.send(data)
+    sent.land()
+    sent.fetch().wait()
+    waits()
+    return (time.perf_counter() - start) / _TRIAL_BYTES / moved

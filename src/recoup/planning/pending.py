@@ -1,4 +1,4 @@
-"""Forwards whose backward is pending, and what the next forward of a step may take beside them.
+"""Forwards whose backward is pending, what one more may take, and a watch on the first step.
 
 NOTE [ Pending forwards ]
 
@@ -14,6 +14,17 @@ Rule 3. A plan is for a number of forwards before one backward. A forward beyond
         budget before the forward runs.
 Rule 4. A plan made in evaluation mode holds for no training: dropouts keep masks, and norms the
         statistics of a batch. The modes of the model and of its blocks are compared.
+
+NOTE [ The first step ]
+
+Rule 5. A plan is rehearsed with the loss that it was given. What a training loop computes outside
+        of the model (a loss, label smoothing, another model) shows in a step of that loop alone. So
+        the first step is measured, from its first forward to the end of its backward.
+Rule 6. The watch ends when torch frees the backward, after everything that belongs to it. It ends
+        as well if the forward or the backward fails, if the graph is freed without a backward, and
+        with the next forward.
+Rule 7. No step is watched within a profiler, a backward, or a rehearsal. On CUDA the statistics of
+        the allocator are read, and not reset, since they may be the user's.
 """
 
 from __future__ import annotations
@@ -21,21 +32,25 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from recoup._core.allocations import can_follow
 from recoup._core.pytree import flatten
-from recoup._core.saved_tensors import is_graph_retained
+from recoup._core.saved_tensors import is_graph_retained, is_in_backward, when_backward_is_freed
 from recoup.errors import BudgetError
 from recoup.memory import format_bytes
-from recoup.planning.first_step import StepWatch
-from recoup.planning.lazy_logits import LazyLogits
+from recoup.memory.timeline import Timeline, timeline
+from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.step import device_of
+from recoup.planning.tiled_parts import LazyLogits
 
-__all__ = ["PendingForwards", "StepBound"]
+__all__ = ["PendingForwards", "StepBound", "StepWatch"]
 
 _DEEPEST = 3  # levels of users' objects in which outputs are found
 
@@ -203,3 +218,73 @@ class StepBound:
 
 def _ordinal(number: int) -> str:
     return {2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+class StepWatch:
+    """A watch on a step, from now to the end of its backward.
+
+    Args:
+        name: the class of the model.
+        device: the device whose bytes are counted.
+        budget_bytes: the budget of a step.
+
+    Attributes:
+        is_done: whether a step was watched to its end.
+    """
+
+    def __init__(self, name: str, device: torch.device, budget_bytes: int) -> None:
+        self._name = name
+        self._budget_bytes = budget_bytes
+        self._thread = threading.get_ident()
+        self._line: Timeline | _CudaPeak | None = None
+        self.is_done = False
+        if not is_in_backward() and not is_in_rehearsal():
+            if device.type == "cuda":
+                self._line = _CudaPeak(device)
+            elif can_follow():
+                self._line = timeline(device)
+        if self._line is not None:
+            self._line.__enter__()
+
+    def backward_begins(self) -> None:
+        """End the watch when the backward that this thread runs is freed (See Rule 6)."""
+        if not self.is_done:
+            self.is_done = True
+            when_backward_is_freed(self._say)
+
+    def end(self) -> int:
+        """End the watch, and return the peak; 0 if nothing was watched."""
+        line = self._line
+        if line is None or threading.get_ident() != self._thread:
+            return 0
+        self._line = None
+        line.__exit__(None, None, None)
+        return line.peak_bytes
+
+    def _say(self) -> None:
+        peak = self.end()
+        if peak > self._budget_bytes:
+            warnings.warn(
+                f"The first step of a {self._name} under its plan took {format_bytes(peak)} of a "
+                f"budget of {format_bytes(self._budget_bytes)}. Code between the model and "
+                "backward takes memory that was not planned: a loss outside of the model, or "
+                "another model. Give that code to recoup.plan as `loss=`.",
+                stacklevel=2,
+            )
+
+
+class _CudaPeak:
+    """The peak on a CUDA device, if it is higher than any before (See Rule 7); otherwise 0."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak_bytes = 0
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.memory_allocated(self._device)
+        self._highest = torch.cuda.max_memory_allocated(self._device)
+
+    def __exit__(self, *exc_info: object) -> None:
+        highest = torch.cuda.max_memory_allocated(self._device)
+        if highest > self._highest:
+            self.peak_bytes = highest - self._before

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
-from recoup._core.drift_guard import DriftGuard
-from recoup.planning.advice import held_by_others, what_can_be_inverted
-from recoup.planning.following import PlanFollower, PlannedModel
-from recoup.planning.forwards import Follower, WrappedForwards, wrapped_forwards_in
-from recoup.planning.module_groups import modules_of
+from recoup.planning.figure import draw
+from recoup.planning.following import PlanFollower
+from recoup.planning.forwards import Args, Follower, Kwargs, WrappedForwards, wrapped_forwards_in
 from recoup.planning.pending import PendingForwards, StepBound
-from recoup.planning.report import (
-    BlockPlan,
-    Summary,
-    described,
-    described_in_html,
-    headline,
-    rows_of,
-)
-from recoup.planning.sizes import ArgumentSizes
-from recoup.schedules import Action, Cost, Point, Schedule
+from recoup.planning.report import PlanReport
 
 __all__ = ["Plan", "applied_plans", "own_forwards"]
 
@@ -90,31 +80,17 @@ class PlanFamily(Follower, Protocol):
         """Serve no more calls."""
         ...
 
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def serve(self, args: Args, kwargs: Kwargs) -> None:
         """Choose the plan for the next call, or make one."""
         ...
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def plan_for(self, args: Args, kwargs: Kwargs) -> Plan | None:
         """Return the plan that serves a call with these arguments; None if there is none."""
         ...
 
 
-class Plan:
+class Plan(PlanReport):
     """A plan: what each block of a model does with its residuals; made by `recoup.plan`.
-
-    Args:
-        planned: the model and its blocks.
-        costs: the costs of the calls of blocks, and of the code after them, in seconds.
-        points: the plans that are best for some budget, from the least bytes to the most.
-        point: the one of them that the model follows.
-        rehearsed_bytes: the peak of a step that followed it.
-        least_bytes: the smallest budget that is known to suffice, without `standing_bytes`.
-        budget_bytes: the budget.
-        standing_bytes: the part of it that is alive before a step; 0 for a budget of "step".
-        step_seconds: the time of a step that follows it.
-        kept_seconds: the time of the step that keeps all residuals.
-        sizes: the sizes of the arguments of the step that was planned.
-        held_bytes: the bytes that the forwards of the step held when its backward began.
 
     Attributes:
         model: the model.
@@ -127,167 +103,25 @@ class Plan:
             what backward takes itself comes on top.
     """
 
-    def __init__(
-        self,
-        planned: PlannedModel,
-        costs: Sequence[Cost],
-        points: Sequence[Point],
-        point: Point,
-        *,
-        rehearsed_bytes: int,
-        least_bytes: int,
-        budget_bytes: int,
-        standing_bytes: int,
-        step_seconds: float,
-        kept_seconds: float,
-        sizes: ArgumentSizes,
-        held_bytes: int,
-    ) -> None:
-        self.model = planned.model
-        self.budget_bytes = budget_bytes
-        self.standing_bytes = standing_bytes
-        self.step_seconds = step_seconds
-        self.costs = tuple(costs)
-        self.frontier = tuple(points)
-        self.held_by_others = tuple(held_by_others(planned.model, planned.calls))
-        self._advice = list(self.held_by_others)
-        if planned.guard is None:
-            self._advice[:0] = what_can_be_inverted(planned.model, planned.calls)
-        elif point.num_inverses:
-            tolerance = f"{planned.guard.tolerance:g} of their norm"
-            self._advice.insert(
-                0,
-                f"inverted blocks round: gradients are equal to {tolerance}, of which the drift "
-                "guard takes care (`plan.drift`)",
-            )
-        self.planned = planned
-        self.replanner: PlanFamily | None = None
-        self._held_bytes = held_bytes
-        blocks = [module for _, block in planned.blocks for module in modules_of(block)]
-        modules = [planned.model, *blocks]
-        self._modes = [(module, module.training) for module in modules]
-        self._point = point
-        self._rehearsed_bytes = rehearsed_bytes
-        self._least_bytes = least_bytes
-        self._kept_seconds = kept_seconds
-        self.sizes = sizes
-        self._forwards: WrappedForwards | None = None
-        self._pending = PendingForwards()
+    replanner: PlanFamily | None = None
+    _forwards: WrappedForwards | None = None
 
-    # -- properties ------------------------------------------------------------------------
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of modules that are its blocks."""
-        return len(self.planned.blocks)
-
-    @property
-    def num_seen(self) -> int:
-        """The number of blocks that were called during planning; others will be recomputed."""
-        return len({id(call.module) for call in self.planned.calls})
-
-    @property
-    def drift(self) -> DriftGuard | None:
-        """The drift guard of the blocks that it inverts; None if it inverts none.
-
-        Where blocks that are no chain together are inverted, it is that of the first of them.
-        """
-        return self.planned.guard if self._point.num_inverses else None
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the blocks; its last stage is the code after the blocks."""
-        return self._point.schedule
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """The actions of `schedule`."""
-        return self.schedule.actions
-
-    @property
-    def predicted_peak_bytes(self) -> int:
-        """The peak of a step as predicted from the cost of each block."""
-        return self.standing_bytes + self._point.peak_bytes
-
-    @property
-    def predicted_time_ratio(self) -> float:
-        """The predicted time of a step, where 1 is the plain step."""
-        seconds = self._kept_seconds + self._point.seconds - self.frontier[-1].seconds
-        return seconds / self._kept_seconds if self._kept_seconds else 1.0
-
-    @property
-    def rehearsed_peak_bytes(self) -> int:
-        """The peak of the step that was run under the plan.
-
-        If none of the forwards that were tried called all blocks (LayerDrop), it is at least the
-        predicted peak of a step that does.
-        """
-        return self.standing_bytes + self._rehearsed_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """The smallest budget known to suffice: the peak of a rehearsal with the least bytes."""
-        return self.standing_bytes + self._least_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        """The predicted peak of a step that keeps every residual."""
-        return self.standing_bytes + self.frontier[-1].peak_bytes
-
-    @property
-    def blocks(self) -> tuple[BlockPlan, ...]:
-        """The planned treatment of each block, in the order of forward."""
-        return rows_of(self.planned.calls, self.costs, self.schedule)
-
-    def __str__(self) -> str:
-        return described(self._summary())
+    @functools.cached_property
+    def _pending(self) -> PendingForwards:
+        return PendingForwards()
 
     def __repr__(self) -> str:
         state = "applied" if self.is_applied else "not applied"
-        return f"Plan({type(self.model).__name__}, {headline(self._summary())}; {state})"
+        return f"Plan({type(self.model).__name__}, {self.headline()}; {state})"
 
-    def _repr_html_(self) -> str:
-        """Return what a notebook shows: the table that ``print`` shows as text."""
-        return described_in_html(self._summary())
-
-    def _summary(self) -> Summary:
-        return Summary(
-            model=type(self.model).__name__,
-            rows=self.blocks,
-            num_blocks=self.num_blocks,
-            num_seen=self.num_seen,
-            budget_bytes=self.budget_bytes,
-            standing_bytes=self.standing_bytes,
-            predicted_bytes=self.predicted_peak_bytes,
-            rehearsed_bytes=self.rehearsed_peak_bytes,
-            least_bytes=self.least_bytes,
-            most_bytes=self.most_bytes,
-            tiled=None if self.planned.tiled is None else self.planned.tiled.described,
-            advice=[
-                *self._advice,
-                *([] if self.replanner is None else [self.replanner.summary]),
-            ],
-        )
+    def _notes(self) -> list[str]:
+        family = [] if self.replanner is None else [self.replanner.summary]
+        return [*super()._notes(), *family]
 
     @property
     def family(self) -> tuple[Plan, ...]:
         """The plans for the shapes that occurred, with ``replan=True``; otherwise this plan."""
         return tuple([self] if self.replanner is None else self.replanner.plans)
-
-    def most_lost(self, share: float) -> float:
-        """Return how much slower it is at most than other plans, if all took less bytes.
-
-        Args:
-            share: the bytes that every plan would take, relative to those that it takes.
-
-        Returns:
-            The time lost, relative to that of a step.
-        """
-        budget = (self.budget_bytes - self.standing_bytes) / max(share, 1e-9)
-        fitting = [point.seconds for point in self.frontier if point.peak_bytes <= budget]
-        least = min([self._point.seconds, *fitting])
-        seconds = self._kept_seconds + least - self.frontier[-1].seconds
-        return (self._point.seconds - least) / seconds if seconds > 0 else 0.0
 
     # -- following -------------------------------------------------------------------------
 
@@ -345,7 +179,7 @@ class Plan:
         return StepBound(
             self.budget_bytes - self.standing_bytes, self._rehearsed_bytes, self._held_bytes,
             sum(p.nbytes for p in self.model.parameters() if p.requires_grad),
-            self.planned.num_forwards, self._modes if self.planned.root else (), pending,
+            self.planned.num_forwards, self.modes if self.planned.root else (), pending,
         )  # fmt: skip
 
     def follower(self, bound: StepBound | None = None) -> PlanFollower:
@@ -355,7 +189,7 @@ class Plan:
             bound: the bound that it sets to steps; None for its own.
         """
         bound = self.bound(self._pending) if bound is None else bound
-        return self.planned.follower(self.schedule, self.sizes, bound=bound)
+        return PlanFollower(self.planned, self.schedule, self.sizes, bound)
 
     def _begin(self, *, is_held: bool) -> None:
         family = self.replanner
@@ -402,8 +236,4 @@ class Plan:
             ImportError: matplotlib is missing.
             ValueError: `path` has another ending.
         """
-        from recoup.planning.figure import Plans, draw
-
-        bounds = (self.budget_bytes, self.standing_bytes)
-        plans = Plans(self.costs, self.frontier, self._point, self._kept_seconds, *bounds)
-        return draw(plans, Path(path))
+        return draw(self, Path(path))

@@ -14,8 +14,7 @@ from recoup._core.drift_guard import DriftGuard
 from recoup._core.executor import Executor
 from recoup._core.kept_products import Products
 from recoup.planning.compiling import BlockCode
-from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.pricing import chosen_products
+from recoup.planning.pricing import MeasuredCall, chosen_products
 from recoup.schedules import Action, Advance, Drop, Invert, Keep, Load, Offload, Schedule, Tape
 
 __all__ = ["PlannedChain", "PlannedStage", "chains_of", "planned_stages"]

@@ -16,36 +16,31 @@ Rule 2. Compiled code draws other numbers than the blocks' own, so a plan over c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
+from recoup.memory.timeline import Span
 from recoup.planning.blocks import Block
+from recoup.planning.called_blocks import Sequences, blocks_of_any_forward, measure_most
 from recoup.planning.compiling import BlockCode, CodeByModule
-from recoup.planning.forwards import followed
-from recoup.planning.measured_calls import Measured, MeasuredCall
+from recoup.planning.forwards import Args, Forward, Kwargs, followed
 from recoup.planning.measuring import measure_blocks
-from recoup.planning.offload_place import OffloadPlace
-from recoup.planning.pricing import price
+from recoup.planning.options import OffloadPlace
+from recoup.planning.pricing import Measured, MeasuredCall, price
 from recoup.planning.ranks import largest_among_ranks, largest_costs_among_ranks
-from recoup.planning.skipped_blocks import Sequences, blocks_of_any_forward, measure_most
-from recoup.planning.step import Step, plain_outcome
+from recoup.planning.step import Rehearsed, Step, rehearse, seconds_of
 from recoup.planning.timing import times_of, with_times
 from recoup.planning.verification import Outcome, has_room
 from recoup.schedules import Cost, Point, frontier, linear, simulate
 
 __all__ = [
     "PricedBlocks",
-    "expect_again",
-    "expect_plain",
-    "fastest_first",
     "points_of",
     "price_blocks",
-    "with_new_step",
+    "price_whole",
 ]
 
 _NOISE = 1.03  # of times, which says nothing
@@ -56,6 +51,7 @@ class PricedBlocks(NamedTuple):
 
     Args:
         step: the step, with the seed under which it was measured.
+        place: where the inputs of blocks may wait.
         blocks: the names and modules of the blocks.
         measured: the measurements of the step.
         sequences: the blocks that each forward that was tried called, in order.
@@ -71,6 +67,7 @@ class PricedBlocks(NamedTuple):
     """
 
     step: Step
+    place: OffloadPlace
     blocks: list[Block]
     measured: Measured
     sequences: Sequences
@@ -99,6 +96,12 @@ class PricedBlocks(NamedTuple):
         """Return the time of a step of the blocks that follows a plan."""
         return self.kept_seconds + point.seconds - self.points[-1].seconds
 
+    def seconds_within(self, budget_bytes: int) -> float:
+        """Return the time of the fastest plan that is predicted to fit; infinite if none is."""
+        fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
+        more = 1.0 if self.step.tiled is None else _NOISE  # tiles round, so they have to pay
+        return more * self.seconds_of(fitting[-1]) if fitting else math.inf
+
     def num_forwards(self, point: Point) -> int:
         """Return the runs of blocks in a step that follows a plan, inverses included."""
         simulation = simulate(point.schedule, costs=self.costs)
@@ -114,22 +117,48 @@ class PricedBlocks(NamedTuple):
 
     def with_costs(self, costs: list[Cost]) -> PricedBlocks:
         """Return the same calls with other costs, and the plans for them."""
-        *points, whole = points_of(costs, self.step.place)
+        *points, whole = points_of(costs, self.place)
         if self.plain_bytes is not None:
             whole = replace(whole, peak_bytes=self.plain_bytes)
             points = [point for point in points if point.peak_bytes < self.plain_bytes]
         return self._replace(costs=costs, points=[*points, whole])
 
-    def plain_outcome(self, device: torch.device, *, is_tiled: bool = False) -> tuple[Outcome, int]:
-        """Return the outcome and the peak of a step that keeps all residuals.
+    def with_new_step(self) -> PricedBlocks:
+        """Return the same blocks with a step that nothing is expected of, for changed weights."""
+        step = replace(self.step)
+        step.verification.inherit(self.step.verification)
+        return self._replace(step=step)
+
+    def plain(self, *, is_tiled: bool = False) -> Rehearsed:
+        """Run a step that keeps all residuals.
 
         Args:
-            device: the device whose bytes are counted.
             is_tiled: whether the parts that may run in tiles do so.
         """
         step = self.step if is_tiled else replace(self.step, tiled=None)
         with followed([module for _, module in self.blocks], _RunBy(self.code)):
-            return plain_outcome(step, device)
+            return rehearse(step)
+
+    def outcome_again(self) -> Outcome:
+        """Run the step that runs all blocks again, and return its outcome."""
+        code = self.code_again if isinstance(self.code_again, CodeByModule) else None
+        return measure_blocks(self.step, self.blocks, code).outcome
+
+    def expect_plain(self) -> None:
+        """Run the plain step, if there is room for it, and compare plans with its outcome."""
+        verification = self.step.verification
+        if not verification.is_plain and _has_room(self.step, self.points[-1].peak_bytes):
+            verification.expect(self.plain().outcome, is_plain=True)
+        if verification.expected is None:
+            verification.expect(self.outcome_again(), is_plain=False)
+
+    def expect_again(self) -> None:
+        """Run the step that plans are compared with again, and allow the spread of its outcomes."""
+        verification = self.step.verification
+        if verification.is_plain:
+            verification.expect_again(self.plain().outcome)
+        if isinstance(self.code_again, CodeByModule) or not verification.is_plain:
+            verification.expect_again(self.outcome_again())
 
 
 def points_of(costs: list[Cost], place: OffloadPlace) -> list[Point]:
@@ -164,58 +193,43 @@ class _RunBy:
     def __init__(self, code: BlockCode) -> None:
         self._code = code
 
-    def called(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run a block."""
         return self._code.of_call(module, forward)(*args, **kwargs)
 
 
 def price_blocks(
-    step: Step, blocks: list[Block], device: torch.device, before: PricedBlocks | None = None
+    step: Step, blocks: list[Block], place: OffloadPlace, before: PricedBlocks | None = None
 ) -> PricedBlocks:
-    """Measure blocks, and find the best plans for them.
+    """Measure blocks, and find the best plans for them; times are in seconds.
 
     Args:
         step: the step.
         blocks: the names and modules of the blocks.
-        device: the device whose bytes are counted.
+        place: where the inputs of blocks may wait.
         before: other blocks of the same step, whose plain step was run.
 
     Raises:
         ValueError: no forward calls them.
     """
-    step, measured, sequences = measure_most(step, blocks, device)
+    step, measured, sequences = measure_most(step, blocks)
     if not measured.calls:
         names = ", ".join(f"`{name}`" for name, _ in blocks[:3])
         raise ValueError(
             f"`blocks` are {names}, but forward calls none of them, or calls them within "
             "a checkpoint of the model's own. Name other blocks, or turn that checkpointing off."
         )
-    if measured.outcome is not None:
-        step.verification.expect(measured.outcome, is_plain=False)
-    return _timed(PricedBlocks(step, blocks, measured, sequences, [], [], []), device, before)
-
-
-def _timed(kind: PricedBlocks, device: torch.device, before: PricedBlocks | None) -> PricedBlocks:
-    """Return the blocks with the costs of the measured calls, in seconds, and the best plans."""
-    step, measured = kind.step, kind.measured
+    step.verification.expect(measured.outcome, is_plain=False)
+    kind = PricedBlocks(step, place, blocks, measured, sequences, [], [], [])
     plain_bytes = None if before is None else before.plain_bytes
     plain_seconds = None if before is None else before.seconds
     costs = price(measured, None)
-    most_bytes = simulate(linear(len(costs)), costs=costs).peak_bytes
-    has_room = _has_room(step, device, most_bytes)
+    has_room = _has_room(step, simulate(linear(len(costs)), costs=costs).peak_bytes)
     if has_room and plain_bytes is None:
-        outcome, plain_bytes = kind.plain_outcome(device, is_tiled=True)
+        plain_bytes, _, outcome = kind.plain(is_tiled=True)
         if step.tiled is None:
             step.verification.expect(outcome, is_plain=True)
-    times = times_of(
-        step, kind.blocks, measured.calls, has_room=has_room, plain_seconds=plain_seconds
-    )
+    times = times_of(step, blocks, measured.calls, has_room=has_room, plain_seconds=plain_seconds)
     work = sum(call.work for call in measured.calls)
     timed = zip(measured.calls, times.again, strict=True)
     measured = replace(
@@ -223,80 +237,24 @@ def _timed(kind: PricedBlocks, device: torch.device, before: PricedBlocks | None
         calls=[with_times(call, seconds, times) for call, seconds in timed],
         seconds_per_work=sum(times.again) / work if work else 0.0,
     )
+    costs = price(measured, place.work_per_byte)
     kind = kind._replace(measured=measured, plain_bytes=plain_bytes)
-    costs = price(measured, step.place.work_per_byte)
     return kind.repriced(measured.calls, costs, times.plain)
 
 
-def _has_room(step: Step, device: torch.device, num_bytes: int) -> bool:
+def price_whole(step: Step) -> PricedBlocks:
+    """Run the plain step, and return the costs of a model without blocks."""
+    found = rehearse(step)
+    step.verification.expect(found.outcome, is_plain=True)
+    step.verification.compares = False  # it is right by definition
+    (seconds,) = largest_among_ranks(step.model, [seconds_of(step)])
+    costs = [Cost(0.0, 0, 0, tape_run_bytes=found.peak_bytes, is_fixed=True)]
+    measured = Measured([], Span(), found.outcome)
+    kind = PricedBlocks(step, OffloadPlace(), [], measured, [], [], [], [], seconds)
+    return kind.with_costs(costs)
+
+
+def _has_room(step: Step, num_bytes: int) -> bool:
     """Whether the system has room for a step that takes so many bytes, on all ranks."""
-    lacks_room = not has_room(device, num_bytes + num_bytes // 4)  # fragmentation
+    lacks_room = not has_room(step.device, num_bytes)
     return not largest_among_ranks(step.model, [float(lacks_room)])[0]
-
-
-def expect_plain(kind: PricedBlocks, device: torch.device) -> None:
-    """Run the plain step, if there is room for it, and compare plans with its outcome.
-
-    Args:
-        kind: blocks with their costs.
-        device: the device whose bytes are counted.
-    """
-    verification = kind.step.verification
-    if not verification.is_plain and _has_room(kind.step, device, kind.points[-1].peak_bytes):
-        verification.expect(kind.plain_outcome(device)[0], is_plain=True)
-    if verification.expected is None:
-        outcome = _outcome_again(kind, device)
-        if outcome is not None:
-            verification.expect(outcome, is_plain=False)
-
-
-def with_new_step(kind: PricedBlocks) -> PricedBlocks:
-    """Return the same blocks with a step that nothing is expected of, for changed parameters."""
-    step = replace(kind.step)
-    step.verification.inherit(kind.step.verification)
-    return kind._replace(step=step)
-
-
-def expect_again(kind: PricedBlocks, device: torch.device) -> None:
-    """Run the step that plans are compared with again, and allow the spread of its outcomes.
-
-    Args:
-        kind: blocks with their costs.
-        device: the device whose bytes are counted.
-    """
-    step = kind.step
-    if step.verification.is_plain:
-        step.verification.expect_again(kind.plain_outcome(device)[0])
-    is_coded = isinstance(kind.code_again, CodeByModule)
-    if is_coded or not step.verification.is_plain:
-        outcome = _outcome_again(kind, device)
-        if outcome is not None:
-            step.verification.expect_again(outcome)
-
-
-def _outcome_again(kind: PricedBlocks, device: torch.device) -> Outcome | None:
-    """Run the step that runs all blocks again, and return its outcome."""
-    code = kind.code_again if isinstance(kind.code_again, CodeByModule) else None
-    return measure_blocks(kind.step, kind.blocks, device, code).outcome
-
-
-def fastest_first(
-    kinds: Sequence[PricedBlocks], budget_bytes: int
-) -> list[tuple[PricedBlocks, float]]:
-    """Return the kinds of blocks, sorted by the predicted cost of their plans for a budget.
-
-    Args:
-        kinds: the kinds of blocks.
-        budget_bytes: the budget of a step.
-
-    Returns:
-        Each kind with that cost, in seconds; infinite if none fits.
-    """
-
-    def cost(kind: PricedBlocks) -> float:
-        fitting = [point for point in kind.points if point.peak_bytes <= budget_bytes]
-        more = _NOISE if kind.step.tiled is not None else 1.0  # tiles round, so they have to pay
-        return more * kind.seconds_of(fitting[-1]) if fitting else math.inf
-
-    found = [(kind, cost(kind)) for kind in kinds]
-    return sorted(found, key=lambda one: (one[1], one[0].points[0].peak_bytes))

@@ -13,9 +13,9 @@ Rule 3. The backend may free a buffer in a thread of its own, a moment after the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,6 @@ from torch import nn
 from recoup.schedules import Cost
 
 __all__ = ["is_sharded", "largest_among_ranks", "largest_costs_among_ranks"]
-
-T = TypeVar("T")
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -54,43 +52,30 @@ def largest_costs_among_ranks(model: nn.Module, costs: Sequence[Cost]) -> list[C
 
     If the ranks found different variants of stages, all variants are left out.
     """
-    if not is_sharded(model):
-        return list(costs)
-    num = len(list(_numbers_of(tuple(costs))))
-    most, least = largest_among_ranks(model, [num, -num])
-    alike = tuple(costs) if most == -least else tuple(replace(c, variants=()) for c in costs)
-    largest = iter(largest_among_ranks(model, list(_numbers_of(alike))))
-    return list(_with_numbers(alike, largest))
+    found = [tuple(costs)]
+    for mesh in _meshes_of(model):
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, found, group=group)
+            found = [each for several in gathered for each in several]
+    if len({tuple(len(cost.variants) for cost in each) for each in found}) > 1:
+        found = [tuple(replace(cost, variants=()) for cost in each) for each in found]
+    return list(_largest(found))
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    """Return the largest of numbers; of tuples and dataclasses, number by number."""
+    first = values[0]
+    if isinstance(first, tuple):
+        return tuple(map(_largest, zip(*values, strict=True)))
+    if is_dataclass(first):
+        own = {f.name: [getattr(value, f.name) for value in values] for f in fields(first)}
+        return replace(cast("Any", first), **{name: _largest(each) for name, each in own.items()})
+    return max(values) if type(first) in (int, float) else first
 
 
 def _meshes_of(model: nn.Module) -> list[Any]:
     """Return the meshes of the parameters that are DTensors, in the order of the parameters."""
     meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
     return list({mesh: None for mesh in meshes if mesh is not None})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _numbers_of(value: object) -> Iterator[float]:
-    if isinstance(value, (int, float)) and _is_number(value):
-        yield value
-    elif isinstance(value, tuple):
-        for part in cast("tuple[object, ...]", value):
-            yield from _numbers_of(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _numbers_of(getattr(value, field.name))
-
-
-def _with_numbers(value: T, numbers: Iterator[float]) -> T:
-    made: Any = value
-    if _is_number(value):
-        made = type(made)(next(numbers))
-    elif isinstance(value, tuple):
-        made = tuple(_with_numbers(part, numbers) for part in cast("tuple[Any, ...]", made))
-    elif is_dataclass(value):
-        parts = {f.name: _with_numbers(getattr(value, f.name), numbers) for f in fields(value)}
-        made = replace(made, **parts)
-    return made

@@ -10,6 +10,22 @@ Rule 3. Buffers, the attributes of modules (lists and dicts included), and the r
         since a copy of all parameters may not fit.
 Rule 4. The garbage collector is disabled. It would free reference cycles at different moments on
         different ranks, so that the peaks would differ, and with them the plans.
+
+NOTE [ Restored state ]
+
+Rule 5. Of a module, its class, its attributes (hooks, buffers and children among them) and the
+        `requires_grad` of its parameters are restored. Submodules are found through `modules()`
+        and through attributes that hold them.
+Rule 6. Of lists, dicts, sets and deques, and of the attributes of users' objects, the entries are
+        restored, a few levels deep. The containers stay the same objects, since other code holds
+        references to them.
+Rule 7. Of tensors and numpy arrays found on the way, other than parameters, the values are
+        restored, and of tensors the version counter too. Values are compared, because a version
+        counter does not show every change (numpy, `.data` and views with a version counter of
+        their own write past it).
+Rule 8. Parameters are not copied, since a copy of all of them may not fit. A parameter that was
+        given other memory gets its own back; a write to one is detected by a sum of its values.
+Rule 9. Of generators of torch, Python and numpy found on the way the states are restored.
 """
 
 from __future__ import annotations
@@ -18,8 +34,11 @@ import gc
 import random
 import sys
 import threading
+import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -28,15 +47,16 @@ from torch import Tensor, nn
 from recoup._core.captured import captured_by
 from recoup._core.generators import generators_restored
 from recoup._core.graph_ends import ends_of
-from recoup._core.saved_tensors import version_of
+from recoup._core.saved_tensors import set_versions, version_of
 from recoup.errors import ReplayError
-from recoup.planning.state_snapshot import StateSnapshot, settings_restored
 
 __all__ = [
     "ChangedParameterError",
+    "StateSnapshot",
     "foreign_leaves",
     "is_in_rehearsal",
     "rehearsal",
+    "settings_restored",
     "uncollected",
     "without_gradients",
 ]
@@ -170,3 +190,208 @@ def _streams_restored() -> Generator[None]:
         random.setstate(of_python)
         if numpy is not None:
             numpy.set_state(of_numpy)
+
+
+_DEEPEST = 5
+_MOST_ENTRIES = 4096  # entries of larger containers are restored, but not searched
+# A step cannot change these.
+_ALONE = (
+    bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.FunctionType,
+    types.MethodType, types.BuiltinFunctionType, torch.dtype, torch.device, range, slice,
+)  # fmt: skip
+# The attributes of objects from these packages are not part of a step's state.
+_OF_NOBODY = frozenset((
+    "builtins", "collections", "torch", "numpy", "threading", "recoup", "weakref", "_weakrefset",
+    "concurrent", "asyncio", "multiprocessing", "queue", "io", "logging",
+))  # fmt: skip
+
+
+class StateSnapshot:
+    """A snapshot of the state that can be reached from some values.
+
+    Kept: a copy of each tensor that is not a parameter, and of the entries of each container.
+
+    Args:
+        roots: modules, and nested values that may contain tensors.
+        others: values of which only modules, tensors and generators are restored.
+    """
+
+    def __init__(self, roots: Iterable[object], others: Iterable[object] = ()) -> None:
+        self._seen: dict[int, object] = {}  # by id; alive, so that ids are not used again
+        self._calls: list[Callable[[], object]] = []  # each restores something
+        self._totals: list[tuple[nn.Parameter, float]] = []
+        for root in roots:
+            self._note(root, 0)
+        for other in others:
+            self._note(other, _DEEPEST)
+
+    def restore(self) -> None:
+        """Restore the state (See NOTE [ Restored state ])."""
+        with torch.no_grad():
+            for call in self._calls:
+                call()
+
+    def changed_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose values have changed (See Rule 8)."""
+        return [parameter for parameter, total in self._totals if _total(parameter) != total]
+
+    def _note(self, value: Any, depth: int, *, is_buffer: bool = False) -> None:
+        if id(value) in self._seen or isinstance(value, _ALONE):
+            return
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                if id(module) not in self._seen:
+                    self._note_module(module)
+        elif isinstance(value, Tensor):
+            if not value.is_meta and not value.is_inference():
+                self._note_tensor(value, is_buffer=is_buffer)
+        elif (call := _restoring(value)) is not None:
+            self._seen[id(value)] = value
+            self._calls.append(call)
+            self._note_attributes(value, depth)
+        elif depth < _DEEPEST:
+            if _is_a(value, list, dict, set, deque):
+                self._note_entries(value, depth)
+            elif _is_a(value, tuple):
+                for item in value:
+                    self._note(item, depth + 1)
+            self._note_attributes(value, depth)
+
+    def _note_module(self, module: nn.Module) -> None:
+        self._seen[id(module)] = module
+        self._calls.append(partial(_put_class_back, module, type(module)))
+        for buffer in module.buffers(recurse=False):
+            self._note(buffer, 0, is_buffer=True)
+        if hasattr(type(module), "unshard"):  # FSDP2 remembers elsewhere which hooks it has added
+            hooks = [value for key, value in vars(module).items() if key.endswith("_hooks")]
+            self._seen.update((id(each), each) for each in hooks)
+        self._note_entries(vars(module), 0)
+
+    def _note_tensor(self, tensor: Tensor, *, is_buffer: bool) -> None:
+        self._seen[id(tensor)] = tensor
+        if isinstance(tensor, nn.Parameter):
+            if _is_plain(tensor):
+                self._totals.append((tensor, _total(tensor)))
+            before = (tensor.detach(), tensor.requires_grad)
+            self._calls.append(partial(_put_parameter_back, tensor, *before))
+            self._note_entries(vars(tensor), 0)
+        elif is_buffer or _is_plain(tensor):
+            content = tensor.detach().clone()
+            self._calls.append(partial(_put_back, tensor, content, version_of(tensor)))
+
+    def _note_attributes(self, value: object, depth: int) -> None:
+        is_users = type(value).__module__.partition(".")[0] not in _OF_NOBODY
+        if is_users and hasattr(value, "__dict__"):
+            self._note_entries(vars(value), depth)
+
+    def _note_entries(self, container: Any, depth: int) -> None:
+        if id(container) in self._seen:
+            return
+        self._seen[id(container)] = container
+        entries = _entries_of(container)
+        self._calls.append(partial(_refill, container, entries))
+        if len(entries) <= _MOST_ENTRIES and not _is_a(container, set):
+            for item in entries.values() if isinstance(entries, dict) else entries:
+                self._note(item, depth + 1)
+
+
+def _is_a(value: Any, *kinds: type[Any]) -> bool:
+    """Like isinstance, without narrowing the type to one whose entries are unknown."""
+    return isinstance(value, kinds)
+
+
+def _entries_of(container: Any) -> dict[Any, Any] | list[Any]:
+    return dict(container) if _is_a(container, dict) else list(container)
+
+
+def _refill(container: Any, entries: dict[Any, Any] | list[Any]) -> None:
+    """Restore the entries of a container if they have changed."""
+    now = _entries_of(container)
+    is_same = len(now) == len(entries) and all(map(_is_same, now, entries))
+    if isinstance(now, dict) and isinstance(entries, dict):
+        if is_same and all(map(_is_same, now.values(), entries.values())):
+            return
+        kind: Any = OrderedDict if _is_a(container, OrderedDict) else dict
+        kind.clear(container)
+        kind.update(container, entries)
+    elif not is_same:
+        container.clear()
+        (container.update if _is_a(container, set) else container.extend)(entries)
+
+
+def _is_same(a: object, b: object) -> bool:
+    return a is b
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """Return what restores an array, or the state of a generator (See Rule 9); None for others."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if _is_a(value, random.Random) and not _is_a(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if type(value) is numpy.ndarray and value.flags.writeable:
+        return partial(value.__setitem__, ..., value.copy())
+    if isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _put_class_back(module: nn.Module, kind: type[nn.Module]) -> None:
+    if type(module) is not kind:
+        module.__class__ = kind
+
+
+def _put_parameter_back(parameter: nn.Parameter, data: Tensor, requires_grad: bool) -> None:
+    if _is_plain(parameter) and parameter.data_ptr() != data.data_ptr():
+        parameter.data = data
+    if parameter.requires_grad is not requires_grad:
+        parameter.requires_grad_(requires_grad)
+
+
+def _put_back(tensor: Tensor, content: Tensor, version: int) -> None:
+    """Restore the values and the version of a tensor (See Rule 7)."""
+    if not _is_plain(tensor):
+        if version_of(tensor) != version:
+            tensor.copy_(content)
+        return
+    if tensor.shape != content.shape or tensor.dtype is not content.dtype:
+        tensor.data = content
+    elif not torch.equal(tensor, content):  # never equal where there are NaNs
+        tensor.detach().copy_(content)
+    if version_of(tensor) != version:
+        set_versions((tensor,), (version,))
+
+
+def _total(tensor: Tensor) -> float:
+    """Return the absolute sum of a tensor, computed without a copy; infinity if it is NaN."""
+    kind = torch.complex128 if tensor.is_complex() else torch.float64
+    total = float(abs(torch.sum(tensor.detach(), dtype=kind)))
+    return total if total == total else float("inf")
+
+
+@contextmanager
+def settings_restored() -> Generator[None]:
+    """Return a context that restores the global settings of torch which a step may change."""
+    of_modules = vars(torch.nn.modules.module)
+    hooks = StateSnapshot([of_modules[key] for key in of_modules if key.startswith("_global_")])
+    grad_mode, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        hooks.restore()
+        torch.set_grad_enabled(grad_mode)
+        if torch.get_default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
+        if torch.are_deterministic_algorithms_enabled() is not is_deterministic:
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=warns)

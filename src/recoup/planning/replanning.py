@@ -39,7 +39,8 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,21 +49,31 @@ from torch.utils.hooks import RemovableHandle
 
 from recoup._core.compile import is_traced, uncompiled
 from recoup.errors import BudgetError, RecoupError
-from recoup.planning.forwards import WrappedForwards, enclosing_checkpoints
+from recoup.planning.forwards import (
+    Args,
+    Forward,
+    Kwargs,
+    WrappedForwards,
+    enclosing_checkpoints,
+    suspended,
+)
+from recoup.planning.frontier import frontier_of
+from recoup.planning.options import PlanOptions
 from recoup.planning.pending import PendingForwards
-from recoup.planning.plan import Plan
-from recoup.planning.plan_maker import PlanMaker
+from recoup.planning.plan import Plan, own_forwards
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import is_in_rehearsal
 from recoup.planning.shapes import ArgumentShapes, shapes_of
+from recoup.planning.step import rehearse_planned
 
-__all__ = ["PlansByShape"]
+__all__ = ["PlanMaker", "PlansByShape"]
 
 _MOST_LOST = 0.04  # of the time of a step, before a shape gets a plan of its own
 _NEAR = 0.97  # of the entries: such a shape loses nothing that is worth a plan
 _MOST_TRIED = 2.0  # budgets that a step may take, as its shapes say, to be tried
 _MOST_PLANS = 64
 _MOST_SHAPES = 64  # of a plan that are remembered
+_ROOM = 0.02  # of the time of a step, for bytes that are left free
 _logger = logging.getLogger(__name__)
 _planning = threading.RLock()  # one thread plans, and others wait for its plan
 
@@ -124,7 +135,7 @@ class _Entry:
 
 
 class _OfThread(threading.local):
-    entry: _Entry | None = None
+    entry: _Entry | None = None  # that its next call follows
 
 
 class PlansByShape:
@@ -142,12 +153,7 @@ class PlansByShape:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        first: Plan,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        maker: PlanMaker,
+        self, model: nn.Module, first: Plan, args: Args, kwargs: Kwargs, maker: PlanMaker
     ) -> None:
         self._model, self._maker = model, maker
         self._pending = PendingForwards()
@@ -172,9 +178,13 @@ class PlansByShape:
         return [entry.plan for entry in (*self._entries, *self._beside)]
 
     @property
+    def _entry(self) -> _Entry:
+        return self._of_thread.entry or self._entries[0]
+
+    @property
     def chosen(self) -> Plan:
         """The plan that this thread's next call follows."""
-        return (self._of_thread.entry or self._entries[0]).plan
+        return self._entry.plan
 
     @property
     def summary(self) -> str:
@@ -204,20 +214,14 @@ class PlansByShape:
         if hook is not None:
             hook.remove()
 
-    def called(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run the model, or a block of one of the plans, under the plan that was chosen last."""
-        entry = self._of_thread.entry or self._entries[0]
+        entry = self._entry
         if id(module) not in entry.modules:
             return forward(*args, **kwargs)
         return entry.follower.called(module, forward, args, kwargs)
 
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def serve(self, args: Args, kwargs: Kwargs) -> None:
         """Choose the plan for the next call, with these arguments, or make one.
 
         Raises:
@@ -231,17 +235,15 @@ class PlansByShape:
             self._threads.add(threading.get_ident())
             self._of_thread.entry = self._served(group, args, kwargs)
 
-    def plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def plan_for(self, args: Args, kwargs: Kwargs) -> Plan | None:
         """Return the plan that serves a call with these arguments; None if there is none yet."""
         lost, entry = self._best(self._entries, shapes_of(self._model, args, kwargs))
         return entry.plan if lost < math.inf else None
 
-    def _served(
-        self, group: WrappedForwards, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Entry:
+    def _served(self, group: WrappedForwards, args: Args, kwargs: Kwargs) -> _Entry:
         shapes, pending = shapes_of(self._model, args, kwargs), self._pending.alive()
         if pending:
-            entries = [self._of_thread.entry or self._entries[0], *self._beside]
+            entries = [self._entry, *self._beside]
             lost = self._lost(entries, shapes)
             for entry, each in zip(entries, lost, strict=True):
                 if each < math.inf and entry.bound.fits(pending):
@@ -266,14 +268,10 @@ class PlansByShape:
         return entry
 
     def _made_beside(
-        self,
-        group: WrappedForwards,
-        shapes: ArgumentShapes,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, group: WrappedForwards, shapes: ArgumentShapes, args: Args, kwargs: Kwargs
     ) -> _Entry:
         """Return an entry for a call beside others whose backward is pending (See Rule 9)."""
-        bound = (self._of_thread.entry or self._entries[0]).bound
+        bound = self._entry.bound
         pending = bound.check(self._model) if not self._may_plan(shapes) else self._pending.alive()
         begin = time.perf_counter()
         taken = sum(each.held_bytes for each in pending) + bound.gradient_bytes
@@ -289,16 +287,19 @@ class PlansByShape:
         return entry
 
     def _may_plan(self, shapes: ArgumentShapes) -> bool:
-        if is_in_rehearsal() or not (any(shapes.training) or not any(self._trained)):
+        """Whether a plan may be made for a call now (See Rules 5 and 7)."""
+        was_training = any(self._entries[0].shapes.training)
+        if is_in_rehearsal() or (was_training and not any(shapes.training)):
             return False
         self._threads &= {each.ident for each in threading.enumerate()}
         if len(self._threads) > 1:
-            raise _in_many_threads(self._model, shapes)
+            raise RecoupError(
+                f"Several threads train a {type(self._model).__name__} with replan=True, and no "
+                f"plan serves {shapes}: the steps that make one would change gradients and buffers "
+                "while another thread uses them. Run a step of each shape in one thread before, or "
+                "plan for the largest batch without `replan`."
+            )
         return True
-
-    @property
-    def _trained(self) -> tuple[bool, ...]:
-        return self._entries[0].shapes.training
 
     def _lost(self, entries: Sequence[_Entry], shapes: ArgumentShapes) -> list[float]:
         return largest_among_ranks(self._model, [each.lost(shapes) for each in entries])
@@ -355,7 +356,7 @@ class _Hook:
     def __init__(self, plans: PlansByShape | None = None) -> None:
         self._plans = plans
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         del module
         if self._plans is not None:
             serve = uncompiled(_serve) if torch.compiler.is_compiling() else _serve
@@ -368,14 +369,90 @@ class _Hook:
         return _Hook, ()
 
 
-def _in_many_threads(model: nn.Module, shapes: ArgumentShapes) -> RecoupError:
-    return RecoupError(
-        f"Several threads train a {type(model).__name__} with replan=True, and no plan serves "
-        f"{shapes}: the steps that make one would change gradients and buffers while another "
-        "thread uses them. Run a step of each shape in one thread before, or plan for the largest "
-        "batch without `replan`."
-    )
-
-
-def _serve(plans: PlansByShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _serve(plans: PlansByShape, args: Args, kwargs: Kwargs) -> None:
     plans.serve(args, kwargs)
+
+
+class PlanMaker(NamedTuple):
+    """The maker of the plans for other shapes, and of those for more forwards.
+
+    Args:
+        model: the model.
+        call: the model itself, or a function that calls it.
+        budget_bytes: the budget.
+        options: the options of the plans.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+    budget_bytes: int
+    options: PlanOptions
+
+    def plan(
+        self,
+        args: Args,
+        kwargs: Kwargs,
+        num_forwards: int,
+        *,
+        has_room: bool = False,
+        taken_bytes: int = 0,
+    ) -> Plan:
+        """Return a plan for other arguments.
+
+        Args:
+            args: the arguments.
+            kwargs: the keyword arguments.
+            num_forwards: the number of forwards of a step.
+            has_room: whether it leaves bytes of the budget free where that costs little time.
+            taken_bytes: the bytes of the budget that forwards before it hold.
+
+        Raises:
+            BudgetError: no plan keeps to the budget.
+        """
+        options = self._options_for(num_forwards)
+        found = frontier_of(options.step(self.model, self.call, args, kwargs), options)
+        if has_room:
+            return found.plan_with_room(self.budget_bytes, _ROOM)
+        plan = found.plan(self.budget_bytes - taken_bytes)
+        plan.budget_bytes = self.budget_bytes
+        return plan
+
+    def peak_under(self, plan: Plan, args: Args, kwargs: Kwargs) -> float:
+        """Return the peak of a step with other arguments that follows a plan, in one step.
+
+        It is infinite if there is no memory for it, or if other steps may take more.
+        """
+        planned = plan.planned
+        if any(call.is_estimated for call in planned.calls):
+            return math.inf
+        options = self._options_for(planned.num_forwards)
+        step = options.step(self.model, self.call, args, kwargs)
+        step = replace(step, tiled=planned.tiled)
+        with suspended(own_forwards(self.model)), planned.followed(plan.schedule):
+            try:
+                return plan.standing_bytes + rehearse_planned(step).peak_bytes
+            except torch.OutOfMemoryError:
+                return math.inf
+
+    def _options_for(self, num_forwards: int) -> PlanOptions:
+        own, loss = self.options, self.options.loss
+        if loss is None:
+            return replace(own, num_forwards=num_forwards)
+        if own.num_forwards not in (1, num_forwards):
+            raise ValueError(f"`loss` takes {own.num_forwards} outputs, and not {num_forwards}.")
+
+        def served(*outputs: Any) -> Any:
+            try:
+                each = [outputs] if own.num_forwards > 1 else [(output,) for output in outputs]
+                losses = [loss(*given) for given in each]
+            except Exception as error:
+                raise ValueError(
+                    f"`loss` failed for a batch of another shape than the example ({error}). With "
+                    "replan=True it must serve every shape: let the model return its loss, read "
+                    "sizes and targets from the output, or let `loss` read the targets of the "
+                    "current batch from an object that the training loop updates before it calls "
+                    "the model."
+                ) from error
+            return losses[0] if len(losses) == 1 else losses
+
+        return replace(own, num_forwards=num_forwards, loss=served)

@@ -1,19 +1,37 @@
-"""The report of a plan: a line, and a table of its blocks as text or for a notebook."""
+"""A plan in numbers: a line, a table as text or for a notebook, and what it does not choose."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 from typing import NamedTuple
 
+from torch import nn
+
+from recoup._core.drift_guard import DriftGuard
 from recoup.memory import format_bytes
 from recoup.memory.tables import aligned
-from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.module_groups import kind_of
-from recoup.schedules import Advance, Cost, Invert, Keep, Offload, Schedule, Tape, simulate
+from recoup.planning.blocks import find_links, kind_of, modules_of
+from recoup.planning.following import PlannedModel
+from recoup.planning.priced_blocks import PricedBlocks
+from recoup.planning.pricing import MeasuredCall
+from recoup.planning.shapes import ArgumentSizes
+from recoup.schedules import (
+    Action,
+    Advance,
+    Cost,
+    Invert,
+    Keep,
+    Offload,
+    Point,
+    Schedule,
+    Tape,
+    simulate,
+)
 
-__all__ = ["BlockPlan", "Summary", "described", "described_in_html", "headline", "rows_of"]
+__all__ = ["BlockPlan", "PlanReport", "what_can_be_inverted"]
 
 
 class BlockPlan(NamedTuple):
@@ -41,39 +59,201 @@ class BlockPlan(NamedTuple):
     seconds: float
 
 
-class Summary(NamedTuple):
-    """The numbers that a plan prints.
+class PlanReport:
+    """A plan in numbers, and how it prints.
 
     Args:
-        model: the class of the model.
-        rows: one for each call of a block.
-        num_blocks: the number of modules that are blocks.
-        num_seen: the number of blocks that were called.
+        kind: the blocks with their costs and the plans that are best for some budget.
+        planned: the model and these blocks.
+        point: the one of the plans that the model follows.
+        rehearsed_bytes: the peak of a step that followed it.
+        held_bytes: the bytes that the forwards of that step held when its backward began.
+        step_seconds: the time of such a step.
+        least_bytes: the smallest budget that is known to suffice, without `standing_bytes`.
         budget_bytes: the budget.
         standing_bytes: the part of it that is alive before a step; 0 for a budget of "step".
-        predicted_bytes: the predicted peak.
-        rehearsed_bytes: the peak of the step that was run.
-        least_bytes: the smallest budget known to suffice.
-        most_bytes: the predicted peak of a step that keeps everything.
-        tiled: a line about parts that run in tiles, if any do.
-        advice: further lines.
     """
 
-    model: str
-    rows: Sequence[BlockPlan]
-    num_blocks: int
-    num_seen: int
-    budget_bytes: int
-    standing_bytes: int
-    predicted_bytes: int
-    rehearsed_bytes: int
-    least_bytes: int
-    most_bytes: int
-    tiled: str | None
-    advice: Sequence[str]
+    def __init__(
+        self,
+        kind: PricedBlocks,
+        planned: PlannedModel,
+        point: Point,
+        *,
+        rehearsed_bytes: int,
+        held_bytes: int,
+        step_seconds: float,
+        least_bytes: int,
+        budget_bytes: int,
+        standing_bytes: int,
+    ) -> None:
+        self.model = planned.model
+        self.planned = planned
+        self.point = point
+        self.costs = tuple(kind.costs)
+        self.frontier = tuple(kind.points)
+        self.kept_seconds = kind.kept_seconds
+        self.budget_bytes = budget_bytes
+        self.standing_bytes = standing_bytes
+        self.step_seconds = step_seconds
+        self.sizes = ArgumentSizes(kind.step.args, kind.step.kwargs)
+        blocks = [module for _, block in planned.blocks for module in modules_of(block)]
+        self.modes = [(module, module.training) for module in (planned.model, *blocks)]
+        self._rehearsed_bytes = rehearsed_bytes
+        self._held_bytes = held_bytes
+        self._least_bytes = least_bytes
+        self.held_by_others = tuple(_held_by_others(planned.model, planned.calls))
+        self._advice = list(self.held_by_others)
+        if planned.guard is None:
+            self._advice[:0] = what_can_be_inverted(planned.model, planned.calls)
+        elif point.num_inverses:
+            tolerance = f"{planned.guard.tolerance:g} of their norm"
+            self._advice.insert(
+                0,
+                f"inverted blocks round: gradients are equal to {tolerance}, of which the drift "
+                "guard takes care (`plan.drift`)",
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of modules that are its blocks."""
+        return len(self.planned.blocks)
+
+    @property
+    def num_seen(self) -> int:
+        """The number of blocks that were called during planning; others will be recomputed."""
+        return len({id(call.module) for call in self.planned.calls})
+
+    @property
+    def drift(self) -> DriftGuard | None:
+        """The drift guard of the blocks that it inverts; None if it inverts none.
+
+        Where blocks that are no chain together are inverted, it is that of the first of them.
+        """
+        return self.planned.guard if self.point.num_inverses else None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the blocks; its last stage is the code after the blocks."""
+        return self.point.schedule
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of `schedule`."""
+        return self.schedule.actions
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The peak of a step as predicted from the cost of each block."""
+        return self.standing_bytes + self.point.peak_bytes
+
+    @property
+    def predicted_time_ratio(self) -> float:
+        """The predicted time of a step, where 1 is the plain step."""
+        seconds = self.kept_seconds + self.point.seconds - self.frontier[-1].seconds
+        return seconds / self.kept_seconds if self.kept_seconds else 1.0
+
+    @property
+    def rehearsed_peak_bytes(self) -> int:
+        """The peak of the step that was run under the plan.
+
+        If none of the forwards that were tried called all blocks (LayerDrop), it is at least the
+        predicted peak of a step that does.
+        """
+        return self.standing_bytes + self._rehearsed_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget known to suffice: the peak of a rehearsal with the least bytes."""
+        return self.standing_bytes + self._least_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The predicted peak of a step that keeps every residual."""
+        return self.standing_bytes + self.frontier[-1].peak_bytes
+
+    @property
+    def blocks(self) -> tuple[BlockPlan, ...]:
+        """The planned treatment of each block, in the order of forward."""
+        return _rows_of(self.planned.calls, self.costs, self.schedule)
+
+    def most_lost(self, share: float) -> float:
+        """Return how much slower it is at most than other plans, if all took less bytes.
+
+        Args:
+            share: the bytes that every plan would take, relative to those that it takes.
+
+        Returns:
+            The time lost, relative to that of a step.
+        """
+        budget = (self.budget_bytes - self.standing_bytes) / max(share, 1e-9)
+        fitting = [point.seconds for point in self.frontier if point.peak_bytes <= budget]
+        least = min([self.point.seconds, *fitting])
+        seconds = self.kept_seconds + least - self.frontier[-1].seconds
+        return (self.point.seconds - least) / seconds if seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        table = aligned(self._table(), left=_WORDS)
+        return "\n".join([self._title(), self._peaks(), "", *table, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the table that ``print`` shows as text."""
+        head, *rows = self._table()
+        body = "\n".join(_html_row("td", row) for row in rows)
+        notes = "".join(f"\n<p>{escape(note)}</p>" for note in self._notes())
+        return (
+            f"<div>\n<p><b>{escape(self._title())}</b><br/>{escape(self._peaks())}</p>\n"
+            f"<table>\n<thead>{_html_row('th', head)}</thead>\n<tbody>\n{body}\n</tbody>\n"
+            f"</table>{notes}\n</div>"
+        )
+
+    def headline(self) -> str:
+        """Return the plan in one line, without the class of the model."""
+        ways = Counter(row.way for row in self.blocks)
+        counts = "; ".join(f"{ways[way]} {way}" for way in sorted(ways, key=_place))
+        return f"{self._size()}: {counts}; rehearsed peak {format_bytes(self.rehearsed_peak_bytes)}"
+
+    def _title(self) -> str:
+        return f"Plan for {type(self.model).__name__}: {self._size()}"
+
+    def _size(self) -> str:
+        budget = "total" if self.standing_bytes else "step"
+        return f"{len(self.planned.calls)} blocks in {format_bytes(self.budget_bytes)} ({budget})"
+
+    def _peaks(self) -> str:
+        return (
+            f"predicted peak {format_bytes(self.predicted_peak_bytes)}, rehearsed "
+            f"{format_bytes(self.rehearsed_peak_bytes)}; everything kept "
+            f"{format_bytes(self.most_bytes)}, least feasible {format_bytes(self.least_bytes)} "
+            f"({self.least_bytes} bytes)"
+        )
+
+    def _table(self) -> list[tuple[str, ...]]:
+        table: list[tuple[str, ...]] = [
+            ("block", "class", "way", "forwards", "keeps", "saves", "pays"),
+        ]
+        for name, row in _merged(self.blocks):
+            table.append((
+                name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
+                format_bytes(row.saves_bytes), _shown(row.seconds),
+            ))  # fmt: skip
+        return table
+
+    def _notes(self) -> list[str]:
+        notes: list[str] = []
+        if self.num_seen < self.num_blocks:
+            notes.append(
+                f"seen {self.num_seen} of {self.num_blocks} blocks: the others were not called, "
+                "and would be recomputed"
+            )
+        notes += [*([] if self.planned.tiled is None else [self.planned.tiled.described])]
+        notes += self._advice
+        if self.standing_bytes:
+            notes.append(f"alive before a step: {format_bytes(self.standing_bytes)}")
+        return notes
 
 
-def rows_of(
+def _rows_of(
     calls: Sequence[MeasuredCall], costs: Sequence[Cost], schedule: Schedule
 ) -> tuple[BlockPlan, ...]:
     """Return a row for each call."""
@@ -114,36 +294,10 @@ def _sweep(schedule: Schedule) -> list[Keep | Tape | Advance]:
     return found
 
 
-def headline(plan: Summary) -> str:
-    """Return a plan in one line, without the class of the model."""
-    ways = Counter(row.way for row in plan.rows)
-    counts = "; ".join(f"{ways[way]} {way}" for way in sorted(ways, key=_place))
-    peak = format_bytes(plan.rehearsed_bytes)
-    return f"{_size(plan)}: {counts}; rehearsed peak {peak}"
-
-
 def _place(way: str) -> int:
     """Return the place of a way in the order in which ways are always named."""
     order = ("keep", "recompute", "regenerate", "invert", "offload", "tile")
     return next((place for place, name in enumerate(order) if way.startswith(name)), len(order))
-
-
-def described(plan: Summary) -> str:
-    """Return the text that a plan prints."""
-    lines = [_title(plan), _peaks(plan), "", *aligned(_table(plan), left=_WORDS), *_notes(plan)]
-    return "\n".join(lines)
-
-
-def described_in_html(plan: Summary) -> str:
-    """Return what a notebook shows for a plan."""
-    head, *rows = _table(plan)
-    body = "\n".join(_html_row("td", row) for row in rows)
-    notes = "".join(f"\n<p>{escape(note)}</p>" for note in _notes(plan))
-    return (
-        f"<div>\n<p><b>{escape(_title(plan))}</b><br/>{escape(_peaks(plan))}</p>\n"
-        f"<table>\n<thead>{_html_row('th', head)}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-        f"{notes}\n</div>"
-    )
 
 
 _WORDS = range(3)  # the columns of the table that are no numbers
@@ -158,69 +312,68 @@ def _html_row(tag: str, row: Sequence[str]) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _title(plan: Summary) -> str:
-    return f"Plan for {plan.model}: {_size(plan)}"
-
-
-def _size(plan: Summary) -> str:
-    budget = "total" if plan.standing_bytes else "step"
-    return f"{len(plan.rows)} blocks in {format_bytes(plan.budget_bytes)} ({budget})"
-
-
-def _peaks(plan: Summary) -> str:
-    return (
-        f"predicted peak {format_bytes(plan.predicted_bytes)}, rehearsed "
-        f"{format_bytes(plan.rehearsed_bytes)}; everything kept "
-        f"{format_bytes(plan.most_bytes)}, least feasible {format_bytes(plan.least_bytes)} "
-        f"({plan.least_bytes} bytes)"
-    )
-
-
-def _table(plan: Summary) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [
-        ("block", "class", "way", "forwards", "keeps", "saves", "pays"),
-    ]
-    for first, last, row in _merged(plan.rows):
-        name = first.name if first is last else f"{first.name} ... {last.name}"
-        table.append((
-            name, row.kind, row.way, str(row.num_forwards), format_bytes(row.keeps_bytes),
-            format_bytes(row.saves_bytes), _shown(row.seconds),
-        ))  # fmt: skip
-    return table
-
-
-def _notes(plan: Summary) -> list[str]:
-    notes: list[str] = []
-    if plan.num_seen < plan.num_blocks:
-        notes.append(
-            f"seen {plan.num_seen} of {plan.num_blocks} blocks: the others were not called, and "
-            "would be recomputed"
-        )
-    notes += [*([] if plan.tiled is None else [plan.tiled]), *plan.advice]
-    if plan.standing_bytes:
-        notes.append(f"alive before a step: {format_bytes(plan.standing_bytes)}")
-    return notes
-
-
 def _shown(seconds: float) -> str:
     if not seconds:
         return "-"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _merged(rows: Sequence[BlockPlan]) -> list[tuple[BlockPlan, BlockPlan, BlockPlan]]:
-    """Merge equal consecutive rows into (first, last, row with the mean of their seconds)."""
-    groups: list[list[BlockPlan]] = []
-    for row in rows:
-        if groups and _says(groups[-1][-1]) == _says(row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+def _merged(rows: Sequence[BlockPlan]) -> Iterator[tuple[str, BlockPlan]]:
+    """Merge equal consecutive rows into one with the mean of their seconds, and their names."""
+    for _, alike in groupby(rows, key=lambda row: row._replace(name="", seconds=0.0)):
+        group = list(alike)
+        names = [each.name for each in (group[:1] + group[1:][-1:])]
+        seconds = sum(row.seconds for row in group) / len(group)
+        yield " ... ".join(names), group[0]._replace(seconds=seconds)
+
+
+def _held_by_others(model: nn.Module, calls: Sequence[MeasuredCall]) -> Iterator[str]:
+    """Yield a line for each kind of code that holds residuals, which no plan frees."""
+    holding = [call for call in calls if call.alive_bytes > 0]
+    if holding:
+        num_bytes = sum(call.alive_bytes for call in holding)
+        advice = (
+            "a cache, a list or an attribute that the blocks write to: leave it out in training"
+        )
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            advice = "`use_cache` is on: pass use_cache=False"
+        yield (
+            f"held by others: {format_bytes(num_bytes)} of the residuals of {len(holding)} blocks "
+            f"(`{holding[0].name}` first), which no plan frees; {advice}"
+        )
+    names = list(dict.fromkeys(name for call in calls for name in call.holders))
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"held by attributes: `{names[0]}`{more}, a tensor with its graph, which holds its "
+            "step until the next one; return it instead, or store `.detach()` of it"
+        )
+    if model.training and any(
+        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+    ):
+        yield (
+            "`gradient_checkpointing` is on: the model runs its layers again itself, and the plan "
+            "leaves them to it; call `gradient_checkpointing_disable()` and plan again"
+        )
+
+
+def what_can_be_inverted(model: nn.Module, calls: Sequence[MeasuredCall]) -> list[str]:
+    """Return a sentence that names the modules which a plan could invert if it may round.
+
+    Args:
+        model: the model.
+        calls: the measured calls of its blocks.
+    """
+    constant = {
+        id(part)
+        for module in model.modules()
+        if getattr(module, "memory", None) == "constant"
+        for part in module.modules()
+    }
+    names = [name for name, link in find_links(model) if id(link) not in constant]
+    names = names or [call.name for call in calls if call.is_invertible]
     return [
-        (group[0], group[-1], group[0]._replace(seconds=sum(r.seconds for r in group) / len(group)))
-        for group in groups
+        f"This plan inverts nothing, and {len(names)} blocks have an inverse (`{name}` first): "
+        "a plan with exact=False may take less, and rounds."
+        for name in names[:1]
     ]
-
-
-def _says(row: BlockPlan) -> tuple[object, ...]:
-    return row.kind, row.way, row.num_forwards, row.keeps_bytes, row.saves_bytes

@@ -1,4 +1,4 @@
-"""The search for a plan that fits the training step of a model into a byte budget.
+"""`recoup.plan`: a plan that fits the training step of a model into a byte budget.
 
 The blocks are found, measured and priced, which gives a frontier of plans. For a budget, its points
 are rehearsed, the fastest first, and each rehearsal is compared with the plain step.
@@ -8,36 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
-from recoup._core.drift_guard import DriftGuard
-from recoup._core.saved_tensors import check_hooks_work
-from recoup.planning.blocks import Block, name_blocks, with_links
-from recoup.planning.compiled_costs import price_codes
-from recoup.planning.compiling import backend_of, recompiling
-from recoup.planning.forwards import suspended
-from recoup.planning.frontier import Frontier
-from recoup.planning.inverting import with_inverses
-from recoup.planning.keeping_all import ExplainedFrontier, price_whole, remedy_for
-from recoup.planning.offload_place import place_of
-from recoup.planning.options import PlanOptions
-from recoup.planning.plan import Plan, own_forwards
-from recoup.planning.plan_maker import PlanMaker
-from recoup.planning.priced_blocks import price_blocks
-from recoup.planning.ranks import largest_among_ranks
-from recoup.planning.rehearsal import ChangedParameterError, uncollected
-from recoup.planning.replanning import PlansByShape
-from recoup.planning.sizes import checked_budget, standing_bytes
-from recoup.planning.skipped_blocks import blocks_that_are_called, with_called_groups
-from recoup.planning.stages import kinds_of_blocks
-from recoup.planning.step import Step, device_of
-from recoup.planning.tiling import with_tiles
+from recoup.planning.frontier import Frontier, frontier_of
+from recoup.planning.options import PlanOptions, checked_budget
+from recoup.planning.plan import Plan
+from recoup.planning.replanning import PlanMaker, PlansByShape
+from recoup.planning.step import Step
 
-__all__ = ["frontier_of_call", "plan", "plan_of_call"]
+__all__ = ["plan", "plan_of"]
 
 
 @overload
@@ -190,32 +172,19 @@ def plan(
     )  # fmt: skip
     if not isinstance(replan, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`replan` is {replan!r}, but must be True or False.")
+    step = options.step(model, model, example_args, example_kwargs)
     if budget is not None:
-        return plan_of_call(
-            model, model, example_args, example_kwargs, budget, options, replan=replan
-        )
+        return plan_of(step, budget, options, replan=replan)
     if replan:
         raise ValueError("`replan` is True without a `budget`. Give the bytes that plans keep to.")
-    return frontier_of_call(model, model, example_args, example_kwargs, options)
+    return frontier_of(step, options)
 
 
-def plan_of_call(
-    model: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    budget: int | str,
-    options: PlanOptions,
-    *,
-    replan: bool = False,
-) -> Plan:
-    """Return the plan for steps that call the model, or a function around it.
+def plan_of(step: Step, budget: int | str, options: PlanOptions, *, replan: bool = False) -> Plan:
+    """Return the plan for a step.
 
     Args:
-        model: the model.
-        call: the model itself, or a function that calls it.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        step: the step, made with the options.
         budget: a number of bytes.
         options: the options of the plan.
         replan: whether the plan makes plans for other shapes (NOTE [ Plans for several shapes ]).
@@ -226,111 +195,10 @@ def plan_of_call(
         ReplayError: as for `plan`.
     """
     budget_bytes = checked_budget(budget)
-    if not replan:
-        return frontier_of_call(model, call, args, kwargs, options).plan_now(budget_bytes)
-    maker = PlanMaker(model, call, budget_bytes, options, frontier_of_call)
-    maker.check()
-    made = frontier_of_call(model, call, args, kwargs, options).plan_now(budget_bytes)
-    made.replanner = PlansByShape(model, made, args, kwargs, maker)
+    if replan:
+        options.check_replan(step.root)
+    made = frontier_of(step, options).plan_now(budget_bytes)
+    if replan:
+        maker = PlanMaker(step.model, step.root or step.call, budget_bytes, options)
+        made.replanner = PlansByShape(step.model, made, step.args, step.kwargs, maker)
     return made
-
-
-def frontier_of_call(
-    model: nn.Module,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: PlanOptions,
-    guard: DriftGuard | None = None,
-) -> Frontier:
-    """Return the plans for steps that call the model, or a function around it.
-
-    Args:
-        model: the model.
-        call: the model itself, or a function that calls it.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        options: the options of the plans.
-        guard: the drift guard of plans that invert blocks; None for one of their own, if they may.
-    """
-    _check_model(model)
-    check_hooks_work()
-    if guard is None and not options.exact:
-        guard = DriftGuard()
-    backend, tiles, blocks = backend_of(options.compile), options.tiles, options.blocks
-    is_total = options.budget_of == "total"
-    standing = standing_bytes(model, options.optimizer) if is_total else 0
-    (standing,) = map(int, largest_among_ranks(model, [standing]))
-    device = device_of(model)
-    place = place_of(options.offload_to, device)
-    step = options.step(model, call, args, kwargs, place)
-    named = name_blocks(model, blocks)
-    with suspended(own_forwards(model)), uncollected():  # measure the model without a plan
-        others: list[Block] = []
-        if not named:
-            named, others = blocks_that_are_called(step)
-        named = with_called_groups(step, named)
-        try:
-            is_told = blocks is not None or not named
-            kinds = [named or others] if is_told else kinds_of_blocks(step, named)
-            priced = [price_blocks(step, kinds[0], device)] if kinds[0] else []
-            priced += [price_blocks(step, kind, device, priced[0]) for kind in kinds[1:]]
-        except (torch.OutOfMemoryError, ChangedParameterError):
-            raise
-        except RuntimeError as error:
-            return _keeping_all(step, device, standing, error)
-        if not priced:
-            return _keeping_all(step, device, standing, None)
-        if guard is not None:
-            links = with_links(model, named) if blocks is None else []
-            if links and all(kind.blocks != links for kind in priced):
-                priced.append(price_blocks(step, links, device, priced[0]))
-        if tiles:
-            only_head = backend is not None  # blocks are compiled as a whole
-            priced = [
-                tiled
-                for kind in priced
-                for tiled in with_tiles(kind, device, tiles, only_head=only_head)
-            ]
-        if guard is not None:
-            priced = [with_inverses(kind, device, guard) for kind in priced]
-        with recompiling() if backend is not None else nullcontext():
-            if backend is not None:
-                priced = [code for kind in priced for code in price_codes(kind, device, backend)]
-    if others:
-        return ExplainedFrontier(priced, device, standing, remedy_for(others))
-    return Frontier(priced, device, standing)
-
-
-def _keeping_all(
-    step: Step, device: torch.device, standing: int, error: RuntimeError | None
-) -> Frontier:
-    """Return the one plan of a model of which nothing can be run again.
-
-    Raises:
-        RuntimeError: `error`, if the plain step fails, too.
-    """
-    try:
-        whole = price_whole(step, device)
-    except Exception:
-        if error is None:
-            raise
-        raise error from None
-    why = remedy_for([]) if error is None else f"Its blocks cannot be run again. {error}"
-    reason = f"The plan for a {type(step.model).__name__} keeps everything. {why}"
-    return ExplainedFrontier([whole], device, standing, why, reason)
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "`model` has parameters on the meta device. Allocate them first: "
-            'model.to_empty(device="cpu").'
-        )
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(
-            "`model` is a DistributedDataParallel or DataParallel, whose steps wait for other "
-            "ranks. Plan for `model.module`, on every rank."
-        )

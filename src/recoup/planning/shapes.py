@@ -1,8 +1,9 @@
-"""The shapes of arguments, compared to decide which plan serves a call."""
+"""The shapes and sizes of arguments: which plan serves a call, and whether a batch is larger."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge
 from typing import Any, NamedTuple, cast
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from recoup._core.pytree import flatten
+from recoup.memory import format_bytes
+from recoup.planning.forwards import Args
 
-__all__ = ["ArgumentShapes", "shapes_of"]
+__all__ = ["ArgumentShapes", "ArgumentSizes", "shapes_of"]
 
 
 class ArgumentShapes(NamedTuple):
@@ -60,7 +63,7 @@ class ArgumentShapes(NamedTuple):
         return ", ".join(dict.fromkeys(shown))
 
 
-def shapes_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ArgumentShapes:
+def shapes_of(model: nn.Module, args: Args, kwargs: Mapping[str, Any]) -> ArgumentShapes:
     """Return the shapes of the arguments of a call of `model`.
 
     Numbers are left out, since they count steps and batches.
@@ -107,3 +110,43 @@ def _autocast(device: str) -> torch.dtype | None:
 def _growth(shape: tuple[int, ...], other: tuple[int, ...]) -> float:
     ratios = [theirs / max(mine, 1) for mine, theirs in zip(shape, other, strict=True)]
     return math.prod(ratio * max(ratio, 1.0) for ratio in ratios)
+
+
+class ArgumentSizes:
+    """The bytes of the arguments that a plan was made with, argument by argument.
+
+    Args:
+        args: the arguments.
+        kwargs: the keyword arguments.
+    """
+
+    def __init__(self, args: Args, kwargs: Mapping[str, Any]) -> None:
+        self._planned = _argument_bytes(args, kwargs)
+        self._has_warned = False
+
+    def include(self, args: Args, kwargs: Mapping[str, Any]) -> None:
+        """Let the plan be made for these arguments, too."""
+        for key, num_bytes in _argument_bytes(args, kwargs).items():
+            self._planned[key] = max(num_bytes, self._planned.get(key, 0))
+
+    def warn_if_larger(self, name: str, args: Args, kwargs: Mapping[str, Any]) -> None:
+        """Warn once if the arguments are larger than those that the plan was made with."""
+        if self._has_warned:
+            return
+        now = _argument_bytes(args, kwargs)
+        shared = now.keys() & self._planned.keys()
+        found, planned = (sum(sizes[key] for key in shared) for sizes in (now, self._planned))
+        if found > planned > 0:
+            self._has_warned = True
+            warnings.warn(
+                f"A planned {name} was given {format_bytes(found)} of arguments, "
+                f"{found / planned:.3g} times as much as the plan was made for "
+                f"({format_bytes(planned)}). Gradients are right, but this step may take more than "
+                "the budget. Make the plan with the largest batch.",
+                stacklevel=5,
+            )
+
+
+def _argument_bytes(args: Args, kwargs: Mapping[str, Any]) -> dict[int | str, int]:
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return {key: sum(tensor.nbytes for tensor in flatten(value)[0]) for key, value in given}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from recoup._core.pytree import flatten
 from recoup._core.saved_tensors import grad_mode, saving
 from recoup.memory.timeline import Span, timeline
-from recoup.planning.forwards import PartsFollower, followed
-from recoup.planning.offload_place import NOWHERE, OffloadPlace
+from recoup.planning.forwards import Args, Kwargs, followed
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.rehearsal import foreign_leaves, rehearsal, without_gradients
+from recoup.planning.tiled_parts import TiledParts
 from recoup.planning.verification import (
     DifferentStepError,
     Outcome,
@@ -30,11 +30,12 @@ from recoup.planning.verification import (
 __all__ = [
     "Forwards",
     "Observer",
+    "Rehearsed",
     "Step",
     "device_of",
     "now",
-    "peak_of",
-    "plain_outcome",
+    "rehearse",
+    "rehearse_planned",
     "seconds_of",
 ]
 
@@ -42,10 +43,10 @@ __all__ = [
 class Observer:
     """What is called around the modules of a forward, without gradients."""
 
-    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begins(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Do what is to be done before a call."""
 
-    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def ends(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Do what is to be done after a call."""
 
 
@@ -63,13 +64,6 @@ class Forwards:
         return [self.model(*args, **kwargs) for _ in range(self.num)]
 
 
-@dataclass
-class _Seen:
-    """What the latest run of a step whose bytes were counted held when its backward began."""
-
-    held_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class Step:
     """A training step (forward, loss, backward) on copies of the arguments that share their memory.
@@ -82,26 +76,28 @@ class Step:
         losses: a function from its output to one scalar or several.
         holds_output: whether the output is alive until backward has ended.
         seed: the seed of its random draws; None to leave the random streams as they are.
-        place: where the inputs of blocks may wait.
         tiled: the parts of the model that run in tiles; None if none do.
         verification: the comparison of its runs with an expected outcome; each step has its own.
     """
 
     model: nn.Module
     call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     losses: Callable[[Any], Sequence[Tensor]]
     holds_output: bool = True
     seed: int | None = None
-    place: OffloadPlace = NOWHERE
-    tiled: PartsFollower | None = None
+    tiled: TiledParts | None = None
     verification: Verification = field(default_factory=Verification, init=False)
-    seen: _Seen = field(default_factory=_Seen, init=False)
 
     def __post_init__(self) -> None:
         if self.tiled is not None:
             self.verification.allow_other_sums(self.tiled.eps)
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose bytes are counted."""
+        return device_of(self.model)
 
     @property
     def num_forwards(self) -> int:
@@ -210,43 +206,49 @@ class Step:
             parameter.grad = None
 
 
-def plain_outcome(step: Step, device: torch.device) -> tuple[Outcome, int]:
-    """Run a step of a model that follows no plan, and return its outcome and its peak."""
-    with step.rehearsed(), timeline(device) as line:
-        gradients = step.run()
-        ran = line.mark()
+class Rehearsed(NamedTuple):
+    """What a step of a model took and made.
+
+    Args:
+        peak_bytes: its peak, on the rank on which it is largest.
+        held_bytes: the bytes that its forwards held when its backward began, likewise.
+        outcome: its outcome.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    outcome: Outcome
+
+
+def rehearse(step: Step) -> Rehearsed:
+    """Run a step of a model that follows a plan, or none."""
+    with step.rehearsed(), timeline(step.device) as line:
+        marks: list[Span] = []
+        gradients = step.run(between=lambda: marks.append(line.mark()))
+        marks.append(line.mark())  # before the outcome is summed up, which takes memory, too
         outcome = outcome_of(step.model, gradients)
         del gradients
         step.forget()
-    (peak_bytes,) = largest_among_ranks(step.model, [ran.peak_bytes])
-    return outcome, int(peak_bytes)
+    peak = max(span.peak_bytes for span in marks)
+    peak, held = largest_among_ranks(step.model, [peak, marks[0].end_bytes])
+    return Rehearsed(int(peak), int(held), outcome)
 
 
-def peak_of(step: Step, device: torch.device, tolerance: float = 0.0) -> int:
-    """Return the peak of a step of a model that follows a plan, on the rank on which it is largest.
+def rehearse_planned(step: Step, tolerance: float = 0.0) -> Rehearsed:
+    """Run a step of a model that follows a plan, and compare its outcome with the expected one.
 
     Args:
         step: the step.
-        device: the device whose bytes are counted.
         tolerance: the relative difference of gradients that inverses may make.
 
     Raises:
         DifferentStepError: on some rank the outcome differs from that of the plain step.
     """
-    with step.rehearsed(), timeline(device) as line:
-        marks: list[Span] = []
-        gradients = step.run(between=lambda: marks.append(line.mark()))
-        marks.append(line.mark())  # before the comparison, which takes memory, too
-        difference = step.verification.difference(outcome_of(step.model, gradients), tolerance)
-        del gradients
-        step.forget()
-    peak = max(span.peak_bytes for span in marks)
-    found = [peak, marks[0].end_bytes, float(difference is not None)]
-    peak_bytes, held_bytes, is_different = largest_among_ranks(step.model, found)
-    step.seen.held_bytes = int(held_bytes)
-    if is_different:
+    found = rehearse(step)
+    difference = step.verification.difference(found.outcome, tolerance)
+    if largest_among_ranks(step.model, [float(difference is not None)])[0]:
         raise DifferentStepError(difference or "On another rank, a planned step differs.")
-    return int(peak_bytes)
+    return found
 
 
 def seconds_of(step: Step) -> float:

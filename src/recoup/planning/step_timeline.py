@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from recoup._core.call import Call
-from recoup._core.saved_tensors import is_in_backward
-from recoup._core.slots import State
 from recoup.memory import format_bytes
 from recoup.memory.step_line import PHASES, StepLine
 from recoup.memory.step_recorder import BlockCall, StepRecorder
@@ -23,13 +19,11 @@ from recoup.memory.timeline import timeline as meter
 from recoup.memory.timeline_page import Page, check_page, page_of
 from recoup.memory.whole_files import write_whole
 from recoup.planning.compiling import recompiling
-from recoup.planning.following import PlanFollower
 from recoup.planning.forwards import suspended
-from recoup.planning.losses import losses_from
+from recoup.planning.options import losses_from
 from recoup.planning.plan import Plan, applied_plans, own_forwards
-from recoup.planning.planned_stages import PlannedStage
 from recoup.planning.rehearsal import uncollected
-from recoup.planning.step import Step, device_of
+from recoup.planning.step import Step
 from recoup.planning.verification import has_room
 
 __all__ = ["StepTimeline", "timeline"]
@@ -181,7 +175,7 @@ def timeline(
         standing = plan.standing_bytes
         most_bytes = plan.most_bytes - standing
         plain = None
-        if has_room(device_of(model), most_bytes + most_bytes // 4):
+        if has_room(step.device, most_bytes):
             plain = _line_of(step, "as it is", standing)
         planned = _planned_line_of(step, plan)
     return StepTimeline(type(model).__name__, plain, planned, plan.budget_bytes, str(plan))
@@ -210,12 +204,20 @@ def _planned_line_of(step: Step, plan: Plan) -> StepLine:
     """Run a step of a model that follows a plan."""
     planned = plan.planned
     is_compiled = any(call.codes for call in planned.calls)
-    with recompiling() if is_compiled else nullcontext():
-        recorder = _recorded(
-            replace(step, tiled=planned.tiled),
-            follows_modules=not is_compiled,
-            following=lambda found: planned.followed(plan.schedule, partial(_Follower, found)),
-        )
+
+    def following(recorder: StepRecorder) -> AbstractContextManager[None]:
+        def told(index: int, run: str) -> AbstractContextManager[Any]:
+            if run == "call":
+                return recorder.within(index)
+            if run == "first":
+                return nullcontext()
+            return recorder.again("inverse" if run == "inverse" else "runs again", index)
+
+        return planned.followed(plan.schedule, told)
+
+    with recompiling(is_compiled):
+        step = replace(step, tiled=planned.tiled)
+        recorder = _recorded(step, follows_modules=not is_compiled, following=following)
     calls = [BlockCall(block.name, block.way) for block in plan.blocks]
     tiled = () if planned.tiled is None else planned.tiled.modules
     return StepLine("planned", recorder.stretches(calls, tiled), plan.standing_bytes)
@@ -234,7 +236,7 @@ def _recorded(
         follows_modules: whether modules are told apart.
         following: a function from the recorder to a context in which the model follows a plan.
     """
-    line = meter(device_of(step.model), records_levels=True)
+    line = meter(step.device, records_levels=True)
     recorder = StepRecorder(line, step.model, follows_modules=follows_modules)
     observed = replace(step, losses=recorder.observed(step.losses))
     with following(recorder), observed.rehearsed(), line:
@@ -243,55 +245,3 @@ def _recorded(
         del gradients
         step.forget()
     return recorder
-
-
-class _Follower(PlanFollower):
-    """A follower that tells the recorder of a step which call of a block runs."""
-
-    def __init__(self, recorder: StepRecorder, *args: Any) -> None:
-        super().__init__(*args, new_call=partial(_RecordedCall, recorder))
-        self._recorder = recorder
-
-    def _run_stage(
-        self,
-        stage: PlannedStage,
-        now: Any,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        index: int = now.latest
-
-        def told(*args: Any, **kwargs: Any) -> Any:
-            if not is_in_backward():
-                return forward(*args, **kwargs)
-            with self._recorder.again("runs again", index):
-                return forward(*args, **kwargs)
-
-        # A block that keeps products runs again as a call of its own; others as `_RecordedCall`.
-        run = forward if stage.chosen is None else told
-        with self._recorder.within(index):
-            return super()._run_stage(stage, now, run, args, kwargs)
-
-
-class _RecordedCall(Call):
-    """A call that tells of its runs in backward."""
-
-    __slots__ = ("_index", "_recorder")
-
-    def __init__(self, recorder: StepRecorder, index: int, *args: Any) -> None:
-        super().__init__(*args)
-        self._recorder = recorder
-        self._index = index
-
-    def forward(self, state: State) -> tuple[State, Tensor | None]:
-        """Run the call."""
-        if not self.has_run:
-            return super().forward(state)
-        with self._recorder.again("runs again", self._index):
-            return super().forward(state)
-
-    def inverse(self, state: State) -> State:
-        """Invert the call."""
-        with self._recorder.again("inverse", self._index):
-            return super().inverse(state)

@@ -4,29 +4,37 @@ NOTE [ Parts in tiles ]
 
 Rule 1. A head is an `nn.Linear` outside of all blocks, called once, after them, whose output is
         large. So it is known to treat rows independently. What it returns is not computed before
-        somebody reads it (See NOTE [ Lazy logits ]); a cross entropy is computed in pieces, whose
-        gradients are taken at once (See NOTE [ Gradients of a sum ]).
+        somebody reads it; a cross entropy is computed in pieces, whose gradients are taken at once
+        (See NOTE [ Gradients of a sum ]).
 Rule 2. Within a checkpoint that runs the model again, where the compiler looks at frames, and in
         transforms of torch.func the head runs as it is.
 Rule 3. A mean is a sum whose summands are divided by their number before they are differentiated,
         as torch does it, so that the gradient of the hidden states has its bits where kernels
         compute rows alike. In float16, where that may underflow, the sums are divided afterwards.
-Rule 4. An MLP is a module within a block, with parts of its own, that is called once in each call
-        of the block with one tensor, and returns one with the same rows. Of nested ones the
-        outermost is taken. Each tile is a region, as in `recoup.tiled`, so backward pays one run.
-Rule 5. An MLP must treat rows independently (See NOTE [ Rows that do not know each other ]), also
-        with other parameters, since one that begins at zero may hide that rows are mixed. It must
-        draw nothing, since tiles would draw other numbers, and set no attributes: the last tile
-        alone would say what they are. What that does not show, the comparison of rehearsals with
-        the plain step does.
+
+NOTE [ Lazy logits ]
+
+Rule 4. `LazyLogits` are a tensor without memory that knows the rows that it is computed from. What
+        only moves rows (a slice of all but the last token, `view(-1, C)`), converts or scales is
+        done to these rows, or written down for later. A cross entropy runs in pieces, and never
+        sees the whole.
+Rule 5. For every other function the whole is computed, in grad mode and under the autocast of the
+        call. If the function changes it, shares memory with it, or returns no tensor (a hook was
+        set), it stays: views, writes and graphs are then those of an ordinary tensor. Otherwise it
+        is freed. What was derived before a write is an error to read.
+Rule 6. Code that goes past `__torch_function__` (another library's `autograd.Function`) would lose
+        the gradient. The value is the output of a node whose backward is an error, so it does not.
+Rule 7. The rows and the weights must be unchanged when it is read. A tensor that indexed it is
+        copied, since the user may write to that tensor before the value is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import GetSetDescriptorType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,23 +42,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recoup._core.call import Call, run_again
-from recoup._core.compile import is_compiled, is_watched
-from recoup._core.generators import own_generator
-from recoup._core.row_check import Found, RowCheck, few_of
-from recoup._core.saved_tensors import is_transformed
+from recoup._core.compile import is_watched
+from recoup._core.pytree import flatten
+from recoup._core.saved_tensors import grad_mode, is_transformed, storage_id, version_of
 from recoup._core.summed_gradients import summed_loss
+from recoup._core.surroundings import settings_as_now
+from recoup.errors import ChangedError, GradientError
 from recoup.memory import format_bytes
 from recoup.planning.blocks import Block
-from recoup.planning.forwards import enclosing_checkpoints, own_forward
-from recoup.planning.lazy_logits import LazyLogits, RowCall
-from recoup.planning.step import Observer, Step
+from recoup.planning.forwards import Args, Forward, Kwargs, enclosing_checkpoints, own_forward
 
-__all__ = ["Head", "TiledParts", "find_parts"]
+__all__ = ["ROW_DIM", "Head", "LazyLogits", "TiledParts", "has_rows"]
 
-_LEAST_ROWS = 64  # of a tile: a product of fewer is slow
-_MOST_ROWS = 1024
-_MOST_TILES = 8  # of an MLP
-_DIM = -2  # of the rows of an MLP: the one before the features
+ROW_DIM = -2  # of the rows of an MLP: the one before the features
 _TINY = 1e-30  # numbers as small as a gradient over the number of targets
 
 
@@ -112,29 +116,23 @@ class TiledParts:
             lines.append(f"tile: {' ... '.join(names)}, {several}")
         return "\n".join(lines)
 
-    def called(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def called(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run a part."""
         if is_watched() or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return forward(*args, **kwargs)
         if self.head is not None and module is self.head.module:
             return self._logits(self.head, forward, args[0])
-        if not _has_rows(args[0]):
+        if not has_rows(args[0]):
             return forward(args[0])
-        pieces = enumerate(args[0].tensor_split(self.num_tiles, _DIM))
+        pieces = enumerate(args[0].tensor_split(self.num_tiles, ROW_DIM))
         name = next(name for name, each in self.mlps if each is module)
         outputs = [
             run_again(Call(f"tile {place} of `{name}`", forward, (piece,), {}, module))
             for place, piece in pieces
-            if piece.shape[_DIM]
+            if piece.shape[ROW_DIM]
         ]
         self.eps = max(self.eps, *(torch.finfo(output.dtype).eps for output in outputs))
-        return torch.cat(outputs, _DIM)
+        return torch.cat(outputs, ROW_DIM)
 
     def _logits(self, head: Head, forward: Callable[..., Any], rows: Tensor) -> Tensor:
         """Return the output of the head, which is computed when somebody reads it."""
@@ -155,8 +153,7 @@ class TiledParts:
         both: list[Any] = [module.weight, module.bias]
         weights = [each for each in both if each is not None]
         loss = partial(self._cross_entropy, head)
-        run = partial(_linear, weights)
-        return RowCall(f"`{head.name}`", run, rows, weights, loss).logits()
+        return RowCall(f"`{head.name}`", rows, weights, loss).logits()
 
     def _cross_entropy(
         self,
@@ -208,127 +205,225 @@ _BACKWARD_HOOKS = (
 )  # fmt: skip
 
 
-def _linear(weights: list[Tensor], rows: Tensor) -> Tensor:
-    return F.linear(rows, *weights)
-
-
-def find_parts(step: Step, blocks: Iterable[Block], tiles: int | None) -> TiledParts:
-    """Return the parts of a model that can run in tiles (See Rules 1 and 4).
-
-    One forward is run, and modules within blocks on a few of their rows.
-
-    Args:
-        step: the step.
-        blocks: the names and modules of the blocks.
-        tiles: how many tiles the head has; None to choose.
-    """
-    blocks, parts = list(blocks), dict[nn.Module, str]()
-    for name, block in blocks:
-        for path, each in cast("Iterator[Block]", block.named_modules()):
-            if each is not block and next(each.children(), None) is not None:
-                parts[each] = f"{name}.{path}"
-    within = {each for _, block in blocks for each in block.modules()}
-    linears: dict[nn.Module, str] = {
-        module: name
-        for name, module in cast("Iterator[Block]", step.model.named_modules())
-        if type(module) is nn.Linear and module not in within and not is_compiled(module)
-    }
-    if any(map(is_compiled, step.model.modules())):
-        parts = {}
-    with step.rehearsed():
-        called = [*(block for _, block in blocks), *parts, *linears]
-        found = step.observe_forward(called, partial(_Finder, linears, parts))
-    modules = [each.module for each in found.calls]
-    heads = [each for each in found.calls if modules.count(each.module) == 1]
-    head = max(heads, key=lambda each: each.num_bytes, default=None)
-    if head is not None:
-        # As large as the gradient of the weight, which is there at any time, are the logits of as
-        # many rows as there are features; they are there up to four times.
-        rows = min(max(head.module.in_features // 4, _LEAST_ROWS), _MOST_ROWS)
-        rows = rows if tiles is None else math.ceil(head.num_rows / tiles)
-        is_large = head.module.out_features > head.module.in_features and head.num_rows > rows
-        head = head._replace(tile_rows=rows) if is_large else None
-    sizes = {part: size for part, size in found.sizes.items() if size is not None}
-    inner = {each for part in sizes for each in part.modules() if each is not part}
-    mlps = [(name, part) for part, name in parts.items() if part in sizes and part not in inner]
-    num_rows, length = (min((size[i] for size in sizes.values()), default=0) for i in (0, 1))
-    num_tiles = min(_MOST_TILES, num_rows // _LEAST_ROWS, length)
-    return TiledParts(head, mlps if num_tiles > 1 else (), num_tiles)
-
-
-class _Finder(Observer):
-    """An observer of linear layers after the last block, and of parts of blocks, which it checks.
-
-    Args:
-        linears: the names of linear layers outside of blocks.
-        parts: the modules within blocks; others are blocks.
-    """
-
-    def __init__(self, linears: dict[nn.Module, str], parts: Iterable[nn.Module]) -> None:
-        self._linears, self._parts, self._is_trying = linears, set(parts), False
-        self.calls: list[Head] = []
-        # The rows, and the length, of parts; None for those that do not qualify.
-        self.sizes: dict[nn.Module, tuple[int, int] | None] = {}
-
-    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Note a call."""
-        if self._is_trying:
-            return
-        is_plain = len(args) == 1 and not kwargs and isinstance(output, Tensor)
-        x: Any = args[0] if is_plain else None
-        if module in self._linears:
-            if x is not None and output.dim() > 1:
-                name, num_rows = self._linears[module], math.prod(output.shape[:-1])
-                self.calls.append(Head(name, cast("Any", module), num_rows, output.nbytes))
-        elif module not in self._parts:
-            self.calls.clear()  # a block: the head is after all of them
-        elif module in self.sizes or not _has_rows(x) or output.shape[:-1] != x.shape[:-1]:
-            self.sizes[module] = None
-        else:
-            self._is_trying = True
-            try:
-                is_local = _is_row_local(module, x)
-            finally:
-                self._is_trying = False
-            self.sizes[module] = (x.numel() // x.shape[-1], x.shape[_DIM]) if is_local else None
-
-
-def _has_rows(value: Any) -> bool:
+def has_rows(value: Any) -> bool:
+    """Whether a value is a tensor of several rows of features."""
     is_numbers = isinstance(value, Tensor) and value.dim() > 1 and value.is_floating_point()
-    return is_numbers and value.shape[_DIM] > 1
+    return is_numbers and value.shape[ROW_DIM] > 1
 
 
-def _is_row_local(module: nn.Module, x: Tensor) -> bool:
-    """Whether a module treats rows independently, and leaves no trace (See Rule 5)."""
-    dim, found = x.dim() + _DIM, list[str | None]()
-    before = [value for each in module.modules() for value in vars(each).values()]
-    for call in _calls_of(module):
+# -- lazy logits -----------------------------------------------------------------------------------
 
-        def run(rows: Sequence[int], own: dict[int, Tensor], call: Any = call) -> Found:
-            twice = torch.cat([own[id(x)]] * 2, dim)  # a tile is a view, and not contiguous
-            return [("output", call(twice.narrow(dim, 0, len(rows))), False)]
-
-        check = RowCheck(module, [x], dim, run, takes_gradients=True)
-        try:
-            found.append(check.mixes(few_of(range(x.shape[dim]), x.shape[dim])))
-        except Exception:  # noqa: BLE001  # whatever it raises, it cannot run on fewer rows
-            return False
-        if found[-1] or check.draws:
-            return False
-    after = [value for each in module.modules() for value in vars(each).values()]
-    is_same = len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
-    return is_same and "" in found  # parameters that begin at zero tell nothing
+_torch: Any = torch
+_plainly: Any = _torch._C.DisableTorchFunctionSubclass
+_ATTRIBUTES = cast("dict[str, Any]", vars(_torch._C.TensorBase))
+_WAY_OUT = "Pass a copy (`.clone()`), or plan without `tiles`."
+_NOT_METADATA = ("data", "T", "mT", "H", "mH", "real", "imag", "grad", "grad_fn")
 
 
-def _calls_of(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield the call of a module, and one with parameters none of which is zero (See Rule 5)."""
-    yield module
-    others: dict[str, Tensor] = {}
-    for name, parameter in cast("Iterator[tuple[str, Tensor]]", module.named_parameters()):
-        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-            return
-        generator = own_generator(parameter.device, len(others))
-        noise = torch.empty(parameter.shape, device=parameter.device).normal_(generator=generator)
-        noise /= max(1, *parameter.shape[-1:]) ** 0.5
-        others[name] = parameter.detach() + noise.to(parameter.dtype)
-    yield partial(torch.func.functional_call, module, others)
+def _named(names: str) -> frozenset[Any]:
+    """Return the functions of these names, of tensors and of torch."""
+    pairs = [(where, name) for name in names.split() for where in (Tensor, torch)]
+    return frozenset(getattr(*pair) for pair in pairs if hasattr(*pair))
+
+
+_METADATA = _named(
+    "size dim ndimension numel nelement stride element_size is_floating_point is_complex "
+    "is_contiguous get_device __len__ __hash__"
+) | {
+    each.__get__
+    for name, each in _ATTRIBUTES.items()
+    if isinstance(each, GetSetDescriptorType) and name not in _NOT_METADATA
+}
+_ENTRYWISE = _named(
+    "float double half bfloat16 to div true_divide mul tanh __truediv__ __mul__ __rmul__"
+)
+_RESHAPES = _named("view reshape flatten contiguous")
+_OF_GRADIENT = _named("retain_grad register_hook backward") | {
+    _ATTRIBUTES["grad_fn"].__get__, torch.autograd.grad, torch.autograd.backward
+}  # fmt: skip
+_Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+class RowCall:
+    """A call of a linear layer, which makes each row of logits from the same row of its input.
+
+    Args:
+        name: its name in error messages.
+        rows: its input, of shape (..., D).
+        weights: the weight of the layer, and its bias if it has one.
+        cross_entropy: called in place of torch's with the logits and the other arguments; it may
+            return NotImplemented.
+    """
+
+    def __init__(
+        self, name: str, rows: Tensor, weights: Sequence[Tensor], cross_entropy: Callable[..., Any]
+    ) -> None:
+        self.name, self.rows, self.weights = name, rows, weights
+        self.cross_entropy, self.was_cut = cross_entropy, False
+        self.whole: Tensor | None = None
+        self.version = 0  # of the whole, when it was computed
+        self._with_settings = settings_as_now()
+        self._versions = [(each, version_of(each)) for each in (rows, *weights)]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        with self._with_settings():
+            return F.linear(rows, *self.weights)
+
+    def check(self) -> None:
+        """Raise if it would compute something else now (See Rule 7)."""
+        if any(version_of(tensor) != version for tensor, version in self._versions):
+            raise ChangedError(
+                f"The output of {self.name} is computed when it is read, but what it is computed "
+                "from has changed since (by an optimizer's step?). Read it before that. " + _WAY_OUT
+            )
+
+    def logits(self) -> LazyLogits:
+        """Return the output, computed when somebody reads it.
+
+        Kept: the rows. Whoever reads the whole pays the call.
+        """
+        with torch.no_grad():
+            one = self(self.rows.detach().reshape(-1, self.rows.shape[-1])[:1])
+        self.dtype = one.dtype
+        return LazyLogits.made(self, self.rows, (), one.shape[-1], one.dtype)
+
+
+class LazyLogits(Tensor):
+    """The output of a `RowCall`, or what was derived from it by the functions in `path`."""
+
+    call: RowCall
+    rows: Tensor
+    path: tuple[_Step, ...]
+    _whole: Tensor | None
+
+    @staticmethod
+    def made(
+        call: RowCall, rows: Tensor, path: tuple[_Step, ...], width: int, dtype: torch.dtype
+    ) -> LazyLogits:
+        """Return logits of this width that are computed from `rows`."""
+        shape = (*rows.shape[:-1], width)
+        found = cast("Any", _Node).apply(call.name, shape, dtype, rows, *call.weights)
+        found.call, found.rows, found.path, found._whole = call, rows, path, None
+        return found
+
+    def piece(self, rows: Tensor) -> Tensor:
+        """Return the rows of it that are made of `rows`."""
+        found = self.call(rows)
+        for function, args, kwargs in self.path:
+            found = function(found, *args, **kwargs) if function in _ENTRYWISE else found
+        return found
+
+    def whole(self) -> Tensor:
+        """Return it as an ordinary tensor, which stays."""
+        call = self.call
+        if self._whole is None:
+            with grad_mode(True):
+                if call.whole is None:
+                    call.check()
+                    call.whole = call(call.rows)
+                    call.version = version_of(call.whole)
+                if self.path and version_of(call.whole) != call.version:
+                    raise ChangedError(
+                        f"The output of {call.name} was changed in place after something was "
+                        "derived from it, which is read only now. Change it first. " + _WAY_OUT
+                    )
+                self._whole = call.whole
+                for function, args, kwargs in self.path:
+                    self._whole = function(self._whole, *args, **kwargs)
+        return cast("Tensor", self._whole)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, first = kwargs or {}, args[0] if args else None
+        tensors, tree = flatten((args, kwargs))
+        lazy = [each for each in tensors if isinstance(each, LazyLogits)]
+        if func in _OF_GRADIENT:
+            cut = [each.call.name for each in lazy if each.call.was_cut and each.call.whole is None]
+            if cut:
+                raise GradientError(
+                    f"The output of {cut[0]} has no gradient of its own: its reader took it in "
+                    "pieces. " + _WAY_OUT
+                )
+        elif len(lazy) == 1 and first is lazy[0] and lazy[0].call.whole is None:
+            with _plainly():
+                if func in _METADATA:
+                    return func(*args, **kwargs)
+                # What has no graph must not get one where it is read.
+                keeps_mode = torch.is_grad_enabled() or not lazy[0].requires_grad
+            found = lazy[0]._derived(func, args[1:], kwargs) if keeps_mode else NotImplemented
+            if found is not NotImplemented:
+                return found
+        unread = [each for each in lazy if each.call.whole is None]
+        given: Any = tree.unflatten(
+            tuple(each.whole() if isinstance(each, LazyLogits) else each for each in tensors)
+        )
+        versions = [version_of(each.whole()) for each in unread]
+        result = func(*given[0], **given[1])
+        made = flatten(result)[0]
+        storages = set(map(storage_id, made))
+        for each, version in zip(unread, versions, strict=True):
+            whole = each.whole()
+            if made and version_of(whole) == version and storage_id(whole) not in storages:
+                each._whole = each.call.whole = None  # See Rule 5
+        return result
+
+    def _derived(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a function makes of it without the whole, or NotImplemented (See Rule 4)."""
+        if func is F.cross_entropy:
+            found = self.call.cross_entropy(self, *args, **kwargs)
+            self.call.was_cut |= found is not NotImplemented
+            return found
+        shape, width, dtype, rows = self.shape, self.shape[-1], self.dtype, None
+        kinds: set[Any] = {type(each) for each in (*args, *kwargs.values())}
+        if func is Tensor.__getitem__:
+            rows = self.rows[args[0]] if _is_of_rows(args[0], shape) else None
+        elif func in _RESHAPES or (func in _ENTRYWISE and kinds <= {int, float, torch.dtype}):
+            made = func(torch.empty(shape, dtype=dtype, device="meta"), *args, **kwargs)
+            if func in _ENTRYWISE:
+                rows, dtype = self.rows if made.is_floating_point() else None, made.dtype
+            elif made.dtype is dtype and made.shape[-1:] == (width,):
+                is_whole = math.prod(made.shape) == math.prod(shape)
+                rows = self.rows.reshape(*made.shape[:-1], -1) if is_whole else None
+        if rows is None:
+            return NotImplemented
+        own = tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)  # See Rule 7
+        return LazyLogits.made(self.call, rows, (*self.path, (func, own, kwargs)), width, dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise GradientError(
+            f"{func} was given a tensor that is computed when it is read, past what torch offers "
+            "tensors to see that. " + _WAY_OUT
+        )
+
+
+class _Node(torch.autograd.Function):
+    """The node that made lazy logits, through which no gradient goes (See Rule 6)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Tensor, *_: Tensor
+    ) -> Tensor:
+        ctx.name, make = name, cast("Any", Tensor)._make_wrapper_subclass
+        return make(LazyLogits, shape, dtype=dtype, device=rows.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise GradientError(
+            f"The output of {ctx.name}, which is computed when it is read, was given to an "
+            "autograd function that is not torch's own, which would lose its gradient. " + _WAY_OUT
+        )
+
+
+def _is_of_rows(index: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an index picks rows, and leaves the last dimension as it is."""
+    if isinstance(index, Tensor):
+        return (index.dim() if index.dtype in (torch.bool, torch.uint8) else 1) < len(shape)
+    parts: tuple[Any, ...] = cast("Any", index) if isinstance(index, tuple) else (index,)
+    if not all(each is None or each is ... or type(each) in (int, slice) for each in parts):
+        return False
+    # It does so if it leaves one more entry there, too.
+    wider = [torch.empty(*shape[:-1], shape[-1] + more, device="meta") for more in (0, 1)]
+    return all(each[index].shape[-1:] == each.shape[-1:] for each in wider)

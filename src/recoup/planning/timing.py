@@ -4,12 +4,12 @@ NOTE [ Times of a step ]
 
 Rule 1. Whole steps are timed, without counting bytes or work. What a step takes beyond the plain
         one is what its blocks pay: their second runs, the hooks around them, the comparison, and
-        the mode that keeps products. So all of that is in the costs, and the predictions for these
-        three steps are the times that were measured.
+        the copies of products. So all of that is in the costs, and the predictions for these three
+        steps are the times that were measured.
 Rule 2. What blocks pay is divided among them by the times of their second runs, one by one; calls
         that are alike share the median of theirs. Within a block, products and other operators
-        share its time by their counted work. What the mode takes is divided by the operators that
-        it sees.
+        share its time by their counted work. What keeping products takes is divided by their
+        number.
 Rule 3. The steps are run in turn, several times if they are short, and the shortest time of each
         counts, since other programs only make it longer.
 Rule 4. The plain step, and the one that keeps products, are run only if the system has room for
@@ -19,32 +19,27 @@ Rule 4. The plain step, and the one that keeps products, are run only if the sys
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from recoup._core.call import Call
-from recoup._core.slots import State
 from recoup.errors import ChangedError, ReplayError
 from recoup.planning.blocks import Block
-from recoup.planning.following import PlanFollower, PlannedModel
-from recoup.planning.measured_calls import MeasuredCall
-from recoup.planning.pricing import chosen_products
+from recoup.planning.following import PlannedModel
+from recoup.planning.pricing import MeasuredCall, chosen_products
 from recoup.planning.ranks import largest_among_ranks
 from recoup.planning.step import Step, now, seconds_of
 from recoup.schedules import Reverse, Schedule, Tape, Way, constant
 
-__all__ = ["Times", "times_of", "with_times"]
+__all__ = ["Times", "medians_of_alike", "times_of", "with_times"]
 
 _MOST_ROUNDS = 10
 _ENOUGH_SECONDS = 2.0  # for all rounds
 _SECONDS_OF_REGION = 60e-6  # of the hooks and the comparison of a call that runs again
-_SECONDS_IN_MODE = 8e-6  # of an operator within the mode that keeps products, in both runs together
+_SECONDS_OF_PRODUCT = 60e-6  # of keeping a product: its copy, and giving it to the second run
 
 
 class Times(NamedTuple):
@@ -53,12 +48,12 @@ class Times(NamedTuple):
     Args:
         plain: of the step that keeps all residuals.
         again: for each call, what its second run takes, with all that belongs to it.
-        of_operators: of an operator within the mode that keeps products.
+        of_product: of keeping a product.
     """
 
     plain: float
     again: list[float]
-    of_operators: float
+    of_product: float
 
 
 def times_of(
@@ -81,11 +76,19 @@ def times_of(
     planned = PlannedModel.of(step, blocks, calls)
     runs: list[dict[int, float]] = []  # the seconds of second runs in each step
 
+    @contextmanager
+    def timed(index: int, run: str) -> Generator[None]:
+        begin = now()
+        try:  # a second run may end by an exception
+            yield
+        finally:
+            if run in ("first", "again"):  # the later one counts
+                runs[-1][index] = now() - begin
+
     def following(schedule: Schedule) -> Callable[[], AbstractContextManager[None]]:
         def entered() -> AbstractContextManager[None]:
             runs.append({})
-            new_call = partial(_TimedCall, runs[-1])
-            return planned.followed(schedule, make=partial(PlanFollower, new_call=new_call))
+            return planned.followed(schedule, timed)
 
         return entered
 
@@ -101,7 +104,8 @@ def times_of(
         reverses = [Reverse(tape.index) for tape in reversed(tapes)]
         ways["products"] = following(Schedule(len(tapes), (*tapes, *reverses)))
     seconds = _in_turn(step, ways)
-    again = _second_runs(step, calls, [run for run in runs if run])
+    shortest = [min((run[i] for run in runs if i in run), default=0.0) for i in range(len(calls))]
+    again = medians_of_alike(calls, shortest)
     sum_again = sum(again)
     around = _SECONDS_OF_REGION * len(calls)
     if plain_seconds is None:
@@ -109,32 +113,30 @@ def times_of(
     plain = seconds.get("plain", plain_seconds)
     scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
     again = [scale * each for each in again]
-    of_operators = _SECONDS_IN_MODE
+    of_product = _SECONDS_OF_PRODUCT
     if "products" in seconds:
-        priced = zip(calls, again, variants, strict=True)
-        expected = sum(_rest_of(call, taken, variant) for call, taken, variant in priced)
-        num_operators = sum(
-            call.num_operators for call, v in zip(calls, variants, strict=True) if v
-        )
-        of_operators = max(seconds["products"] - plain - expected, 0.0) / max(num_operators, 1)
+        kept = [
+            chosen_products(call)[-1] if v else () for call, v in zip(calls, variants, strict=True)
+        ]
+        rest = [_rest_of(*each) for each in zip(calls, again, kept, strict=True)]
+        num_kept = sum(map(len, kept))
+        of_product = max(seconds["products"] - plain - sum(rest), 0.0) / max(num_kept, 1)
     again = largest_among_ranks(step.model, again)
-    return Times(plain, again, of_operators)
+    return Times(plain, again, of_product)
 
 
-def _rest_of(call: MeasuredCall, seconds: float, variant: int) -> float:
+def _rest_of(call: MeasuredCall, seconds: float, kept: Sequence[int]) -> float:
     """Return the time that a second run takes without the products that a tape keeps."""
-    if not variant or not call.work:
+    if not kept or not call.work:
         return 0.0
-    kept = sum(call.products[place].work for place in chosen_products(call)[variant - 1])
-    return seconds * max(1 - kept / call.work, 0.0)
+    return seconds * max(1 - sum(call.products[place].work for place in kept) / call.work, 0.0)
 
 
 def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
     """Return a call whose work, and that of its products, is in seconds."""
     rate = seconds / call.work if call.work else 0.0
     products = [each._replace(work=rate * each.work) for each in call.products]
-    in_mode = times.of_operators * call.num_operators
-    return replace(call, work=seconds, products=products, seconds_in_mode=in_mode)
+    return replace(call, work=seconds, products=products, seconds_of_product=times.of_product)
 
 
 def _in_turn(
@@ -164,36 +166,10 @@ def _in_turn(
     return seconds
 
 
-def _second_runs(
-    step: Step, calls: Sequence[MeasuredCall], runs: Sequence[dict[int, float]]
-) -> list[float]:
-    """Return the time of the second run of each call (See Rule 2)."""
-    alike: dict[object, list[int]] = {}
-    for index, call in enumerate(calls):
-        key = (type(call.module), call.state_bytes, call.output_bytes, call.own_bytes)
-        alike.setdefault(key, []).append(index)
-    found = [0.0] * len(calls)
-    for indices in alike.values():
-        taken = median(min((run.get(i, 0.0) for run in runs), default=0.0) for i in indices)
-        for index in indices:
-            found[index] = taken
-    return found
-
-
-class _TimedCall(Call):
-    """A call that notes how long its latest run takes: the second one, if there is one."""
-
-    __slots__ = ("_index", "_seconds")
-
-    def __init__(self, seconds: dict[int, float], index: int, *args: Any) -> None:
-        super().__init__(*args)
-        self._seconds = seconds
-        self._index = index
-
-    def forward(self, state: State) -> tuple[State, Tensor | None]:
-        """Run the call."""
-        begin = now()
-        try:
-            return super().forward(state)
-        finally:
-            self._seconds[self._index] = now() - begin
+def medians_of_alike(calls: Sequence[MeasuredCall], seconds: Sequence[float]) -> list[float]:
+    """Return, for each call, the median of the times of all calls that are like it (See Rule 2)."""
+    alike: defaultdict[object, list[float]] = defaultdict(list)
+    keys = [(type(c.module), c.state_bytes, c.output_bytes, c.own_bytes) for c in calls]
+    for key, taken in zip(keys, seconds, strict=True):
+        alike[key].append(taken)
+    return [median(alike[key]) for key in keys]

@@ -206,7 +206,8 @@ class Verification:
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Whether `num_bytes` can be allocated, according to the system."""
+    """Whether the system has room for a step that takes so many bytes, and for fragmentation."""
+    num_bytes += num_bytes // 4
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

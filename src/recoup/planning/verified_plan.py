@@ -1,33 +1,47 @@
-"""The plan for priced blocks: the fastest that fits, and whose results are the plain step's."""
+"""The plan for priced blocks: the fastest that fits, and whose results are the plain step's.
+
+NOTE [ Few rehearsals ]
+
+Rule 1. The fastest point that is predicted to fit is rehearsed first, and mostly fits. If it does
+        not, the points below it are bisected. A rehearsal may take more or less than predicted, so
+        every point that is returned has been rehearsed.
+Rule 2. The bisection halves the whole frontier and skips points that are not below the first one,
+        so that it visits the same points for every budget as long as none fits. Therefore, if a
+        search fails, the bytes that one of its rehearsals took succeed as a budget: a search with
+        them finds that point or a faster one.
+Rule 3. The point with the least bytes is always rehearsed, even if it is predicted not to fit, so
+        its bytes always succeed as a budget. If it took more than the point that keeps everything
+        is predicted to take (where blocks keep less than their recomputation needs), that point is
+        rehearsed, too.
+Rule 4. Where a slower plan is also less exact (inverses), the point that keeps everything is tried
+        even if it is predicted to take somewhat more than the budget.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-
-import torch
+from typing import NamedTuple
 
 from recoup.errors import BudgetError, ChangedError, ReplayError
 from recoup.memory import format_bytes
-from recoup.planning.advice import what_can_be_inverted
-from recoup.planning.choosing import choose
 from recoup.planning.following import PlannedModel
 from recoup.planning.plan import Plan
-from recoup.planning.priced_blocks import PricedBlocks, expect_again, expect_plain
+from recoup.planning.priced_blocks import PricedBlocks
 from recoup.planning.ranks import is_sharded
-from recoup.planning.sizes import ArgumentSizes
-from recoup.planning.step import peak_of, seconds_of
+from recoup.planning.report import what_can_be_inverted
+from recoup.planning.step import rehearse_planned, seconds_of
 from recoup.planning.verification import DifferentStepError
 
-__all__ = ["seconds_under", "verified"]
+__all__ = ["Choice", "choose", "seconds_under", "verified"]
 
 _NEAR = 1.25  # budgets; what is predicted to take so much may take less
 _MORE_REHEARSALS = 3  # of a plan whose ranks hold parts of the model
 
 
-def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+def verified(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     """Return a plan whose step gives the results of the plain one (See NOTE [ Compared steps ]).
 
     Raises:
@@ -37,22 +51,22 @@ def verified(kind: PricedBlocks, device: torch.device, budget_bytes: int, standi
 
     def planned(kind: PricedBlocks) -> Plan:
         try:
-            return _rehearsed(kind, device, budget_bytes, standing)
+            return _rehearsed(kind, budget_bytes, standing)
         except BudgetError as error:
             if kind.guard is None:
                 raise
             too_small = error
         try:  # inverses may take more bytes than was predicted
-            return _rehearsed(_without_inverses(kind), device, budget_bytes, standing)
+            return _rehearsed(_without_inverses(kind), budget_bytes, standing)
         except BudgetError as error:
             raise min(error, too_small, key=lambda each: each.least_bytes) from None
 
-    expect_plain(kind, device)
+    kind.expect_plain()
     try:
         return planned(kind)
     except DifferentStepError as error:
         difference = error
-    expect_again(kind, device)
+    kind.expect_again()
     with suppress(DifferentStepError):
         return planned(kind)
     for what, other in _simpler(kind):
@@ -94,7 +108,7 @@ def seconds_under(plan: Plan, kind: PricedBlocks) -> float:
         return seconds_of(kind.step)
 
 
-def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, standing: int) -> Plan:
+def _rehearsed(kind: PricedBlocks, budget_bytes: int, standing: int) -> Plan:
     """Return the plan for the fastest point whose rehearsal keeps to the budget.
 
     Raises:
@@ -110,13 +124,15 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
         point = kind.points[index]
         tolerance = kind.guard.tolerance if kind.guard and point.num_inverses else 0.0
         with planned.followed(point.schedule), _as_differences():
-            peak_bytes = peak_of(step, device, tolerance)
+            found = rehearse_planned(step, tolerance)
             for _ in range(_MORE_REHEARSALS if is_sharded(step.model) else 0):
-                if peak_bytes > budget:  # See Rule 3 of ranks.py
-                    peak_bytes = min(peak_bytes, peak_of(step, device, tolerance))
-        held[index] = step.seen.held_bytes
+                if found.peak_bytes > budget:  # See Rule 3 of ranks.py
+                    found = min(
+                        found, rehearse_planned(step, tolerance), key=lambda r: r.peak_bytes
+                    )
+        held[index] = found.held_bytes
         # Other forwards call more blocks than the rehearsal did.
-        return max(peak_bytes, point.peak_bytes) if is_partly_estimated else peak_bytes
+        return max(found.peak_bytes, point.peak_bytes if is_partly_estimated else 0)
 
     # What inverts nothing is exact, so it is tried where inverses were predicted to be needed, if
     # the plain step has shown that there is room for it.
@@ -131,11 +147,9 @@ def _rehearsed(kind: PricedBlocks, device: torch.device, budget_bytes: int, stan
     with planned.followed(point.schedule):
         step_seconds = seconds_of(step)
     return Plan(
-        planned, kind.costs, kind.points, point,
-        rehearsed_bytes=choice.peak_bytes, least_bytes=choice.least_bytes,
-        budget_bytes=budget_bytes, standing_bytes=standing,
-        step_seconds=step_seconds, kept_seconds=kind.kept_seconds,
-        sizes=ArgumentSizes(step.args, step.kwargs), held_bytes=held[choice.point_index],
+        kind, planned, point, rehearsed_bytes=choice.peak_bytes,
+        held_bytes=held[choice.point_index], step_seconds=step_seconds,
+        least_bytes=choice.least_bytes, budget_bytes=budget_bytes, standing_bytes=standing,
     )  # fmt: skip
 
 
@@ -157,3 +171,79 @@ def _too_small(
         f"Give that much, a smaller batch, or smaller `blocks`.{tiling}{inverting}",
         least,
     )
+
+
+class Choice(NamedTuple):
+    """A point of a frontier.
+
+    Args:
+        point_index: the index of the point; None if no rehearsal kept to the budget.
+        peak_bytes: the peak of its rehearsal.
+        least_bytes: the smallest budget that is known to suffice.
+    """
+
+    point_index: int | None
+    peak_bytes: int
+    least_bytes: int
+
+
+def choose(
+    predicted_bytes: Sequence[int],
+    budget_bytes: int,
+    rehearse: Callable[[int], int],
+    *,
+    fastest_within: float = 1.0,
+) -> Choice:
+    """Return the fastest point whose rehearsal keeps to the budget.
+
+    At most about ``log2(n) + 3`` of n points are rehearsed, and two if the predictions hold.
+
+    Args:
+        predicted_bytes: the peak of each point, from the slowest with the least bytes to the
+            fastest.
+        budget_bytes: the most that a rehearsal may take.
+        rehearse: a function from the index of a point to the peak of its rehearsal.
+        fastest_within: the fastest point is rehearsed if its predicted peak is at most so many
+            budgets.
+
+    Example:
+        >>> from recoup.planning.verified_plan import choose
+        >>> choose([10, 20, 30], 25, rehearse=lambda index: [11, 21, 31][index])
+        Choice(point_index=1, peak_bytes=21, least_bytes=11)
+    """
+    peaks: dict[int, int] = {}
+
+    def fits(index: int) -> bool:
+        if index not in peaks:
+            peaks[index] = rehearse(index)
+        return peaks[index] <= budget_bytes
+
+    num_fitting = sum(peak <= budget_bytes for peak in predicted_bytes)
+    found = num_fitting - 1 if num_fitting and fits(num_fitting - 1) else None
+    fastest = len(predicted_bytes) - 1
+    is_near = predicted_bytes[fastest] <= fastest_within * budget_bytes
+    if fastest >= num_fitting and is_near and fits(fastest):  # See Rule 4
+        found = fastest
+    visited: list[int] = []
+    if found is None:
+        low, high = 0, len(predicted_bytes)
+        while low < high:
+            middle = (low + high) // 2
+            if middle and middle >= num_fitting:  # See Rule 2
+                high = middle
+                continue
+            visited.append(middle)
+            if fits(middle):
+                found, low = middle, middle + 1
+            else:
+                high = middle
+    # See Rule 3
+    fits(0)
+    ends, last = [0], len(predicted_bytes) - 1
+    if predicted_bytes[last] < peaks[0]:
+        ends.append(last)
+        found = last if fits(last) else found
+    if found is None:
+        least = min(peaks[index] for index in (*visited, *ends))
+        return Choice(None, least, least)
+    return Choice(found, peaks[found], min(peaks[index] for index in ends))

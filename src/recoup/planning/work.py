@@ -76,7 +76,6 @@ class WorkCounter(DispatchMode):
         super().__init__()
         self._mode = InMode(self) if counts_operators else nullcontext()
         self.work = 0.0
-        self.num_operators = 0
         self._products: list[Product] = []
         self._outputs: list[WeakSet[torch.UntypedStorage]] = []  # of each product
         self._residuals = WeakSet[torch.UntypedStorage]()
@@ -124,7 +123,6 @@ class WorkCounter(DispatchMode):
         """Run the operator and count it."""
         kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
-        self.num_operators += 1
         if not getattr(func, "is_view", False):
             outputs = tensors_in(result)
             work = _work(func, args, kwargs, result, outputs)

@@ -12,8 +12,7 @@ from recoup._core.callable_chain import Otherwise, run_through, value_of, ways_o
 from recoup._core.compile import break_graph
 from recoup._core.compiled_graphs import is_followed
 from recoup._core.drift_guard import Drift
-from recoup.planning.budget import is_bytes
-from recoup.planning.memory_mode import HasMemoryMode
+from recoup.planning.budget import HasMemoryMode, is_bytes
 from recoup.regions.checkpoint import checkpoint_in_graph
 from recoup.schedules import Way
 from recoup.schedules.memory import Memory, schedule_for

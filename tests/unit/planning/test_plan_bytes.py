@@ -12,8 +12,8 @@ from torch import nn
 import recoup
 from recoup.errors import BudgetError
 from recoup.flows import NICE
-from recoup.planning.advice import what_can_be_inverted
-from recoup.planning.choosing import choose
+from recoup.planning.report import what_can_be_inverted
+from recoup.planning.verified_plan import choose
 from tests.alive import allocated_bytes
 
 

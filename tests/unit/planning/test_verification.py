@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.planning.compiling import BlockCode
+from recoup.planning.compiling import BlockCode, NudgedCode
 from recoup.planning.measuring import measure_blocks
-from recoup.planning.nudging import NudgedCode
 from recoup.planning.step import Step
 from recoup.planning.verification import Verification, outcome_of
 
@@ -120,6 +119,6 @@ def test_arguments_that_others_were_given_count_as_held():
     step = Step(model, model, (torch.randn(256, 64),), {}, lambda output: [output.square().sum()])
     blocks = [(f"blocks.{place}", block) for place, block in enumerate(model.blocks)]
     for code in (Other(), BlockCode(), None):
-        calls = measure_blocks(step, blocks, torch.device("cpu"), code).calls
+        calls = measure_blocks(step, blocks, code).calls
         assert [call.unheld_bytes for call in calls] == [0, 0, 0]
         assert calls[1].state_bytes == 256 * 64 * 4  # without the mask

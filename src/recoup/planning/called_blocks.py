@@ -1,4 +1,4 @@
-"""Blocks that some forwards call and others leave out (LayerDrop).
+"""What forwards show of blocks: which are called, which are left out, and which are stages.
 
 NOTE [ Blocks that are left out ]
 
@@ -10,21 +10,43 @@ Rule 2. A block that one of these forwards called, but the measured one did not,
         class. As no rehearsal calls it, the plan must also be predicted to fit.
 Rule 3. A block that none of them called is not a stage. If it is called later, it is recomputed
         from its arguments (See NOTE [ Following a plan ]).
+
+NOTE [ Stages ]
+
+Rule 4. A stage is a block whose forward passes its input from one submodule to the next and
+        returns the output of the last one. All of these submodules can be blocks in its place (the
+        layers of a Swin stage and its downsampling), if several of them that have submodules are
+        of one class.
+Rule 5. Only a forward can show that a block is a stage. Experts in a list are of one class, too,
+        but none receives the output of the one before; and a residual connection around a list of
+        layers belongs to none of the layers. Such a block is not divided.
+Rule 6. If a stage is divided, its other computations, such as further outputs, are outside blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from recoup.planning.blocks import Block, find_leaves, outermost_called, repeated_calls
-from recoup.planning.measured_calls import Measured, MeasuredCall
+from recoup._core.compile import is_compiled
+from recoup._core.pytree import flatten
+from recoup.planning.blocks import (
+    Block,
+    ModuleGroup,
+    find_leaves,
+    has_list_of_blocks,
+    modules_of,
+    named_modules,
+    outermost_called,
+    repeated_calls,
+    repeats,
+)
+from recoup.planning.forwards import CallOutputs
 from recoup.planning.measuring import measure_blocks
-from recoup.planning.module_groups import ModuleGroup, modules_of
+from recoup.planning.pricing import Measured, MeasuredCall
 from recoup.planning.step import Observer, Step
 from recoup.schedules import Cost
 
@@ -32,6 +54,7 @@ __all__ = [
     "Sequences",
     "blocks_of_any_forward",
     "blocks_that_are_called",
+    "kinds_of_blocks",
     "measure_most",
     "sequences_of",
     "with_called_groups",
@@ -42,21 +65,18 @@ _MOST_TRIES = 32
 _ENOUGH_ALIKE = 3
 
 
-def measure_most(
-    step: Step, blocks: Sequence[Block], device: torch.device
-) -> tuple[Step, Measured, Sequences]:
+def measure_most(step: Step, blocks: Sequence[Block]) -> tuple[Step, Measured, Sequences]:
     """Measure the step that calls the most blocks (See Rule 1).
 
     Args:
         step: the step.
         blocks: the names and modules of the blocks.
-        device: the device whose bytes are counted.
 
     Returns:
         The step with the seed under which it was measured, the measurements, and for each forward
         that was tried the blocks that it called, in order.
     """
-    measured = measure_blocks(step, blocks, device)
+    measured = measure_blocks(step, blocks)
     modules = [module for _, module in blocks]
     called = [call.module for call in measured.calls]
     if not called or len(_distinct(called)) == len(modules):
@@ -65,7 +85,7 @@ def measure_most(
     best = max(range(len(sequences)), key=lambda seed: len(_distinct(sequences[seed])))
     if len(_distinct(sequences[best])) > len(_distinct(called)):
         other = replace(step, seed=best)
-        again = measure_blocks(other, blocks, device)
+        again = measure_blocks(other, blocks)
         if len(again.calls) > len(called):
             step, measured = other, again
     return step, measured, [called, *sequences]
@@ -77,7 +97,7 @@ def blocks_that_are_called(step: Step) -> tuple[list[Block], list[Block]]:
     Those are the modules that one forward calls more than once (one block for all layers), or else
     repeated modules without submodules in lists; then the outermost modules that it calls.
     """
-    named: list[Block] = list(cast("Iterator[Block]", step.model.named_modules()))[1:]
+    named: list[Block] = list(named_modules(step.model))[1:]
     modules = [module for _, module in named]
     with step.rehearsed():
         called = _sequence(replace(step, call=step.root or step.call), modules)
@@ -98,7 +118,7 @@ def with_called_groups(step: Step, blocks: list[Block]) -> list[Block]:
     with step.rehearsed():
         called = _distinct(_sequence(step, sequences))
     taken = {id(part) for g in groups if id(g.sequence) not in called for part in g.parts}
-    named = cast("Iterator[Block]", step.model.named_modules())
+    named = named_modules(step.model)
     alone = [(name, module) for name, module in named if id(module) in taken]
     return [(n, m) for n, m in blocks if id(modules_of(m)[0]) not in taken] + alone
 
@@ -187,3 +207,89 @@ def _insert(
     pairs[place] = (replace(call, name=first.name, module=first.module), cost)
     made = replace(first, name=name, module=module, is_estimated=True)
     pairs.insert(place, (made, its_cost))
+
+
+def kinds_of_blocks(step: Step, blocks: list[Block]) -> list[list[Block]]:
+    """Return the kinds of blocks to choose from: those with divided stages (if any), and `blocks`.
+
+    One forward is run if a block contains a list of modules of one class.
+
+    Args:
+        step: the step.
+        blocks: the names and modules of the blocks.
+    """
+    stages = [module for _, module in blocks if _may_be_a_stage(module)]
+    if not stages:
+        return [blocks]
+    chains = _chains(step, stages)
+    names = {id(module): name for name, module in named_modules(step.model)}
+    found = [inner for _, module in blocks for inner in _expanded(module, chains)]
+    if len(found) == len(blocks) or not _are_apart(found):
+        return [blocks]
+    return [[(names[id(module)], module) for module in found], blocks]
+
+
+def _may_be_a_stage(module: nn.Module) -> bool:
+    return has_list_of_blocks(module) and not any(map(is_compiled, module.modules()))
+
+
+def _are_apart(modules: Sequence[nn.Module]) -> bool:
+    """Whether no module occurs twice, and none is within another."""
+    within = [id(each) for module in modules for each in module.modules() if each is not module]
+    ids = {id(module) for module in modules}
+    return len(ids) == len(modules) and ids.isdisjoint(within)
+
+
+class _Call:
+    """One call of a module within a stage."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self.latest = CallOutputs(given)
+        self.is_chain = True
+        self.modules: list[nn.Module] = []
+
+
+_Chains = dict[int, list[_Call]]
+
+
+class _ChainObserver(Observer):
+    """An observer of the modules that each module within stages calls, and of their inputs."""
+
+    def __init__(self) -> None:
+        self.chains: _Chains = {}
+        self._calls: list[_Call] = []
+
+    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given, _ = flatten((args, kwargs))
+        if self._calls:
+            around = self._calls[-1]
+            around.is_chain &= bool(around.latest.indices_in(given, module)[0])
+            around.modules.append(module)
+        self._calls.append(_Call(given))
+
+    def ends(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        del args, kwargs
+        call, (outputs, _) = self._calls.pop(), flatten(output)
+        call.is_chain &= bool(call.latest.indices_in(outputs, module)[0])
+        self.chains.setdefault(id(module), []).append(call)
+        if self._calls:
+            self._calls[-1].latest = CallOutputs(outputs)
+
+
+def _chains(step: Step, stages: Sequence[nn.Module]) -> _Chains:
+    """Return the calls of all modules within stages in one forward."""
+    modules = {id(each): each for stage in stages for each in stage.modules()}
+    with step.rehearsed():
+        return step.observe_forward(modules.values(), _ChainObserver).chains
+
+
+def _expanded(module: nn.Module, chains: _Chains) -> list[nn.Module]:
+    """Return the blocks within a stage, recursively; if `module` is no stage, the module itself."""
+    calls = chains.get(id(module), [])
+    if not calls or not all(call.is_chain for call in calls):
+        return [module]
+    called = [list(dict.fromkeys(call.modules)) for call in calls]
+    if any(each != called[0] for each in called):
+        return [module]
+    found = [inner for part in called[0] for inner in _expanded(part, chains)]
+    return found if repeats(found) else [module]
