@@ -53,7 +53,6 @@ class MeasuredCall:
         unheld_bytes: the part of `state_bytes` that its residuals do not hold; 0 for blocks' own
             code (Rule 3 of NOTE [ Measured steps ]).
         work: the counted work of one forward; once it is timed, the seconds of a second run.
-        seconds_of_product: what keeping one of its products takes.
         before: the span that ends when the call begins.
         forward: the span of its forward.
         until_again: the span that ends when its second run begins in backward; None if there is no
@@ -82,7 +81,6 @@ class MeasuredCall:
     output_bytes: int = 0
     unheld_bytes: int = 0
     work: float = 0.0
-    seconds_of_product: float = 0.0
     before: Span = field(default_factory=Span)
     forward: Span = field(default_factory=Span)
     until_again: Span | None = None
@@ -249,8 +247,7 @@ def _thin(call: MeasuredCall, own: int, run_bytes: int, chosen: Sequence[int]) -
     extra = kept - in_tape  # freed when the second run has used it
     return Thin(
         tape_bytes=call.state_bytes + kept,
-        seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0)
-        + call.seconds_of_product * len(chosen),
+        seconds=max(call.work - sum(call.products[i].work for i in chosen), 0.0),
         tape_run_bytes=run_bytes + kept,
         reverse_bytes=max(missing + reverse - extra, again, 0),
     )

@@ -8,8 +8,8 @@ Rule 1. Whole steps are timed, without counting bytes or work. What a step takes
         steps are the times that were measured.
 Rule 2. What blocks pay is divided among them by the times of their second runs, one by one; calls
         that are alike share the median of theirs. Within a block, products and other operators
-        share its time by their counted work. What keeping products takes is divided by their
-        number.
+        share its time by their counted work, of which keeping them saves the part that the step
+        which keeps products shows.
 Rule 3. The steps are run in turn, several times if they are short, and the shortest time of each
         counts, since other programs only make it longer.
 Rule 4. The plain step, and the one that keeps products, are run only if the system has room for
@@ -48,12 +48,12 @@ class Times(NamedTuple):
     Args:
         plain: of the step that keeps all residuals.
         again: for each call, what its second run takes, with all that belongs to it.
-        of_product: of keeping a product.
+        share_of_products: the part of the time of products that is saved where they are kept.
     """
 
     plain: float
     again: list[float]
-    of_product: float
+    share_of_products: float
 
 
 def times_of(
@@ -113,30 +113,32 @@ def times_of(
     plain = seconds.get("plain", plain_seconds)
     scale = max(seconds["again"] - plain, 0.5 * sum_again) / sum_again if sum_again else 1.0
     again = [scale * each for each in again]
-    of_product = _SECONDS_OF_PRODUCT
+    kept = [_kept_of(call, taken) for call, taken in zip(calls, again, strict=True)]
+    whole = sum(kept)
+    saved = whole - _SECONDS_OF_PRODUCT * sum(len(_most_of(call)) for call in calls)
     if "products" in seconds:
-        kept = [
-            chosen_products(call)[-1] if v else () for call, v in zip(calls, variants, strict=True)
-        ]
-        rest = [_rest_of(*each) for each in zip(calls, again, kept, strict=True)]
-        num_kept = sum(map(len, kept))
-        of_product = max(seconds["products"] - plain - sum(rest), 0.0) / max(num_kept, 1)
+        saved = seconds["again"] - seconds["products"]
+    share = min(max(saved / whole, 0.0), 1.0) if whole else 0.0
     again = largest_among_ranks(step.model, again)
-    return Times(plain, again, of_product)
+    return Times(plain, again, share)
 
 
-def _rest_of(call: MeasuredCall, seconds: float, kept: Sequence[int]) -> float:
-    """Return the time that a second run takes without the products that a tape keeps."""
-    if not kept or not call.work:
-        return 0.0
-    return seconds * max(1 - sum(call.products[place].work for place in kept) / call.work, 0.0)
+def _most_of(call: MeasuredCall) -> Sequence[int]:
+    """Return the products that the largest of its tapes keeps."""
+    return (chosen_products(call) or [()])[-1]
+
+
+def _kept_of(call: MeasuredCall, seconds: float) -> float:
+    """Return the time that these take in a second run, by their counted work."""
+    kept = sum(call.products[place].work for place in _most_of(call))
+    return seconds * min(kept / call.work, 1.0) if call.work else 0.0
 
 
 def with_times(call: MeasuredCall, seconds: float, times: Times) -> MeasuredCall:
-    """Return a call whose work, and that of its products, is in seconds."""
-    rate = seconds / call.work if call.work else 0.0
+    """Return a call whose work is in seconds, and that of its products in what keeping saves."""
+    rate = times.share_of_products * seconds / call.work if call.work else 0.0
     products = [each._replace(work=rate * each.work) for each in call.products]
-    return replace(call, work=seconds, products=products, seconds_of_product=times.of_product)
+    return replace(call, work=seconds, products=products)
 
 
 def _in_turn(
