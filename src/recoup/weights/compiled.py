@@ -24,14 +24,20 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import break_graph, is_traced, never_compiled, uncompiled
-from recoup._core.compiled_graphs import computed_again, num_recorded, saved, unchecked
-from recoup.weights.normed import product_of
+from recoup._core.compile import break_graph, never_compiled, uncompiled
+from recoup._core.compiled_graphs import (
+    ComputedAgain,
+    is_followed,
+    num_recorded,
+    saved,
+    unchecked,
+)
 from recoup.weights.reparametrization import Application, Drawn
 from recoup.weights.steps import Step, leave, local, overriding
 
@@ -108,8 +114,7 @@ def _step_around(application: Application) -> Traced | None:
 
 def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
     """Trace a read of a weight."""
-    norms: list[Tensor] = []
-    axes: list[int] = []
+    norms: list[tuple[Any, Tensor]] = []
     seeds: list[Tensor] = []
     places: list[int] = []  # of each step that draws: its number, and its column of the seeds
     own: Any = None
@@ -119,8 +124,7 @@ def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
             return uncompiled(weight.read)(module, raw)
         traced = _step_around(step.application)
         if not step.is_random:
-            norms += step.operands(module, weight.key)
-            axes.append(step.axis)
+            norms += [(step, norm) for norm in step.operands(module, weight.key)]
         elif traced is not None and traced.seeds is not None:
             seeds.append(traced.seeds)
             places += [number, traced.columns[weight, step]]
@@ -129,11 +133,11 @@ def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
                 own = torch.ops.recoup.drawn(weight.handle, [_flags(module)], len(weight.steps))
             seeds.append(own)
             places += [number, number]
-    if not seeds and (not norms or not torch.is_grad_enabled() or is_traced()):
-        for norm, axis in zip(norms, axes, strict=True):
-            raw = product_of(raw, norm, axis)
-        return raw
-    return torch.ops.recoup.reparametrized_by(raw, norms, axes, weight.handle, seeds, places)
+    would_be_kept = (seeds or norms) and torch.is_grad_enabled() and is_followed()
+    with ComputedAgain() if would_be_kept else nullcontext():
+        for step, norm in norms:
+            raw = step.product(raw, norm)
+        return torch.ops.recoup.redrawn(raw, seeds, weight.handle, places, False) if seeds else raw
 
 
 # -- what a graph calls ------------------------------------------------------------------------
@@ -144,9 +148,8 @@ def register_operators() -> None:
     """Register the operators that a graph calls (See Rule 3)."""
     library = torch.library.Library("recoup", "FRAGMENT")
     _registered.append(library)
-    for name, run in (("drawn", _draws), ("reparametrized_by", _reparametrized)):
-        library.define(name + torch.library.infer_schema(run, mutates_args=()))
-        library.impl(name, run, "CompositeImplicitAutograd")
+    library.define("drawn" + torch.library.infer_schema(_draws, mutates_args=()))
+    library.impl("drawn", _draws, "CompositeImplicitAutograd")
     tags = (torch.Tag.nondeterministic_seeded,)
     operator = torch.library.custom_op("recoup::seeds", _seeds, mutates_args=(), tags=tags)
     operator.register_fake(_fake_seeds)
@@ -193,35 +196,6 @@ def _seeds(handle: Tensor, flags: Sequence[int], num_columns: int, place: int) -
 
 def _fake_seeds(handle: Tensor, flags: Sequence[int], num_columns: int, place: int) -> Tensor:
     return torch.empty((2, num_columns), dtype=torch.int64, device="cpu")
-
-
-@never_compiled
-def _reparametrized(
-    raw: Tensor,
-    norms: Sequence[Tensor],
-    axes: Sequence[int],
-    handle: Tensor,
-    seeds: Sequence[Tensor],
-    places: Sequence[int],
-) -> Tensor:
-    """Return a weight; the norms come before the draws (See Rule 2).
-
-    Args:
-        raw: the parameter.
-        norms: the magnitudes of its norms.
-        axes: their axes.
-        handle: the handle of the parametrized weight.
-        seeds: the draws, for each reparametrization that draws.
-        places: for each of them, its number among those of the weight, and its column in `seeds`.
-    """
-
-    def make() -> Tensor:
-        weight = raw
-        for norm, axis in zip(norms, axes, strict=True):
-            weight = product_of(weight, norm, axis)
-        return torch.ops.recoup.redrawn(weight, seeds, handle, places, False) if seeds else weight
-
-    return computed_again(make)
 
 
 @never_compiled

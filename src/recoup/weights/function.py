@@ -56,7 +56,7 @@ class Draw:
     def normal(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers from the standard normal distribution."""
         zeros = torch.zeros(self._shape if shape is None else shape, **self._kind)
-        return draws.noised(zeros, self._next_seed(), 1.0, out=zeros)
+        return draws.noised(zeros, self._next_seed(), 1.0, in_place=True)
 
     def uniform(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers that are uniform from 0 to 1."""
@@ -131,7 +131,7 @@ class WeightFunction(Reparametrization):
 
     kind = "apply"
     order = 3  # See Rule 3
-    by_autograd = breaks_graph = True
+    by_autograd = by_operators = breaks_graph = True
 
     def __init__(self, application: Application, fn: Function, mode: str) -> None:
         super().__init__(application, mode)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from recoup._core.compile import never_compiled, not_compiled_itself
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
-from recoup.weights.reparametrization import Application
+from recoup.weights.reparametrization import Application, DrawnWeight
 from recoup.weights.steps import Step, leave, local
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
@@ -208,7 +208,7 @@ def _forward_by_rows(self: nn.Embedding, input: Tensor) -> Tensor:
 def _rows(module: Any, weight: ParametrizedWeight, raw: Tensor, ids: Tensor) -> Tensor:
     drawn, rows = weight.drawn(module, raw), _raw(nn.Embedding.forward)(module, ids)
     for each in drawn:
-        rows = each.step.apply_to_rows(rows, ids, each)
+        rows = cast("Tensor", DrawnWeight.apply(rows, ids, each))
     return rows
 
 

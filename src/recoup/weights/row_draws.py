@@ -21,7 +21,7 @@ Rule 6. A mask that is shared along the rows is that of row 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -52,24 +52,15 @@ def dropped(
 
     Returns:
         `weight`, or a contiguous tensor of its shape, dtype and device; all zeros if p is 1.
-
-    Raises:
-        ValueError: if `seed` or `p` is out of range, or `weight` has no floating-point numbers.
     """
-    out = draws.starting(weight, seed, weight if in_place else None)
-    rate = draws.rate_of(p, weight.dtype)
-    if rate.num_dropped == 65536:
-        return out.zero_()
-    if rate.num_dropped == 0:
-        return out if in_place else out.copy_(weight)
-    width = 1 if 1 in axes else weight.shape[1]
+    rate, width = draws.rate_of(p, weight.dtype), 1 if 1 in axes else weight.shape[1]
     if 0 in axes:  # See Rule 6
-        row = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        return torch.mul(weight, _scales(row, width, seed, rate, weight.dtype), out=out)
-    for place, numbers in _pieces(weight, rows, width):
-        mask = _scales(numbers, width, seed, rate, weight.dtype)
-        torch.mul(weight[place], mask, out=out[place])
-    return out
+        rows = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
+
+    def draw(numbers: Tensor) -> Tensor:
+        return _scales(numbers, width, seed, rate, weight.dtype)
+
+    return _written(weight, rows, width, draw, torch.mul, in_place)
 
 
 def noised(
@@ -88,35 +79,38 @@ def noised(
 
     Returns:
         `weight`, or a contiguous tensor of its shape, dtype and device.
-
-    Raises:
-        ValueError: if `seed` is out of range, or `weight` has no floating-point numbers.
     """
-    out = draws.starting(weight, seed, weight if in_place else None)
     width = weight.shape[1]
-    for place, numbers in _pieces(weight, rows, width):
-        noise = _normals(numbers, width, seed).mul_(std).to(weight.dtype)
-        torch.add(weight[place], noise, out=out[place])
+
+    def draw(numbers: Tensor) -> Tensor:
+        return _normals(numbers, width, seed).mul_(std).to(weight.dtype)
+
+    return _written(weight, rows, width, draw, torch.add, in_place)
+
+
+def _written(
+    weight: Tensor,
+    rows: Tensor | None,
+    width: int,
+    draw: Callable[[Tensor], Tensor],
+    combine: Callable[..., Tensor],
+    in_place: bool,
+) -> Tensor:
+    """Return `combine(weight, draw)`, of each of whose rows `width` numbers are drawn."""
+    out = weight if in_place else torch.empty_like(weight, memory_format=torch.contiguous_format)
+    numbers = torch.arange(weight.shape[0], device=weight.device) if rows is None else rows.long()
+    step = max(1, draws.piece_for(weight.device) // max(1, width))
+    for start in range(0, weight.shape[0], step):
+        place = slice(start, start + step)
+        combine(weight[place], draw(numbers[place]), out=out[place])
     return out
-
-
-def _pieces(weight: Tensor, rows: Tensor | None, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows, of each of which `width` numbers are drawn, and the rows' numbers."""
-    num_rows, device = weight.shape[0], weight.device
-    step = max(1, draws.piece_for(device) // max(1, width))
-    for start in range(0, num_rows, step):
-        place = slice(start, min(start + step, num_rows))
-        if rows is None:
-            yield place, torch.arange(place.start, place.stop, device=device)
-        else:
-            yield place, rows[place].to(torch.int64)
 
 
 def _scales(rows: Tensor, width: int, seed: int, rate: draws.Rate, dtype: torch.dtype) -> Tensor:
     """Return the entries of a mask in some rows (See Rule 3)."""
     lanes = _words(rows, -(-width // rate.num_lanes), seed).view(rate.lanes)[:, :width]
     kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
-    return torch.ge(lanes, rate.least, out=kept).mul_(rate.scale)
+    return torch.ge(lanes, rate.constants[0], out=kept).mul_(rate.scale)
 
 
 def _normals(rows: Tensor, width: int, seed: int) -> Tensor:
