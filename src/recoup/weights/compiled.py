@@ -39,7 +39,7 @@ from recoup._core.compiled_graphs import (
     unchecked,
 )
 from recoup.weights.reparametrization import Application, Drawn
-from recoup.weights.steps import Step, leave, local, overriding
+from recoup.weights.steps import Step, leave, local
 
 NOT_IN_GRAPH = (
     "Outside of graphs run recurrent layers with reparametrized weights, and what reads a weight "
@@ -85,7 +85,7 @@ def step_in_graph(
         flags.append(_flags(owner))
         for step in weight.steps:
             columns[weight, step] = len(columns)
-            may_draw = may_draw or _may_draw(step, owner)
+            may_draw = may_draw or _may_draw(weight, step, owner)
     if all(_step_around(each) is not None for each in attached.roots):
         may_draw = False  # nor are its columns looked at: the outermost step counts
     seeds = torch.ops.recoup.drawn(attached.handle, flags, len(columns)) if may_draw else None
@@ -100,8 +100,8 @@ def _flags(owner: nn.Module) -> int:
     return int(owner.training) + 2 * int(torch.is_grad_enabled())
 
 
-def _may_draw(step: Any, owner: nn.Module) -> bool:
-    return step.is_random and (owner.training or step.mode == "always" or len(overriding) > 0)
+def _may_draw(weight: Any, step: Any, owner: nn.Module) -> bool:
+    return step.is_random and (owner.training or step.mode == "always" or weight.is_switched)
 
 
 def _step_around(application: Application) -> Traced | None:
@@ -128,7 +128,7 @@ def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
         elif traced is not None and traced.seeds is not None:
             seeds.append(traced.seeds)
             places += [number, traced.columns[weight, step]]
-        elif traced is None and _may_draw(step, module):
+        elif traced is None and _may_draw(weight, step, module):
             if own is None:
                 own = torch.ops.recoup.drawn(weight.handle, [_flags(module)], len(weight.steps))
             seeds.append(own)

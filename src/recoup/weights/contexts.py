@@ -76,7 +76,7 @@ def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
         raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
     # Drawn in any case: the position in the stream identifies code that torch runs again.
     drawn = draw_seed()
-    return SameDraw(drawn if seed is None else int(seed), counts=True)
+    return SameDraw(None, (), drawn if seed is None else int(seed))
 
 
 def disabled(module: nn.Module) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ def disabled(module: nn.Module) -> AbstractContextManager[None]:
         ...     torch.equal(layer(x), layer(x))
         True
     """
-    return Override(frozenset(parametrized_weights(module)), is_on=False)
+    return Override(parametrized_weights(module), is_on=False)
 
 
 def enabled(module: nn.Module) -> AbstractContextManager[None]:
@@ -120,4 +120,4 @@ def enabled(module: nn.Module) -> AbstractContextManager[None]:
         ...     torch.equal(layer(x), layer(x))
         False
     """
-    return Override(frozenset(parametrized_weights(module)), is_on=True)
+    return Override(parametrized_weights(module), is_on=True)
