@@ -18,6 +18,7 @@ Rule 4. A forward of the module that something was applied to is a step. The for
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -42,25 +43,26 @@ class Attached:
     Args:
         weights: its own parameters that are reparametrized.
         roots: what was applied to this module itself, for its own parameters or those within.
-        weights_within: the parameters for which its forward is a step.
+
+    Attributes:
+        begun: the last steps that a compiled graph has begun.
     """
 
     def __init__(
         self,
         weights: dict[str, ParametrizedWeight] | None = None,
         roots: list[Application] | None = None,
-        weights_within: list[ParametrizedWeight] | None = None,
     ) -> None:
         self.weights = weights or {}
         self.roots = roots or []
-        self.weights_within = weights_within or []
+        self.begun: deque[Step] = deque(maxlen=1024)
         self.handle = new_handle(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Attached, (self.weights, self.roots, self.weights_within)
+        return Attached, (self.weights, self.roots)
 
     def uses_in(self, module: nn.Module) -> Iterator[tuple[ParametrizedWeight, nn.Module]]:
-        """Yield `weights_within`, with the modules that have them."""
+        """Yield the weights for which its forward is a step, with the modules that have them."""
         for part in module.modules():
             for weight in weights_of(part).values():
                 if any(step.application in self.roots for step in weight.steps):
@@ -86,7 +88,6 @@ def fit_class(module: nn.Module) -> None:
     within = [weight for part in parts for weight in weights_of(part).values()]
     alive = {application for weight in within for application in weight.applications}
     attached.roots = [application for application in attached.roots if application in alive]
-    attached.weights_within = [weight for weight, _ in attached.uses_in(module)]
     if within:
         names = tuple(sorted(attached.weights))
         module.__class__ = with_stand_in(type(module), _class_for, names, bool(attached.roots))

@@ -126,15 +126,10 @@ class ParametrizedWeight:
         if builds_graph and seam.pair_in_force() is None and not rng.is_repeated():
             return self.draws(module.training, True)
         version = seam.version_of(raw)
-        return self.draws_again(version, module.training, builds_graph, builds_graph)
+        return self.draws_again(version, module.training, builds_graph)
 
-    def draws(self, is_training: bool, draws_alone: bool) -> tuple[Drawn, ...]:
-        """Return what is applied to the weight in a first run (See Rule 1).
-
-        Args:
-            is_training: whether its module is in training mode.
-            draws_alone: whether a read outside of steps draws.
-        """
+    def draws(self, is_training: bool, builds_graph: bool) -> tuple[Drawn, ...]:
+        """Return what is applied to the weight in a first run (See Rule 1)."""
         alone: Step | None = None
         found: list[Drawn] = []
         for each in self.steps:
@@ -151,7 +146,7 @@ class ParametrizedWeight:
                     is_on = frame.is_on if self in frame.weights else is_on
                 elif step is None and each.application in frame.applications:
                     step = frame
-            if not is_on or (step is None and not draws_alone):
+            if not is_on or (step is None and not builds_graph):
                 continue
             draws = same or step or alone
             if draws is None:
@@ -164,13 +159,13 @@ class ParametrizedWeight:
         return tuple(found)
 
     def draws_again(
-        self, version: int, is_training: bool, draws_alone: bool, builds_graph: bool
+        self, version: int, is_training: bool, builds_graph: bool
     ) -> tuple[Drawn, ...]:
         """Return the same for code that may run again, or does so now (See Rule 4)."""
         is_usual = is_training or self.is_switched
         is_open = any(step.is_random and (is_usual or step.mode == "always") for step in self.steps)
         is_noted = is_open and (not builds_graph or seam.pair_in_force() is not None)
-        draw = partial(self.draws, is_training, draws_alone)
+        draw = partial(self.draws, is_training, builds_graph)
         return rng.remembered(partial(self._recorded, draw, version, is_open, is_noted))
 
     def _recorded(self, draw: Any, version: int, is_open: bool, is_noted: bool) -> Any:
