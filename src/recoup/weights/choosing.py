@@ -74,33 +74,30 @@ def _unsuited(each: Named) -> str | None:
 def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
     """Return what `where` chooses, and whether it means just that parameter."""
     check_is_module(module)
-    candidates = list(named(module))
+    candidates = [*named(module)]
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
-    found: dict[int, bool] = {}  # by the place among the candidates
+    found: dict[Named, bool] = {}
     for entry in entries:
-        is_function = _is_function(entry)
-        chooses = _choice(entry, argument)
-        places = [place for place, each in enumerate(candidates) if chooses(each)]
-        if not places:
+        chosen = [each for each in candidates if _chooses(entry, argument)(each)]
+        if not chosen:
             names = ", ".join(each.name for each in candidates[:8]) or "none"
             raise ValueError(
                 f"`{argument}` {getattr(entry, '__name__', repr(entry))} matches no parameter of "
                 f"{type(module).__name__}. It must match the whole of a qualified name; there are: "
                 f"{names}{', ...' if len(candidates) > 8 else ''}"
             )
-        for place in places:
-            is_meant = is_function or entry == candidates[place].name
-            found[place] = found.get(place, False) or is_meant
+        for each in chosen:
+            found[each] = found.get(each, False) or _is_function(entry) or entry == each.name
     if not found:
         raise ValueError(f"`{argument}` is {where!r}, which chooses nothing. Give one pattern.")
     uses: dict[tuple[int, str], tuple[Named, bool]] = {}
-    for place in sorted(found):
-        each = candidates[place]
-        uses.setdefault((id(each.owner), each.key), (each, found[place]))
-    return list(uses.values())
+    for each in candidates:
+        if each in found:
+            uses.setdefault((id(each.owner), each.key), (each, found[each]))
+    return [*uses.values()]
 
 
-def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
+def _chooses(entry: Any, argument: str) -> Callable[[Named], bool]:
     """Return, as a function, whether an entry of `where` chooses a parameter."""
     given: object = entry
     if isinstance(given, type) and issubclass(given, nn.Module):

@@ -67,8 +67,7 @@ def twin(module: M) -> M:
     Source: https://github.com/dmlc/gluon-nlp/issues/1060.
     """
     check_is_module(module)
-    parts = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
-    for name, part in parts:
+    for name, part in cast("Any", module).named_modules():
         _check(part, f"`module.{name}`" if name else "`module`")
     made = _copied(module)
     keep_only(made, lambda step: step.mode == "always")
