@@ -88,8 +88,8 @@ def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
     norms = [(step, g) for step in weight.steps for g in step.operands(module, weight.key)]
     builds_graph, seeds = torch.is_grad_enabled(), None
     if _may_draw(weight, module) and (_traced or builds_graph):
-        given = (module.training, builds_graph, len(weight.steps))
-        seeds = torch.ops.recoup.drawn(weight.handle, [*_traced], *given)
+        given = [int(module.training), int(builds_graph), len(weight.steps)]
+        seeds = torch.ops.recoup.drawn([weight.handle, *_traced], given)
     would_be_kept = (norms or seeds is not None) and builds_graph and is_followed()
     with ComputedAgain() if would_be_kept else nullcontext():
         for step, norm in norms:
@@ -108,13 +108,21 @@ def register_operators() -> None:
     for name, run in (("begun", _begun), ("drawn", _drawn)):
         library.define(name + torch.library.infer_schema(run, mutates_args=()))
         library.impl(name, run, "CompositeImplicitAutograd")
-    tags = (torch.Tag.nondeterministic_seeded,)
-    for name, run, fake in (("step", _step, _fake_step), ("seeds", _seeds, _fake_seeds)):
-        operator = torch.library.custom_op(f"recoup::{name}", run, mutates_args=(), tags=tags)
-        operator.register_fake(fake)
-    operator = torch.library.custom_op("recoup::redrawn", _redrawn, mutates_args=())
-    operator.register_fake(_fake_redrawn)
+    like = functools.partial(torch.empty, dtype=torch.int64, device="cpu")
+    _register("step", _step, lambda *_: like(()), torch.Tag.nondeterministic_seeded)
+    _register("seeds", _seeds, lambda _, given, __: like((2, given[2])), torch.Tag.nondeterministic_seeded)
+    operator = _register(
+        "redrawn",
+        _redrawn,
+        lambda weight, *_: torch.empty_like(weight, memory_format=torch.contiguous_format),
+    )
     operator.register_autograd(_backward, setup_context=_keep_seeds)
+
+
+def _register(name: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], *tags: Any) -> Any:
+    operator = torch.library.custom_op(f"recoup::{name}", run, mutates_args=(), tags=tags)
+    operator.register_fake(fake)
+    return operator
 
 
 _registered: list[Any] = []  # torch takes back what a library registered when that is freed
@@ -134,58 +142,30 @@ def _step(handle: Tensor, place: int) -> Tensor:
     return new_handle(step)
 
 
-def _fake_step(handle: Tensor, place: int) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
 @never_compiled
-def _drawn(
-    handle: Tensor, steps: Sequence[Tensor], is_training: bool, builds_graph: bool, num: int
-) -> Tensor:
+def _drawn(handles: Sequence[Tensor], given: Sequence[int]) -> Tensor:
     """Return the draws of a read, as two rows: seeds, and magnitudes as bits; 0 where none is.
 
     Args:
-        handle: the handle of the weight.
-        steps: the handles of the steps around it, the outermost first.
-        is_training: whether its module is in training mode.
-        builds_graph: whether a graph is built.
-        num: the number of its reparametrizations.
+        handles: that of the weight, and those of the steps around it, the outermost first.
+        given: whether its module is in training mode, whether a graph is built, and the number of
+            its reparametrizations.
     """
-    given = (handle, steps, is_training, builds_graph, num)
-    return saved(lambda: torch.ops.recoup.seeds(*given, num_recorded()))
+    return saved(lambda: torch.ops.recoup.seeds(handles, given, num_recorded()))
 
 
 @never_compiled
-def _seeds(
-    handle: Tensor,
-    steps: Sequence[Tensor],
-    is_training: bool,
-    builds_graph: bool,
-    num: int,
-    place: int,
-) -> Tensor:
-    weight: Any = _by_handle[int(handle)]
-    frames: list[Step] = [_by_handle[int(step)] for step in steps]
+def _seeds(handles: Sequence[Tensor], given: Sequence[int], place: int) -> Tensor:
+    weight, *frames = (_by_handle[int(handle)] for handle in handles)
     local.frames += frames
     try:
-        made = {each.step: each for each in weight.draws_again(0, is_training, builds_graph)}
+        made = {each.step: each for each in weight.draws_again(0, bool(given[0]), bool(given[1]))}
     finally:
         for frame in frames:
             leave(frame)
     found = [made.get(step, Drawn(step, 0, 0.0)) for step in weight.steps]
     magnitudes = torch.tensor([each.magnitude for each in found], dtype=torch.float64)
     return torch.stack([torch.tensor([each.seed for each in found]), magnitudes.view(torch.int64)])
-
-
-def _fake_seeds(
-    handle: Tensor,
-    steps: Sequence[Tensor],
-    is_training: bool,
-    builds_graph: bool,
-    num: int,
-    place: int,
-) -> Tensor:
-    return torch.empty((2, num), dtype=torch.int64, device="cpu")
 
 
 @never_compiled
@@ -199,10 +179,6 @@ def _redrawn(weight: Tensor, seeds: Tensor, handle: Tensor, transposed: bool) ->
         if magnitude and step.is_random and not (transposed and step.is_additive):
             weight = step.compute(weight, (), Drawn(step, seed, magnitude), is_new=True)
     return weight
-
-
-def _fake_redrawn(weight: Tensor, seeds: Tensor, handle: Tensor, transposed: bool) -> Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _keep_seeds(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -200,27 +200,18 @@ def _forward_by_rows(self: nn.Embedding, input: Tensor) -> Tensor:
     """Run the forward of an embedding; draw for the rows that are looked up where that suffices."""
     raw: Any = self.__dict__.get("_parameters", {}).get("weight")
     weight = weights_of(self).get("weight")
-    if weight is None or raw is None or not _may_draw_rows(self, weight.steps, raw, input):
+    if weight is None or raw is None or torch.compiler.is_compiling() or is_transformed():
         return nn.Embedding.forward(self, input)
-    return _rows(self, weight, raw, input)
-
-
-@never_compiled
-def _rows(module: Any, weight: ParametrizedWeight, raw: Tensor, ids: Tensor) -> Tensor:
-    drawn, rows = weight.drawn(module, raw), _raw(nn.Embedding.forward)(module, ids)
-    for each in drawn:
-        rows = cast("Tensor", DrawnWeight.apply(rows, ids, each))
-    return rows
-
-
-def _may_draw_rows(module: nn.Embedding, steps: list[Any], raw: Tensor, ids: Any) -> bool:
-    """Whether draws for the rows `ids` alone are fewer, and all that is applied to the weight."""
-    if torch.compiler.is_compiling() or is_transformed() or not is_plain(raw):
-        return False
     # The same rows are shortened, in the table, however many are looked up.
-    is_cheap = module.max_norm is not None or all(step.draws_rows_whole for step in steps)
-    is_few = isinstance(ids, Tensor) and ids.numel() < raw.shape[0]
-    return all(step.draws_by_row for step in steps) and (is_cheap or is_few)
+    is_cheap = self.max_norm is not None or all(step.draws_rows_whole for step in weight.steps)
+    is_few = isinstance(input, Tensor) and input.numel() < raw.shape[0]
+    is_by_row = is_plain(raw) and all(step.draws_by_row for step in weight.steps)
+    if not (is_by_row and (is_cheap or is_few)):
+        return nn.Embedding.forward(self, input)
+    drawn, rows = weight.drawn(self, raw), _raw(nn.Embedding.forward)(self, input)
+    for each in drawn:
+        rows = cast("Tensor", DrawnWeight.apply(rows, input, each))
+    return rows
 
 
 def _raw(run: Any) -> Any:

@@ -99,7 +99,7 @@ class WeightNorm(Reparametrization):
         super().removed_from(module, key)
 
     def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor:
-        return _lengths_of(weight.detach(), self.axis)
+        return self.first_value(weight).detach()
 
     def operands(self, module: nn.Module, key: str) -> Operands:
         norms: Tensor | None = getattr(module, f"{key}_g", None)
@@ -137,7 +137,7 @@ class _Product(torch.autograd.Function):
         return _fused(weight, norms, dim)[0] if ctx.is_fused else _product_of(weight, norms, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         weight, norms = (kept.get() for kept in ctx.kept)
         is_again = torch.is_grad_enabled()
         if ctx.is_fused and not is_again:
@@ -146,18 +146,14 @@ class _Product(torch.autograd.Function):
             backward = torch.ops.aten._weight_norm_interface_backward
             return (*backward(*given, lengths, ctx.dim), None, None)
         # The fused backward treats the lengths as constants, wrong for a second derivative.
-        wants = tuple(value.requires_grad for value in ctx.inputs)
-        if is_again:
-            weight, norms = ctx.inputs
-        else:
-            weight = weight.detach().requires_grad_(wants[0])
-            norms = norms.detach().requires_grad_(wants[1])
+        given = [
+            value if is_again and value.requires_grad else value.detach().requires_grad_()
+            for value in (ctx.inputs if is_again else (weight, norms))
+        ]
         with torch.enable_grad():
-            made = _product_of(weight, norms, ctx.dim)
-        wanted = [value for value, want in zip((weight, norms), wants, strict=True) if want]
-        found = iter(torch.autograd.grad(made, wanted, gradients[0], create_graph=is_again))
-        of_weight = next(found) if wants[0] else None
-        return of_weight, next(found) if wants[1] else None, None, None
+            made = _product_of(given[0], given[1], ctx.dim)
+        found = torch.autograd.grad(made, given, gradients[0], create_graph=is_again)
+        return *found, None, None
 
 
 def _fused(weight: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
