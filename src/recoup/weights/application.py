@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -93,11 +93,11 @@ def _shared(step: Reparametrization, each: Named) -> Reparametrization:
             f'`tied` is "same", but another use of `{each.name}` has {other!r}, and this one would '
             f"have {step!r}. Give both the same arguments."
         )
-    other.breaks_graph = True  # a graph would take the seeds of one use only
+    other.is_tied = True  # a graph would take the seeds of one use only
     return other
 
 
-class Applied:
+class Applied(NamedTuple):
     """A reparametrization of one parameter.
 
     Attributes:
@@ -106,10 +106,9 @@ class Applied:
         step: the number of steps in training so far: what a schedule is given.
     """
 
-    def __init__(self, name: str, reparametrization: Reparametrization) -> None:
-        self.name = name
-        self.reparametrization = reparametrization
-        self.step = reparametrization.application.step
+    name: str
+    reparametrization: Reparametrization
+    step: int
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.reparametrization!r}"
@@ -130,7 +129,11 @@ def applied(module: nn.Module) -> list[Applied]:
         >>> recoup.weights.applied(conv)
         [weight: weight_norm(dim=0), weight: weight_noise(std=0.1)]
     """
-    return [Applied(name, s) for weight, name in _weights_in(module).items() for s in weight.steps]
+    return [
+        Applied(name, each, each.application.step)
+        for weight, name in _weights_in(module).items()
+        for each in weight.steps
+    ]
 
 
 def _weights_in(module: nn.Module) -> dict[ParametrizedWeight, str]:

@@ -108,18 +108,16 @@ def register_operators() -> None:
     for name, run in (("begun", _begun), ("drawn", _drawn)):
         library.define(name + torch.library.infer_schema(run, mutates_args=()))
         library.impl(name, run, "CompositeImplicitAutograd")
-    like = functools.partial(torch.empty, dtype=torch.int64, device="cpu")
-    _register("step", _step, lambda *_: like(()), torch.Tag.nondeterministic_seeded)
-    _register("seeds", _seeds, lambda _, given, __: like((2, given[2])), torch.Tag.nondeterministic_seeded)
-    operator = _register(
-        "redrawn",
-        _redrawn,
-        lambda weight, *_: torch.empty_like(weight, memory_format=torch.contiguous_format),
-    )
+    ints = functools.partial(torch.empty, dtype=torch.int64, device="cpu")
+    seeded = (torch.Tag.nondeterministic_seeded,)
+    _register("step", _step, lambda *_: ints(()), seeded)
+    _register("seeds", _seeds, lambda _, given, __: ints((2, given[2])), seeded)
+    like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+    operator = _register("redrawn", _redrawn, lambda weight, *_: like(weight))
     operator.register_autograd(_backward, setup_context=_keep_seeds)
 
 
-def _register(name: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], *tags: Any) -> Any:
+def _register(name: str, run: Any, fake: Callable[..., Tensor], tags: Sequence[Any] = ()) -> Any:
     operator = torch.library.custom_op(f"recoup::{name}", run, mutates_args=(), tags=tags)
     operator.register_fake(fake)
     return operator

@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.saved_tensors import pop_pair, push_pair, unpack
-from recoup.weights import draws, row_draws
+from recoup._core.saved_tensors import is_transformed, pop_pair, push_pair, unpack
+from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import (
@@ -91,11 +91,6 @@ class WeightDropout(Reparametrization):
         self.axes = tuple(axes)
         self.rate = self.checked(p)
 
-    @property
-    def p(self) -> Magnitude:
-        """The probability."""
-        return self.rate
-
     def shown(self) -> str:
         return super().shown() + (f", axes={self.axes}" if self.axes else "")
 
@@ -114,7 +109,7 @@ class WeightDropout(Reparametrization):
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         mask: draws.Mask | None = None
-        if not self.draws_by_row and weight.is_contiguous():
+        if weight.is_contiguous() and not (self.draws_by_row or is_transformed()):
             mask = draws.mask_beside(weight, drawn.seed, drawn.magnitude, self.axes)
         if mask is None:
             return super().apply(weight, operands, drawn)
@@ -131,5 +126,5 @@ class WeightDropout(Reparametrization):
             return weight * self.compute(ones, (), drawn, is_new=True)
         _, seed, p, rows = drawn
         if self.draws_by_row:
-            return row_draws.dropped(weight, seed, p, rows, axes=self.axes, in_place=is_new)
+            return draws.dropped_rows(weight, seed, p, rows, axes=self.axes, in_place=is_new)
         return draws.dropped(weight, seed, p, self.axes, in_place=is_new)

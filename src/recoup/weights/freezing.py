@@ -172,5 +172,6 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
 def _dropout_of(use: Named) -> WeightDropout | None:
     """Return the dropout of a use of a parameter; None if it has none that counts."""
     weight = weights_of(use.owner).get(use.key)
-    steps = [] if weight is None or not all(step.is_random for step in weight.steps) else weight.steps
-    return next((step for step in steps if isinstance(step, WeightDropout)), None)
+    steps = [] if weight is None else weight.steps
+    found = (step for step in steps if isinstance(step, WeightDropout))
+    return next(found, None) if all(step.is_random for step in steps) else None

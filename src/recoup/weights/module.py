@@ -48,13 +48,8 @@ class Attached:
         begun: the last steps that a compiled graph has begun.
     """
 
-    def __init__(
-        self,
-        weights: dict[str, ParametrizedWeight] | None = None,
-        roots: list[Application] | None = None,
-    ) -> None:
-        self.weights = weights or {}
-        self.roots = roots or []
+    def __init__(self, weights: dict[str, ParametrizedWeight], roots: list[Application]) -> None:
+        self.weights, self.roots = weights, roots
         self.begun: deque[Step] = deque(maxlen=1024)
         self.handle = new_handle(self)
 
@@ -71,7 +66,7 @@ class Attached:
 
 def attach(module: nn.Module) -> Attached:
     """Return the state that `module` carries; give it an empty one if it has none."""
-    return module.__dict__.setdefault(_KEY, Attached())
+    return module.__dict__.setdefault(_KEY, Attached({}, []))
 
 
 def weights_of(module: nn.Module) -> dict[str, ParametrizedWeight]:
@@ -175,7 +170,8 @@ def _step_of(forward: Any, run: Any) -> Any:
                 frames.pop()
             else:
                 leave(step)
-            step.made, step.last = {}, None  # an exception may hold this frame
+            step.made.clear()  # an exception may hold this frame
+            step.last = None
 
     @functools.wraps(forward)
     def forward_of_step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from recoup._core.saved_tensors import untransformed
-from recoup.weights import draws, row_draws
+from recoup._core.saved_tensors import is_transformed, untransformed
+from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import (
@@ -143,19 +143,14 @@ class WeightNoise(Reparametrization):
         self._std = std if isinstance(std, nn.Parameter) else self.checked(std)
         self._learned, self._made, self._key = learned, made, ""
         if learned is not None or isinstance(std, nn.Parameter):
-            self.suffix, self.adds_parameters = "_std", True
-            self.by_autograd = self.by_operators = self.breaks_graph = True
+            self.suffix = "_std"
+            self.by_autograd = self.by_operators = self.adds_parameters = True
         else:
             self.rate = self._std
 
     def shown(self) -> str:
         std = f"std={self._key}_std" if self.suffix else super().shown()
         return std + (", relative=True" if self.relative else "")
-
-    @property
-    def std(self) -> Magnitude:
-        """The standard deviation, where it is no parameter."""
-        return self.rate
 
     def checked(self, value: Any) -> Magnitude:
         if self.suffix and not isinstance(value, Real):
@@ -210,11 +205,11 @@ class WeightNoise(Reparametrization):
             noise = noise * root_mean_square(weight) if self.relative else noise
             return weight + (noise * (own[0] if own else std)).to(weight.dtype)
         if self.draws_by_row:
-            return row_draws.noised(weight, seed, std, rows, in_place=is_new)
+            return draws.noised_rows(weight, seed, std, rows, in_place=is_new)
         return draws.noised(weight, seed, std, in_place=is_new)
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        is_simple = not (self.by_operators or self.draws_by_row)
+        is_simple = not (self.by_operators or self.draws_by_row or is_transformed())
         if is_simple and weight.is_contiguous():  # or the sum would not be
             noise = draws.noise_beside(weight, drawn.seed, drawn.magnitude)
             if noise is not None:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.saved_tensors import untransformed
+from recoup._core.saved_tensors import is_transformed, untransformed
 
 Magnitude = float | Tensor | Callable[[int], float]
 Operands = tuple[Tensor, ...]
@@ -70,12 +70,12 @@ class Reparametrization:
     is_additive: ClassVar[bool] = False  # whether a draw is added to a weight, or scales it
     by_autograd = False  # See Rule 3
     by_operators = False  # whether `compute` is differentiable as it is, and keeps nothing large
-    suffix = ""  # of the name of a parameter that it adds beside the weight
+    suffix = ""  # of the name of a parameter, or a module, that it adds beside the weight
     adds_parameters = False  # of any kind
     function: Callable[..., Tensor] | None = None  # of the user's
-    breaks_graph = False  # whether a compiled graph breaks where it reads such a weight
+    is_tied = False  # whether another name of the weight may share it
     records: Collection[set[Drawn]] = ()  # that note which draws there were
-    draws_by_row = False  # whether rows of an embedding may be drawn alone (see `row_draws`)
+    draws_by_row = False  # whether rows of an embedding may be drawn alone (see `draws`)
     draws_rows_whole = False  # with one number for each row
     rate: Magnitude = 1.0  # a float, or what has one for a step
 
@@ -87,6 +87,11 @@ class Reparametrization:
             )
         self.application = application
         self.mode = mode
+
+    @property
+    def breaks_graph(self) -> bool:
+        """Whether a compiled graph breaks where it reads such a weight."""
+        return self.by_autograd or self.is_tied
 
     def __repr__(self) -> str:
         mode = "" if self.mode == "training" else f', mode="{self.mode}"'
@@ -149,7 +154,7 @@ class Reparametrization:
         """Adapt to the weight `key` of `module`, or raise if it cannot be applied to it."""
 
     def added(self, key: str) -> str:
-        """Return the name of the parameter that it adds beside the weight `key`; or ""."""
+        """Return the name of what it adds beside the weight `key`; or ""."""
         return key + self.suffix if self.suffix else ""
 
     def first_value(self, weight: Tensor) -> nn.Parameter:
@@ -184,13 +189,9 @@ class Reparametrization:
         """Return the reparametrized weight with its graph, which keeps nothing but the seed."""
         if self.by_operators:
             return self.compute(weight, operands, drawn)
-        return cast("Tensor", DrawnWeight.apply(weight, None, drawn))
-
-    def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        """Return the same by differentiable operators of torch, which keep their residuals."""
-        if self.by_operators:
-            return self.compute(weight, operands, drawn)
-        with untransformed():
+        if not is_transformed():
+            return cast("Tensor", DrawnWeight.apply(weight, None, drawn))
+        with untransformed():  # See Rule 4
             made = torch.zeros if self.is_additive else torch.ones
             draw = made(weight.shape, dtype=weight.dtype, device=weight.device)
             draw = self.compute(draw, (), drawn, is_new=True)

@@ -87,8 +87,8 @@ class Step(Frame):
         self.last: Tensor | None = None
         self._seed = seed
         self._counts = counts
-        self._numbers: dict[Application, int] = {}
-        self._num_named: dict[str, int] = {}
+        # The numbers of the step, by the calls that applied; how often a name was drawn for.
+        self._numbers: dict[Application | str, int] = {}
 
     def draw(self, step: Reparametrization, path: str, *, is_training: bool) -> Drawn:
         """Draw for the weight that is called `path`."""
@@ -103,7 +103,7 @@ class Step(Frame):
             if self._seed is None:
                 self._seed = draw_seed()
             name = f"{path} {step.kind}"
-            again = self._num_named[name] = self._num_named.get(name, -1) + 1
+            again = self._numbers[name] = self._numbers.get(name, -1) + 1
             text = f"{self._seed} {name} {again}".encode()
             seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
         drawn = self.drawn[step] = Drawn(step, seed, magnitude)

@@ -36,7 +36,7 @@ from recoup._core.call import Call, run_to_value
 from recoup._core.compile import never_compiled
 from recoup._core.generators import fingerprint
 from recoup._core.lazy_values import Source, Value, as_value, marked, read_anew
-from recoup.errors import ChangedError, RecoupError, ReplayError
+from recoup.errors import RecoupError, ReplayError
 from recoup.weights.compiled import new_handle
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 from recoup.weights.steps import Override, SameDraw, Step, local
@@ -140,10 +140,10 @@ class ParametrizedWeight:
             step: Step | None = None
             same: SameDraw | None = None
             for frame in local.frames:
-                if isinstance(frame, SameDraw):
-                    same = frame
-                elif isinstance(frame, Override):
+                if isinstance(frame, Override):
                     is_on = frame.is_on if self in frame.weights else is_on
+                elif isinstance(frame, SameDraw):
+                    same = frame
                 elif step is None and each.application in frame.applications:
                     step = frame
             if not is_on or (step is None and not builds_graph):
@@ -158,9 +158,7 @@ class ParametrizedWeight:
                 found.append(drawn)
         return tuple(found)
 
-    def draws_again(
-        self, version: int, is_training: bool, builds_graph: bool
-    ) -> tuple[Drawn, ...]:
+    def draws_again(self, version: int, is_training: bool, builds_graph: bool) -> tuple[Drawn, ...]:
         """Return the same for code that may run again, or does so now (See Rule 4)."""
         is_usual = is_training or self.is_switched
         is_open = any(step.is_random and (is_usual or step.mode == "always") for step in self.steps)
@@ -190,7 +188,7 @@ class ParametrizedWeight:
         if found is None:
             return draw()  # in evaluation
         if found[2] != version:
-            raise ChangedError(_CHANGED.format(self.name))
+            raise seam.changed_in_place(self.name)
         rng.skip(found[1])
         return found[0]
 
@@ -211,7 +209,7 @@ class ParametrizedWeight:
         stub: Tensor | None = None,
     ) -> Tensor:
         """Return a new weight; its gradients flow through `stub` if there is one."""
-        if not is_plain(raw):
+        if type(raw) is not nn.Parameter and not is_plain(raw):
             raise RecoupError(
                 f"{self.name} is a {type(raw).__name__}, but {drawn[0].step.kind} needs a plain, "
                 "whole tensor. If it is sharded, read it within the forward of its module, where "
@@ -221,7 +219,7 @@ class ParametrizedWeight:
         if self.has_operands:
             operands = tuple([each.step.operands(module, self.key) for each in drawn])
         if seam.is_transformed():
-            return _run("apply_by_operators", drawn, raw, operands)
+            return _run(drawn, raw, operands)
         if not torch.is_grad_enabled():
             weight, source = _without_graph(raw, operands, drawn), Source(self.name)
             source.stands_for, source._version = self.key, seam.version_of(weight)
@@ -229,7 +227,7 @@ class ParametrizedWeight:
             return marked(weight, source)
         if self._has_functions and any(each.step.by_autograd for each in drawn):
             # See Rule 3 of NOTE [ One formula ]. A region notes the modules among the arguments.
-            run, functions = partial(_run, "apply", drawn), [each.step.function for each in drawn]
+            run, functions = partial(_run, drawn), [each.step.function for each in drawn]
             call = Call(f"the computation of {self.name}", run, (raw, operands, functions), {})
             weight = cast("Tensor", run_to_value(call))
             if isinstance(weight, Value):
@@ -237,7 +235,7 @@ class ParametrizedWeight:
             seam.reverse_at_once(weight)
             return weight
         if stub is None:
-            weight = _run("apply", drawn, raw, operands)
+            weight = _run(drawn, raw, operands)
         else:
             with seam.grad_mode(False):
                 weight = _without_graph(raw, operands, drawn)
@@ -255,10 +253,6 @@ _NOT_TOLD = (
     "it had: none is known, or two stood at one place of the random stream. Use recoup.checkpoint, "
     "or use_reentrant=False with preserve_rng_state=True. A hook reads it by `get_parameter`."
 )
-_CHANGED = (
-    "{} was changed in place between forward and backward, and code that uses it is run again "
-    "there. Step the optimizer after backward."
-)
 
 
 def _runs_again() -> bool:
@@ -271,16 +265,12 @@ def _runs_again() -> bool:
 
 
 def _run(
-    how: str,
-    drawn: tuple[Drawn, ...],
-    weight: Tensor,
-    operands: tuple[Operands, ...],
-    functions: object = None,
+    drawn: tuple[Drawn, ...], weight: Tensor, operands: tuple[Operands, ...], functions: object = ()
 ) -> Tensor:
     """Apply reparametrizations one after the other, with their graph."""
     del functions
     for each, own in zip(drawn, operands, strict=True):
-        weight = getattr(each.step, how)(weight, own, each)
+        weight = each.step.apply(weight, own, each)
         seam.reverse_at_once(weight)
     return weight
 
