@@ -405,4 +405,4 @@ def enabled(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def _is_whole(given: Any) -> bool:
-    return isinstance(given, Integral) and not isinstance(given, bool) and given >= 0
+    return type(given) is not bool and isinstance(given, Integral) and int(given) >= 0

@@ -108,17 +108,15 @@ def register_operators() -> None:
     for name, run in (("begun", _begun), ("drawn", _drawn)):
         library.define(name + torch.library.infer_schema(run, mutates_args=()))
         library.impl(name, run, "CompositeImplicitAutograd")
-    ints = functools.partial(torch.empty, dtype=torch.int64, device="cpu")
     seeded = (torch.Tag.nondeterministic_seeded,)
-    _register("step", _step, lambda *_: ints(()), seeded)
-    _register("seeds", _seeds, lambda _, given, __: ints((2, given[2])), seeded)
-    like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-    operator = _register("redrawn", _redrawn, lambda weight, *_: like(weight))
+    _register("step", _step, _fake_step, seeded)
+    _register("seeds", _seeds, _fake_seeds, seeded)
+    operator = _register("redrawn", _redrawn, _fake_redrawn)
     operator.register_autograd(_backward, setup_context=_keep_seeds)
 
 
 def _register(name: str, run: Any, fake: Callable[..., Tensor], tags: Sequence[Any] = ()) -> Any:
-    operator = torch.library.custom_op(f"recoup::{name}", run, mutates_args=(), tags=tags)
+    operator: Any = torch.library.custom_op(f"recoup::{name}", run, mutates_args=(), tags=tags)
     operator.register_fake(fake)
     return operator
 
@@ -138,6 +136,10 @@ def _step(handle: Tensor, place: int) -> Tensor:
     step = Step(None, attached.roots)
     attached.begun.append(step)
     return new_handle(step)
+
+
+def _fake_step(*_: object) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @never_compiled
@@ -166,17 +168,25 @@ def _seeds(handles: Sequence[Tensor], given: Sequence[int], place: int) -> Tenso
     return torch.stack([torch.tensor([each.seed for each in found]), magnitudes.view(torch.int64)])
 
 
+def _fake_seeds(handles: object, given: Sequence[int], place: int) -> Tensor:
+    return torch.empty((2, given[2]), dtype=torch.int64, device="cpu")
+
+
 @never_compiled
 def _redrawn(weight: Tensor, seeds: Tensor, handle: Tensor, transposed: bool) -> Tensor:
     """Return a weight under these draws; transposed, the gradient of the raw one from its own."""
     weight = weight.clone(memory_format=torch.contiguous_format)
+    numbers: list[int] = seeds[0].tolist()
     magnitudes: list[float] = seeds[1].view(torch.float64).tolist()
-    for step, seed, magnitude in zip(
-        _by_handle[int(handle)].steps, seeds[0].tolist(), magnitudes, strict=True
-    ):
+    steps: list[Any] = _by_handle[int(handle)].steps
+    for step, seed, magnitude in zip(steps, numbers, magnitudes, strict=True):
         if magnitude and step.is_random and not (transposed and step.is_additive):
             weight = step.compute(weight, (), Drawn(step, seed, magnitude), is_new=True)
     return weight
+
+
+def _fake_redrawn(weight: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _keep_seeds(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

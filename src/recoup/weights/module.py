@@ -192,7 +192,7 @@ def _with_own_code(run: Any) -> Any:
     return forward
 
 
-def _forward_by_rows(self: nn.Embedding, input: Tensor) -> Tensor:
+def _forward_by_rows(self: nn.Embedding, input: Any) -> Tensor:
     """Run the forward of an embedding; draw for the rows that are looked up where that suffices."""
     raw: Any = self.__dict__.get("_parameters", {}).get("weight")
     weight = weights_of(self).get("weight")

@@ -137,7 +137,7 @@ class _Product(torch.autograd.Function):
         return _fused(weight, norms, dim)[0] if ctx.is_fused else _product_of(weight, norms, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weight, norms = (kept.get() for kept in ctx.kept)
         is_again = torch.is_grad_enabled()
         if ctx.is_fused and not is_again:

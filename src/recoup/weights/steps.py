@@ -28,7 +28,7 @@ from recoup.weights.reparametrization import Application, Drawn, Reparametrizati
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.frames: list[Step | Override] = []  # in force in this thread, the innermost last
+        self.frames: list[Any] = []  # in force in this thread, the innermost last
         self.raw_of: nn.Module | None = None  # whose weights are read as they are (see `module`)
         self.lists: dict[int, list[Tensor]] = {}  # on which recurrent layers run, by their ids
 

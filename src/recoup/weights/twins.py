@@ -77,10 +77,11 @@ def twin(module: M) -> M:
 
 
 def _check(part: Any, name: str) -> None:
+    kind = type(cast("object", part)).__name__
     kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel, torch.jit.ScriptModule)
     if isinstance(part, kinds) or hasattr(part, "unshard"):
         raise ValueError(
-            f"{name} is a {type(part).__name__}, which is not to be there twice. Make the twin of "
+            f"{name} is a {kind}, which is not to be there twice. Make the twin of "
             "the module within it, before it is wrapped, sharded or scripted; a sharded model is "
             "evaluated between `model.eval()` and `model.train()`."
         )

@@ -171,9 +171,12 @@ class ParametrizedWeight:
         if (again and not _runs_again()) or not (again or is_noted or frame is not None):
             return draw()
         place, by_place = fingerprint(), self._by_place
-        within = {} if frame is None else self._by_frame.setdefault(frame, {})
+        within: dict[int, _Recorded | None] = {}
+        if frame is not None:
+            within = self._by_frame.setdefault(frame, within)
         if not again:
-            made: _Recorded = (*rng.counted(draw), version)
+            value, num_seeds = rng.counted(draw)
+            made: _Recorded = (value, num_seeds, version)
             for known in (within, by_place if is_noted else {}):
                 known[place] = made if (known.get(place) or made)[0] == made[0] else None
             if len(by_place) > _MOST:
