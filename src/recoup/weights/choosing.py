@@ -180,8 +180,8 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
         )
     if step.added(key) and hasattr(owner, step.added(key)):
         raise ValueError(
-            f"`{step.added(name)}` exists already, which is what {step.kind} would call what it adds. "
-            "Rename it, or let `pattern` leave this weight out."
+            f"`{step.added(name)}` exists already, which is what {step.kind} would call what it "
+            "adds. Rename it, or let `pattern` leave this weight out."
         )
     weight = weights_of(owner).get(key)
     for other in () if weight is None else weight.steps:

@@ -176,10 +176,9 @@ def _fake_seeds(handles: object, given: Sequence[int], place: int) -> Tensor:
 def _redrawn(weight: Tensor, seeds: Tensor, handle: Tensor, transposed: bool) -> Tensor:
     """Return a weight under these draws; transposed, the gradient of the raw one from its own."""
     weight = weight.clone(memory_format=torch.contiguous_format)
-    numbers: list[int] = seeds[0].tolist()
-    magnitudes: list[float] = seeds[1].view(torch.float64).tolist()
-    steps: list[Any] = _by_handle[int(handle)].steps
-    for step, seed, magnitude in zip(steps, numbers, magnitudes, strict=True):
+    rows: Any = (seeds[0], seeds[1].view(torch.float64))
+    drawn = zip(_by_handle[int(handle)].steps, rows[0].tolist(), rows[1].tolist(), strict=True)
+    for step, seed, magnitude in drawn:
         if magnitude and step.is_random and not (transposed and step.is_additive):
             weight = step.compute(weight, (), Drawn(step, seed, magnitude), is_new=True)
     return weight

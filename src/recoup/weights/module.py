@@ -50,7 +50,7 @@ class Attached:
 
     def __init__(self, weights: dict[str, ParametrizedWeight], roots: list[Application]) -> None:
         self.weights, self.roots = weights, roots
-        self.begun: deque[Step] = deque(maxlen=1024)
+        self.begun: deque[Step] = deque(maxlen=256)
         self.handle = new_handle(self)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -100,19 +100,21 @@ class ParametrizedWeight:
         if step is None:
             return self._compute(module, raw, version, drawn)
         given = (raw, drawn, version, torch.is_grad_enabled())
-        known, stub, again = step.made.get(self), None, None
-        step.last = None
-        if known is not None and known[0][0] is raw and known[0][1:] == given[1:]:  # See Rule 3
+        known: Any = step.made.get(self)
+        stub: Tensor | None = None
+        again: Tensor | None = None
+        is_known = known is not None and known[0][0] is raw and known[0][1:] == given[1:]
+        if is_known:  # See Rule 3
             _, alive, stub, _ = known
             if (weight := alive()) is not None:
-                step.last = weight
                 return read_anew(weight)
-            weight = again = self._compute(module, raw, version, drawn, stub)
-        else:
-            weight = self._compute(module, raw, version, drawn)
-            is_alone = step.owner is module or not weight.requires_grad
-            if not is_alone and type(getattr(weight, "_recoup_source", None)) is _Recomputed:
-                stub = _stub_of(weight)
+        step.last = None  # before another one is made
+        weight = self._compute(module, raw, version, drawn, stub)
+        if is_known:
+            again = weight
+        elif step.owner is not module and weight.requires_grad:
+            is_recomputed = type(getattr(weight, "_recoup_source", None)) is _Recomputed
+            stub = _stub_of(weight) if is_recomputed else None
         step.last = weight
         step.made[self] = given, weakref.ref(weight), stub, again
         return weight
