@@ -83,7 +83,7 @@ class Step(Frame):
         self.owner = owner
         self.applications = applications
         self.drawn: dict[Reparametrization, Drawn] = {}
-        self.made: dict[object, Any] = {}
+        self.made: dict[object, tuple[Any, ...]] = {}
         self.last: Tensor | None = None
         self._seed = seed
         self._counts = counts

@@ -100,17 +100,17 @@ class ParametrizedWeight:
         if step is None:
             return self._compute(module, raw, version, drawn)
         given = (raw, drawn, version, torch.is_grad_enabled())
-        known: Any = step.made.get(self)
-        stub: Tensor | None = None
-        again: Tensor | None = None
-        is_known = known is not None and known[0][0] is raw and known[0][1:] == given[1:]
-        if is_known:  # See Rule 3
+        known = step.made.get(self)
+        if known is not None and (known[0][0] is not raw or known[0][1:] != given[1:]):
+            known = None
+        stub = again = None
+        if known is not None:  # See Rule 3
             _, alive, stub, _ = known
             if (weight := alive()) is not None:
                 return read_anew(weight)
         step.last = None  # before another one is made
         weight = self._compute(module, raw, version, drawn, stub)
-        if is_known:
+        if known is not None:
             again = weight
         elif step.owner is not module and weight.requires_grad:
             is_recomputed = type(getattr(weight, "_recoup_source", None)) is _Recomputed
