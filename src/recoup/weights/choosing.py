@@ -78,7 +78,8 @@ def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named,
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
     found: dict[Named, bool] = {}
     for entry in entries:
-        chosen = [each for each in candidates if _chooses(entry, argument)(each)]
+        chooses = _chooses(entry, argument)
+        chosen = [each for each in candidates if chooses(each)]
         if not chosen:
             names = ", ".join(each.name for each in candidates[:8]) or "none"
             raise ValueError(
@@ -106,7 +107,7 @@ def _chooses(entry: Any, argument: str) -> Callable[[Named], bool]:
         return lambda each: (
             isinstance(each.owner, kind) and bool(is_weight(each.key)) and not _is_added(each)
         )
-    if _is_function(entry) and not isinstance(entry, type):
+    if _is_function(entry):
         return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:
         pattern: re.Pattern[str] = re.compile(cast("str", entry))

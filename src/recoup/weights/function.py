@@ -44,6 +44,8 @@ class Draw:
     """
 
     def __init__(self, weight: Tensor, seed: int) -> None:
+        if not weight.is_floating_point():
+            raise ValueError(f"`weight` is {weight.dtype}, but must be of a floating-point type.")
         self._shape = tuple(weight.shape)
         self._kind: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         self._seed = seed

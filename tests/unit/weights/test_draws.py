@@ -312,3 +312,5 @@ def test_draws_have_their_distributions():
     for p in (1.5, -0.1):
         with pytest.raises(ValueError, match=rf"`p` is {p}, but must be a probability"):
             draw.bernoulli(p)
+    with pytest.raises(ValueError, match=r"`weight` is torch.int64, but must be of a floating"):
+        Draw(torch.arange(3), 3)
