@@ -127,15 +127,16 @@ _registered: list[Any] = []  # torch takes back what a library registered when t
 @never_compiled
 def _begun(handle: Tensor) -> Tensor:
     """Begin a step of the module whose state has a handle; return a handle of the step."""
-    return torch.ops.recoup.step(handle, num_recorded())  # See Rule 5
+    return saved(lambda: torch.ops.recoup.step(handle, num_recorded()))  # See Rule 5
 
 
 @never_compiled
 def _step(handle: Tensor, place: int) -> Tensor:
     attached: Any = _by_handle[int(handle)]
     step = Step(None, attached.roots)
-    attached.begun.append(step)
-    return new_handle(step)
+    made: Any = new_handle(step)
+    made.step = step  # which lives as long as the graph needs its handle
+    return made
 
 
 def _fake_step(*_: object) -> Tensor:

@@ -18,7 +18,6 @@ Rule 4. A forward of the module that something was applied to is a step. The for
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -43,14 +42,10 @@ class Attached:
     Args:
         weights: its own parameters that are reparametrized.
         roots: what was applied to this module itself, for its own parameters or those within.
-
-    Attributes:
-        begun: the last steps that a compiled graph has begun.
     """
 
     def __init__(self, weights: dict[str, ParametrizedWeight], roots: list[Application]) -> None:
         self.weights, self.roots = weights, roots
-        self.begun: deque[Step] = deque(maxlen=256)
         self.handle = new_handle(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
