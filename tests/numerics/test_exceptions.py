@@ -17,7 +17,7 @@ from recoup import weights
 from recoup._core import save_observer
 from recoup._core.saved_tensors import pair_in_force
 from recoup.invertible import ActNorm, AdditiveCoupling, Chain
-from recoup.weights.steps import local, overriding
+from recoup.weights.steps import local
 
 X = torch.linspace(-20, 20, 512 * 6).reshape(512, 6).sin()
 TRAP = SimpleNamespace(place="", error=KeyError)  # where a step raises, and what
@@ -145,7 +145,7 @@ def state_of_torch():
         "grad mode": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), nesting),
         "an observer": save_observer.current.observer,
-        "forwards": [*local.frames, *overriding, *local.lists],
+        "forwards": [*local.frames, *local.lists],
         "hooks of modules": len(torch.nn.modules.module._global_forward_hooks),
     }
 

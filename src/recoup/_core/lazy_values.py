@@ -276,7 +276,8 @@ _EXPOSES: frozenset[Any] = frozenset(_ways_past_versions)
 
 def as_value(tensor: Tensor, source: Source) -> Tensor:
     """Return `tensor` marked as a value: it is not kept, since `source` can make it again."""
-    source.watch(tensor)
+    source.dtype = tensor.dtype
+    source._version = 0 if tensor.is_inference() else tensor._version
     return marked(tensor, source)
 
 
@@ -305,8 +306,9 @@ def _hooks() -> object:
 
 def marked(tensor: Tensor, source: Source) -> Value:
     """Return `tensor`, read under the hooks in force, marked as the value of `source`."""
-    tensor.__class__ = Value  # not an alias, which would add a node to the graph
-    value, pair = cast("Value", tensor), pair_in_force()
+    value: Any = tensor
+    value.__class__ = Value  # not an alias, which would add a node to the graph
+    pair = pair_in_force()
     value._recoup_source, value._recoup_within = source, None if pair is None else pair[0]
     return value
 

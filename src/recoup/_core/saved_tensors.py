@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -268,8 +268,9 @@ def reverse_at_once(tensor: Tensor) -> None:
     its layer ran, as large as the weight, would then wait until all of the layer is done. The
     engine gives the same priority to the nodes that accumulate gradients.
     """
-    if tensor.grad_fn is not None:
-        cast("Any", tensor.grad_fn)._set_sequence_nr(_LAST)
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node._set_sequence_nr(_LAST)
 
 
 class Kept:

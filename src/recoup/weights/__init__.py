@@ -7,8 +7,16 @@ an optimizer from moving what was dropped; `to_plain_names` reads the files of o
 
 from __future__ import annotations
 
-from recoup.weights.application import applied, remove, set_step, update
-from recoup.weights.contexts import disabled, enabled, same_draw, step
+from recoup.weights.application import (
+    applied,
+    disabled,
+    enabled,
+    remove,
+    same_draw,
+    set_step,
+    step,
+    update,
+)
 from recoup.weights.conversion import to_plain_names
 from recoup.weights.divergence import kl_divergence
 from recoup.weights.dropout import weight_dropout

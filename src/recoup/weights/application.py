@@ -1,13 +1,17 @@
-"""Applying reparametrizations to the parameters of a module tree, listing and removing them."""
+"""Applying reparametrizations to the parameters of a module tree, listing and changing them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from recoup._core.rng import draw_seed
 from recoup._core.stand_ins import check_can_be_derived_from
 from recoup.weights.choosing import (
     Named,
@@ -21,7 +25,7 @@ from recoup.weights.choosing import (
 from recoup.weights.compiled import register_operators
 from recoup.weights.module import attach, fit_class, weights_of
 from recoup.weights.reparametrization import Magnitude, Reparametrization
-from recoup.weights.ties import share, shared
+from recoup.weights.steps import Override, SameDraw, Step
 from recoup.weights.weight import ParametrizedWeight
 
 # What DistributedDataParallel, torch.compile and trainers call the model within them.
@@ -34,7 +38,7 @@ def apply_to(
     """Apply a reparametrization from `make` to each parameter of `module` that `where` chooses.
 
     Everything is checked before anything is changed. With ``tied="same"``, uses of one parameter
-    get one reparametrization (see `ties`).
+    get one reparametrization.
     """
     if tied not in ("own", "same"):
         raise ValueError(
@@ -42,19 +46,17 @@ def apply_to(
             'its own) or "same" (they share one).'
         )
     found = suited(module, where)
-    covering = _covering(module, {id(each.owner) for each in found})
+    owners = {id(each.owner) for each in found}
+    covering = [e for e in module.modules() if not owners.isdisjoint(map(id, e.modules()))]
     for part in covering:
         check_can_be_derived_from(type(part))
     register_operators()
     steps: list[Reparametrization] = []
-    by_parameter: dict[int, Reparametrization] = {}
     for each in found:
         step = make()
         check(step, each, module)
         step.fit(each.owner, each.key, each.name)
-        if tied == "same":
-            step = by_parameter.setdefault(id(each.parameter), shared(step, each))
-        steps.append(step)
+        steps.append(_shared(step, each) if tied == "same" else step)
     for step, each in zip(steps, found, strict=True):
         weights = attach(each.owner).weights
         known = weights.get(each.key)
@@ -64,10 +66,7 @@ def apply_to(
             parts = [part for part in each.name.split(".") if part not in _WRAPPERS]
             known = weights[each.key] = ParametrizedWeight(each.key, ".".join(parts), name)
         known.set_steps([*known.steps, step])
-        if tied == "same":
-            share(step, each)
-        else:
-            step.applied_to(each.owner, each.key)
+        step.applied_to(each.owner, each.key)
     roots = attach(module).roots
     roots += [each for each in dict.fromkeys(s.application for s in steps) if each not in roots]
     for part in covering:
@@ -76,12 +75,29 @@ def apply_to(
     return module
 
 
-def _covering(module: nn.Module, owners: set[int]) -> list[nn.Module]:
-    """Return the modules of the tree that are, or contain, one of `owners` (ids)."""
-    return [part for part in module.modules() if not owners.isdisjoint(map(id, part.modules()))]
+# What the uses of a parameter share, by its kind. A step has one draw for each reparametrization,
+# so the uses have one draw if they have one reparametrization: the same object.
+_ties: MutableMapping[Tensor, MutableMapping[str, Reparametrization]] = WeakTensorKeyDictionary()
 
 
-class Applied:
+def _shared(step: Reparametrization, each: Named) -> Reparametrization:
+    """Return what another use of a parameter has, or else `step`.
+
+    Raises:
+        ValueError: when the other use has other arguments.
+    """
+    shared = _ties.setdefault(each.parameter, WeakValueDictionary())
+    other = shared.setdefault(step.kind, step)
+    if repr(other) != repr(step):
+        raise ValueError(
+            f'`tied` is "same", but another use of `{each.name}` has {other!r}, and this one would '
+            f"have {step!r}. Give both the same arguments."
+        )
+    other.is_tied = True  # a graph would take the seeds of one use only
+    return other
+
+
+class Applied(NamedTuple):
     """A reparametrization of one parameter.
 
     Attributes:
@@ -90,10 +106,9 @@ class Applied:
         step: the number of steps in training so far: what a schedule is given.
     """
 
-    def __init__(self, name: str, reparametrization: Reparametrization) -> None:
-        self.name = name
-        self.reparametrization = reparametrization
-        self.step = reparametrization.application.step
+    name: str
+    reparametrization: Reparametrization
+    step: int
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.reparametrization!r}"
@@ -114,21 +129,21 @@ def applied(module: nn.Module) -> list[Applied]:
         >>> recoup.weights.applied(conv)
         [weight: weight_norm(dim=0), weight: weight_noise(std=0.1)]
     """
+    return [
+        Applied(name, each, each.application.step)
+        for weight, name in _weights_in(module).items()
+        for each in weight.steps
+    ]
+
+
+def _weights_in(module: nn.Module) -> dict[ParametrizedWeight, str]:
+    """Return the reparametrized parameters within `module`, with the first name of each."""
     check_is_module(module)
-    found = {id(weight): (name, weight) for name, weight in reversed([*_named_weights(module)])}
-    return [Applied(name, s) for name, weight in reversed(found.values()) for s in weight.steps]
-
-
-def parametrized_weights(module: nn.Module) -> Iterator[ParametrizedWeight]:
-    """Return an iterator over the reparametrized parameters within `module`."""
-    check_is_module(module)
-    return (weight for _, weight in _named_weights(module))
-
-
-def _named_weights(module: nn.Module) -> Iterator[tuple[str, ParametrizedWeight]]:
+    found: dict[ParametrizedWeight, str] = {}
     for name, owner, key, _ in named(module):
         if key in weights_of(owner):
-            yield name, weights_of(owner)[key]
+            found.setdefault(weights_of(owner)[key], name)
+    return found
 
 
 def update(
@@ -205,10 +220,9 @@ def set_step(module: nn.Module, step: int) -> nn.Module:
         >>> recoup.weights.applied(recoup.weights.set_step(layer, 200))[0].step
         200
     """
-    given: Any = step
-    if not isinstance(given, Integral) or given is True or given is False or step < 0:
+    if not _is_whole(step):
         raise ValueError(f"`step` is {step!r}, but must be an int from 0.")
-    for weight in parametrized_weights(module):
+    for weight in _weights_in(module):
         for application in weight.applications:
             application.step, application.counts = int(step), False
     return module
@@ -279,3 +293,116 @@ def keep_only(module: nn.Module, is_kept: Callable[[Reparametrization], bool]) -
                 del weights_of(owner)[key]
     for part in module.modules():
         fit_class(part)
+
+
+# -- contexts around forwards ----------------------------------------------------------------------
+
+
+@contextmanager
+def step(module: nn.Module) -> Generator[None, None, None]:
+    """Let the code within be one step: each weight of `module` has one draw, wherever it is read.
+
+    A forward of the module that a reparametrization was applied to is a step by itself. Use this
+    where a training step computes otherwise: `training_step` of a LightningModule, several forwards
+    with one loss, `model.encode(x)`, a loss that reads `model.embedding.weight`. A schedule counts
+    it once. In evaluation nothing is drawn, as in any forward.
+
+    Kept: 8 bytes a weight, as in a forward. Call `backward` and the optimizer's step outside.
+
+    Args:
+        module: a module, or a tree of modules.
+
+    Returns:
+        A context manager, for this thread; also a decorator.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer, x = recoup.weight_dropout(torch.nn.Linear(64, 64)), torch.ones(1, 64)
+        >>> with recoup.weights.step(layer):
+        ...     torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+        True
+    """
+    with Step(None, [each for weight in _weights_in(module) for each in weight.applications]):
+        yield
+
+
+def same_draw(seed: int | None = None) -> AbstractContextManager[None]:
+    """Give each weight one draw for all steps and reads within.
+
+    Around several forwards (windows of one sequence, gradients that are accumulated) it makes them
+    use the same noise; with a seed, that noise is a function of the seed and of the names of the
+    parameters, so that a whole data set can be run through one sample, and every rank of a
+    distributed run can have the same noise, as ``same_draw(seed=step)``, or its own, as
+    ``same_draw(seed=step * world_size + rank)``. A schedule counts one step.
+
+    Args:
+        seed: an int from 0; drawn from the default generator if None.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ValueError: when `seed` is not an int from 0, or None.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer, x = recoup.weight_dropout(torch.nn.Linear(64, 64)), torch.ones(1, 64)
+        >>> with recoup.weights.same_draw(seed=3):
+        ...     torch.equal(layer(x), layer(x))
+        True
+        >>> torch.equal(layer(x), layer(x))
+        False
+    """
+    if seed is not None and not _is_whole(seed):
+        raise ValueError(f"`seed` is {seed!r}, but must be an int from 0, or None to draw one.")
+    # Drawn in any case: the position in the stream identifies code that torch runs again.
+    drawn = draw_seed()
+    return SameDraw(None, (), drawn if seed is None else int(seed))
+
+
+def disabled(module: nn.Module) -> AbstractContextManager[None]:
+    """Turn weight dropout and noise off in `module`, which may stay in training mode.
+
+    Weight norm is not noise, and stays. Code that ran within is also run again without noise.
+
+    Args:
+        module: a module, or a tree of modules.
+
+    Returns:
+        A context manager, for this thread.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer, x = recoup.weight_dropout(torch.nn.Linear(64, 64)), torch.ones(1, 64)
+        >>> with recoup.weights.disabled(layer):
+        ...     torch.equal(layer(x), layer(x))
+        True
+    """
+    return Override(_weights_in(module), is_on=False)
+
+
+def enabled(module: nn.Module) -> AbstractContextManager[None]:
+    """Turn weight dropout and noise on in `module`, which may be in evaluation mode.
+
+    Monte-Carlo evaluation draws noise and leaves dropout of activations and batch norms in
+    evaluation mode.
+
+    Args:
+        module: a module, or a tree of modules.
+
+    Returns:
+        A context manager, for this thread.
+
+    Example:
+        >>> import recoup, torch
+        >>> layer = recoup.weight_dropout(torch.nn.Linear(64, 64)).eval()
+        >>> x = torch.ones(1, 64)
+        >>> with recoup.weights.enabled(layer):
+        ...     torch.equal(layer(x), layer(x))
+        False
+    """
+    return Override(_weights_in(module), is_on=True)
+
+
+def _is_whole(given: Any) -> bool:
+    return type(given) is not bool and isinstance(given, Integral) and int(given) >= 0

@@ -74,33 +74,31 @@ def _unsuited(each: Named) -> str | None:
 def _chosen(module: nn.Module, where: Where, argument: str) -> list[tuple[Named, bool]]:
     """Return what `where` chooses, and whether it means just that parameter."""
     check_is_module(module)
-    candidates = list(named(module))
+    candidates = [*named(module)]
     entries: list[Any] = [*cast("Any", where)] if isinstance(where, (list, tuple)) else [where]
-    found: dict[int, bool] = {}  # by the place among the candidates
+    found: dict[Named, bool] = {}
     for entry in entries:
-        is_function = _is_function(entry)
-        chooses = _choice(entry, argument)
-        places = [place for place, each in enumerate(candidates) if chooses(each)]
-        if not places:
+        chooses = _chooses(entry, argument)
+        chosen = [each for each in candidates if chooses(each)]
+        if not chosen:
             names = ", ".join(each.name for each in candidates[:8]) or "none"
             raise ValueError(
                 f"`{argument}` {getattr(entry, '__name__', repr(entry))} matches no parameter of "
                 f"{type(module).__name__}. It must match the whole of a qualified name; there are: "
                 f"{names}{', ...' if len(candidates) > 8 else ''}"
             )
-        for place in places:
-            is_meant = is_function or entry == candidates[place].name
-            found[place] = found.get(place, False) or is_meant
+        for each in chosen:
+            found[each] = found.get(each, False) or _is_function(entry) or entry == each.name
     if not found:
         raise ValueError(f"`{argument}` is {where!r}, which chooses nothing. Give one pattern.")
     uses: dict[tuple[int, str], tuple[Named, bool]] = {}
-    for place in sorted(found):
-        each = candidates[place]
-        uses.setdefault((id(each.owner), each.key), (each, found[place]))
-    return list(uses.values())
+    for each in candidates:
+        if each in found:
+            uses.setdefault((id(each.owner), each.key), (each, found[each]))
+    return [*uses.values()]
 
 
-def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
+def _chooses(entry: Any, argument: str) -> Callable[[Named], bool]:
     """Return, as a function, whether an entry of `where` chooses a parameter."""
     given: object = entry
     if isinstance(given, type) and issubclass(given, nn.Module):
@@ -109,7 +107,7 @@ def _choice(entry: Any, argument: str) -> Callable[[Named], bool]:
         return lambda each: (
             isinstance(each.owner, kind) and bool(is_weight(each.key)) and not _is_added(each)
         )
-    if _is_function(entry) and not isinstance(entry, type):
+    if _is_function(entry):
         return lambda each: bool(entry(each.name, each.parameter, each.owner))
     try:
         pattern: re.Pattern[str] = re.compile(cast("str", entry))
@@ -183,8 +181,8 @@ def check(step: Reparametrization, each: Named, module: nn.Module) -> None:
         )
     if step.added(key) and hasattr(owner, step.added(key)):
         raise ValueError(
-            f"`{step.added(name)}` exists already, which is what {step.kind} would call the "
-            "parameter that it adds. Rename it, or let `pattern` leave this weight out."
+            f"`{step.added(name)}` exists already, which is what {step.kind} would call what it "
+            "adds. Rename it, or let `pattern` leave this weight out."
         )
     weight = weights_of(owner).get(key)
     for other in () if weight is None else weight.steps:

@@ -2,20 +2,18 @@
 
 NOTE [ A weight in a graph ]
 
-Rule 1. A graph cannot hold seeds, or every call would draw the same. So it holds one operator a
-        step, which draws for all weights when the graph runs, as eager reads do, and returns seeds
-        and magnitudes as a tensor; a read outside of the steps that are traced holds one of its
-        own. Frames around the graph (`same_draw`, an eager step) count when it runs.
+Rule 1. A graph cannot hold seeds, or every call would draw the same. So a read is an operator that
+        draws when the graph runs, as eager reads do, and returns seeds and magnitudes as a tensor.
+        A step begins with an operator, too, whose number the reads in it take. Frames around the
+        graph (`same_draw`, an eager step) count when it runs.
 Rule 2. Another operator makes the weight from the raw one and these seeds, and depends on nothing
-        else. Backward gets the seeds that forward saved, and computes the rest of a weight again:
-        the composite operator that consists of both says so (NOTE [ Three passes ]).
+        else. Backward gets the seeds that forward saved, and computes the rest of a weight again.
 Rule 3. Operators are registered when something is first applied, not on import.
 Rule 4. The graph breaks where a weight is computed by autograd (a function of the user's, a learned
         deviation), or shares its draws with another name: the operators take a weight and seeds.
 Rule 5. The compiler stores what it compiled on disk, by the names and the arguments of operators.
-        So what a composite operator consists of depends on its arguments alone, and one that comes
-        to mean something else gets another name. It takes two calls with the same arguments for
-        one; so each draw has its place in the graph among them.
+        So an operator that comes to mean something else gets another name. It takes two calls with
+        the same arguments for one; so each draw has its place in the graph among them.
 """
 
 from __future__ import annotations
@@ -24,16 +22,22 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recoup._core.compile import break_graph, is_traced, never_compiled, uncompiled
-from recoup._core.compiled_graphs import computed_again, num_recorded, saved, unchecked
-from recoup.weights.normed import product_of
-from recoup.weights.reparametrization import Application, Drawn
-from recoup.weights.steps import Step, leave, local, overriding
+from recoup._core.compile import break_graph, never_compiled, uncompiled
+from recoup._core.compiled_graphs import (
+    ComputedAgain,
+    is_followed,
+    num_recorded,
+    saved,
+    unchecked,
+)
+from recoup.weights.reparametrization import Drawn
+from recoup.weights.steps import Step, leave, local
 
 NOT_IN_GRAPH = (
     "Outside of graphs run recurrent layers with reparametrized weights, and what reads a weight "
@@ -43,6 +47,7 @@ NOT_IN_GRAPH = (
 
 _numbers = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_traced: list[Tensor] = []  # the handles of the steps that are traced
 
 
 def new_handle(owner: object) -> Tensor:
@@ -55,85 +60,41 @@ def new_handle(owner: object) -> Tensor:
 # -- what is traced ----------------------------------------------------------------------------
 
 
-class Traced(NamedTuple):
-    """A step that is traced: what it covers, and its draws and their columns if it has any."""
-
-    applications: list[Application]
-    seeds: Tensor | None
-    columns: dict[tuple[Any, Any], int]  # by the weight and the reparametrization
-
-
-_traced: list[Traced] = []
-
-
 def step_in_graph(
     run: Callable[..., Any], in_step: Any, module: nn.Module, attached: Any, args: Any, kwargs: Any
 ) -> Any:
     """Trace a forward that is a step."""
     if not torch.compiler.is_compiling():  # a layer within breaks the graph
         return in_step(module, attached, args, kwargs)
-    columns: dict[tuple[Any, Any], int] = {}
-    flags: list[int] = []
-    may_draw = False
-    for weight, owner in attached.uses_in(module):
-        flags.append(_flags(owner))
-        for step in weight.steps:
-            columns[weight, step] = len(columns)
-            may_draw = may_draw or _may_draw(step, owner)
-    if all(_step_around(each) is not None for each in attached.roots):
-        may_draw = False  # nor are its columns looked at: the outermost step counts
-    seeds = torch.ops.recoup.drawn(attached.handle, flags, len(columns)) if may_draw else None
-    unchecked(_traced.append, Traced(attached.roots, seeds, columns))
+    if not any(_may_draw(weight, owner) for weight, owner in attached.uses_in(module)):
+        return run(module, *args, **kwargs)
+    unchecked(_traced.append, torch.ops.recoup.begun(attached.handle))
     try:
         return run(module, *args, **kwargs)
     finally:
         unchecked(_traced.pop)
 
 
-def _flags(owner: nn.Module) -> int:
-    return int(owner.training) + 2 * int(torch.is_grad_enabled())
-
-
-def _may_draw(step: Any, owner: nn.Module) -> bool:
-    return step.is_random and (owner.training or step.mode == "always" or len(overriding) > 0)
-
-
-def _step_around(application: Application) -> Traced | None:
-    """Return the outermost traced step that covers `application`."""
-    for traced in _traced:
-        if application in traced.applications:
-            return traced
-    return None
+def _may_draw(weight: Any, owner: nn.Module) -> bool:
+    is_on = owner.training or weight.is_switched
+    return any(step.is_random and (is_on or step.mode == "always") for step in weight.steps)
 
 
 def read_in_graph(weight: Any, module: nn.Module, raw: Tensor) -> Tensor:
     """Trace a read of a weight."""
-    norms: list[Tensor] = []
-    axes: list[int] = []
-    seeds: list[Tensor] = []
-    places: list[int] = []  # of each step that draws: its number, and its column of the seeds
-    own: Any = None
-    for number, step in enumerate(weight.steps):
-        if step.breaks_graph:
-            break_graph(NOT_IN_GRAPH)  # See Rule 4
-            return uncompiled(weight.read)(module, raw)
-        traced = _step_around(step.application)
-        if not step.is_random:
-            norms += step.operands(module, weight.key)
-            axes.append(step.axis)
-        elif traced is not None and traced.seeds is not None:
-            seeds.append(traced.seeds)
-            places += [number, traced.columns[weight, step]]
-        elif traced is None and _may_draw(step, module):
-            if own is None:
-                own = torch.ops.recoup.drawn(weight.handle, [_flags(module)], len(weight.steps))
-            seeds.append(own)
-            places += [number, number]
-    if not seeds and (not norms or not torch.is_grad_enabled() or is_traced()):
-        for norm, axis in zip(norms, axes, strict=True):
-            raw = product_of(raw, norm, axis)
-        return raw
-    return torch.ops.recoup.reparametrized_by(raw, norms, axes, weight.handle, seeds, places)
+    if any(step.breaks_graph for step in weight.steps):
+        break_graph(NOT_IN_GRAPH)  # See Rule 4
+        return uncompiled(weight.read)(module, raw)
+    norms = [(step, g) for step in weight.steps for g in step.operands(module, weight.key)]
+    builds_graph, seeds = torch.is_grad_enabled(), None
+    if _may_draw(weight, module) and (_traced or builds_graph):
+        given = [int(module.training), int(builds_graph), len(weight.steps)]
+        seeds = torch.ops.recoup.drawn([weight.handle, *_traced], given)
+    would_be_kept = (norms or seeds is not None) and builds_graph and is_followed()
+    with ComputedAgain() if would_be_kept else nullcontext():
+        for step, norm in norms:
+            raw = step.product(raw, norm)
+        return raw if seeds is None else torch.ops.recoup.redrawn(raw, seeds, weight.handle, False)
 
 
 # -- what a graph calls ------------------------------------------------------------------------
@@ -144,112 +105,93 @@ def register_operators() -> None:
     """Register the operators that a graph calls (See Rule 3)."""
     library = torch.library.Library("recoup", "FRAGMENT")
     _registered.append(library)
-    for name, run in (("drawn", _draws), ("reparametrized_by", _reparametrized)):
+    for name, run in (("begun", _begun), ("drawn", _drawn)):
         library.define(name + torch.library.infer_schema(run, mutates_args=()))
         library.impl(name, run, "CompositeImplicitAutograd")
-    tags = (torch.Tag.nondeterministic_seeded,)
-    operator = torch.library.custom_op("recoup::seeds", _seeds, mutates_args=(), tags=tags)
-    operator.register_fake(_fake_seeds)
-    operator = torch.library.custom_op("recoup::redrawn", _redrawn, mutates_args=())
-    operator.register_fake(_fake_redrawn)
+    seeded = (torch.Tag.nondeterministic_seeded,)
+    _register("step", _step, _fake_step, seeded)
+    _register("seeds", _seeds, _fake_seeds, seeded)
+    operator = _register("redrawn", _redrawn, _fake_redrawn)
     operator.register_autograd(_backward, setup_context=_keep_seeds)
+
+
+def _register(name: str, run: Any, fake: Callable[..., Tensor], tags: Sequence[Any] = ()) -> Any:
+    operator: Any = torch.library.custom_op(f"recoup::{name}", run, mutates_args=(), tags=tags)
+    operator.register_fake(fake)
+    return operator
 
 
 _registered: list[Any] = []  # torch takes back what a library registered when that is freed
 
 
 @never_compiled
-def _draws(handle: Tensor, flags: Sequence[int], num_columns: int) -> Tensor:
-    """Return the draws of a step, or of a read outside of steps.
-
-    Args:
-        handle: the handle of what draws: a weight, or the state of a module (of a step).
-        flags: of each weight, whether its module is in training mode, and whether a graph is built.
-        num_columns: the number of reparametrizations of these weights.
-    """
-    return saved(lambda: torch.ops.recoup.seeds(handle, flags, num_columns, num_recorded()))
+def _begun(handle: Tensor) -> Tensor:
+    """Begin a step of the module whose state has a handle; return a handle of the step."""
+    return saved(lambda: torch.ops.recoup.step(handle, num_recorded()))  # See Rule 5
 
 
 @never_compiled
-def _seeds(handle: Tensor, flags: Sequence[int], num_columns: int, place: int) -> Tensor:
-    """Return seeds, and magnitudes as bits, a row each; 0 and 0 where none is drawn."""
-    del num_columns, place  # See Rule 5
-    found: list[Drawn | None] = []
-    owner: Any = _by_handle[int(handle)]
-    step = Step(None, getattr(owner, "roots", ()))  # a weight has none
-    local.frames.append(step)
+def _step(handle: Tensor, place: int) -> Tensor:
+    attached: Any = _by_handle[int(handle)]
+    step = Step(None, attached.roots)
+    made: Any = new_handle(step)
+    made.step = step  # which lives as long as the graph needs its handle
+    return made
+
+
+def _fake_step(*_: object) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@never_compiled
+def _drawn(handles: Sequence[Tensor], given: Sequence[int]) -> Tensor:
+    """Return the draws of a read, as two rows: seeds, and magnitudes as bits; 0 where none is.
+
+    Args:
+        handles: that of the weight, and those of the steps around it, the outermost first.
+        given: whether its module is in training mode, whether a graph is built, and the number of
+            its reparametrizations.
+    """
+    return saved(lambda: torch.ops.recoup.seeds(handles, given, num_recorded()))
+
+
+@never_compiled
+def _seeds(handles: Sequence[Tensor], given: Sequence[int], place: int) -> Tensor:
+    weight, *frames = (_by_handle[int(handle)] for handle in handles)
+    local.frames += frames
     try:
-        for weight, flag in zip(getattr(owner, "weights_within", (owner,)), flags, strict=True):
-            draws_alone = flag >= 2 and not step.applications
-            made = weight.draws_again(0, bool(flag & 1), draws_alone, flag >= 2)
-            drawn = {each.step: each for each in made}
-            found += [drawn.get(each) for each in weight.steps]
+        made = {each.step: each for each in weight.draws_again(0, bool(given[0]), bool(given[1]))}
     finally:
-        leave(step)
-    seeds = torch.tensor([0 if each is None else each.seed for each in found])
-    magnitudes = [0.0 if each is None else each.magnitude for each in found]
-    return torch.stack([seeds, torch.tensor(magnitudes, dtype=torch.float64).view(torch.int64)])
+        for frame in frames:
+            leave(frame)
+    found = [made.get(step, Drawn(step, 0, 0.0)) for step in weight.steps]
+    magnitudes = torch.tensor([each.magnitude for each in found], dtype=torch.float64)
+    return torch.stack([torch.tensor([each.seed for each in found]), magnitudes.view(torch.int64)])
 
 
-def _fake_seeds(handle: Tensor, flags: Sequence[int], num_columns: int, place: int) -> Tensor:
-    return torch.empty((2, num_columns), dtype=torch.int64, device="cpu")
-
-
-@never_compiled
-def _reparametrized(
-    raw: Tensor,
-    norms: Sequence[Tensor],
-    axes: Sequence[int],
-    handle: Tensor,
-    seeds: Sequence[Tensor],
-    places: Sequence[int],
-) -> Tensor:
-    """Return a weight; the norms come before the draws (See Rule 2).
-
-    Args:
-        raw: the parameter.
-        norms: the magnitudes of its norms.
-        axes: their axes.
-        handle: the handle of the parametrized weight.
-        seeds: the draws, for each reparametrization that draws.
-        places: for each of them, its number among those of the weight, and its column in `seeds`.
-    """
-
-    def make() -> Tensor:
-        weight = raw
-        for norm, axis in zip(norms, axes, strict=True):
-            weight = product_of(weight, norm, axis)
-        return torch.ops.recoup.redrawn(weight, seeds, handle, places, False) if seeds else weight
-
-    return computed_again(make)
+def _fake_seeds(handles: object, given: Sequence[int], place: int) -> Tensor:
+    return torch.empty((2, given[2]), dtype=torch.int64, device="cpu")
 
 
 @never_compiled
-def _redrawn(
-    weight: Tensor, seeds: Sequence[Tensor], handle: Tensor, places: Sequence[int], transposed: bool
-) -> Tensor:
+def _redrawn(weight: Tensor, seeds: Tensor, handle: Tensor, transposed: bool) -> Tensor:
     """Return a weight under these draws; transposed, the gradient of the raw one from its own."""
     weight = weight.clone(memory_format=torch.contiguous_format)
-    for each, number, column in zip(seeds, places[::2], places[1::2], strict=True):
-        step, magnitude = _by_handle[int(handle)].steps[number], each[1].view(torch.float64)[column]
-        if magnitude and not (transposed and step.is_additive):
-            drawn = Drawn(step, int(each[0, column]), float(magnitude))
-            weight = step.compute(weight, (), drawn, is_new=True)
+    rows: Any = (seeds[0], seeds[1].view(torch.float64))
+    drawn = zip(_by_handle[int(handle)].steps, rows[0].tolist(), rows[1].tolist(), strict=True)
+    for step, seed, magnitude in drawn:
+        if magnitude and step.is_random and not (transposed and step.is_additive):
+            weight = step.compute(weight, (), Drawn(step, seed, magnitude), is_new=True)
     return weight
 
 
-def _fake_redrawn(
-    weight: Tensor, seeds: Sequence[Tensor], handle: Tensor, places: Sequence[int], transposed: bool
-) -> Tensor:
+def _fake_redrawn(weight: Tensor, *_: object) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def _keep_seeds(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, seeds, handle, ctx.places, _ = inputs
-    ctx.save_for_backward(*seeds, handle)
+    ctx.save_for_backward(*inputs[1:3])
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    *seeds, handle = ctx.saved_tensors
-    found = torch.ops.recoup.redrawn(gradient, seeds, handle, ctx.places, True)
-    return found, [None] * len(seeds), None, None, None
+    return torch.ops.recoup.redrawn(gradient, *ctx.saved_tensors, True), None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from numbers import Real
 from typing import Any, cast
 
@@ -113,19 +114,15 @@ def _of_weight(
     prior_mean: float | Tensor,
 ) -> Tensor:
     num = mean.numel()
-    kind = torch.promote_types(mean.dtype, torch.float32)
+    like = partial(
+        torch.as_tensor, dtype=torch.promote_types(mean.dtype, torch.float32), device=mean.device
+    )
     if num == 0:
-        return mean.new_zeros((), dtype=kind)
-    std = std * root_mean_square(mean) if noise.relative else std
-    std = torch.as_tensor(std, dtype=kind, device=mean.device)
+        return like(0.0)
+    std = like(std * root_mean_square(mean) if noise.relative else std)
     # One number stands for as many entries as it is broadcast to.
     log_std, variance = std.abs().log().mean(), std.square().mean()
-    if prior_std is None:
-        center = mean.mean(dtype=kind)
-    else:
-        center = torch.as_tensor(prior_mean, dtype=kind, device=mean.device)
-    spread = (mean.to(kind) - center).square().mean() + variance
-    if prior_std is None:
-        return num * (spread.log() / 2 - log_std)
-    prior_std = torch.as_tensor(prior_std, dtype=kind, device=mean.device)
-    return num * (prior_std.log() - log_std + spread / (2 * prior_std.square()) - 0.5)
+    center = mean.mean(dtype=std.dtype) if prior_std is None else like(prior_mean)
+    spread = (like(mean) - center).square().mean() + variance
+    of_prior = spread if prior_std is None else like(prior_std).square()
+    return num * (of_prior.log() / 2 - log_std + spread / (2 * of_prior) - 0.5)

@@ -8,14 +8,31 @@ Rule 1. A draw is cut in chunks of 131072 entries, and each has a generator of i
 Rule 2. An entry of a mask is 16 bits of a random word of 64, and dropped if they are below
         p * 65536: one draw for four entries, and the same entries in any dtype and layout. p counts
         as the nearest multiple of 1/65536, in the mask and in the scale 1/(1 - p), so the mean over
-        seeds is the raw weight. For a multiple of 1/256, 8 bits suffice.
+        seeds is the raw weight. For a multiple of 1/256, 8 bits suffice. At p = 1 the scale is 0.
 Rule 3. Torch's generators draw in one thread. So threads are started for a call and end with it:
         none is alive at a fork or at exit. Operators leave the interpreter to the other threads
         while they run, and on 32768 elements or fewer they start no threads of their own.
 Rule 4. A draw of one piece takes as long as its operators are many. So it is made on its own, and
         torch adds it or multiplies by it; autograd holds the recipe of a mask in its place.
-Rule 5. The weight of an embedding, of which a forward may need a few rows, is drawn by
-        `row_draws.py`, which takes longer for a whole table.
+Rule 5. The weight of an embedding, of which a forward may need a few rows, is drawn by row, which
+        takes longer for a whole table.
+
+NOTE [ A draw that is addressed by row ]
+
+Rule 1. The generators of other draws begin at the first entry. Here an entry depends on the seed,
+        on its row and column, and on the number of columns alone. So the rows of a batch have the
+        numbers that the whole table has, and nothing is drawn for the other rows.
+Rule 2. The words of a row have numbers of their own, row * words_per_row + word, and are those
+        numbers' outputs of SplitMix64, which starts at a hash of the seed. Operators compute it in
+        int64, where products wrap around. Shifts are arithmetic there, so the bits that they copy
+        are cleared.
+Rule 3. A mask is made of words as in Rule 2 above: the same lanes, the same rounding of p.
+Rule 4. A word makes two normals, by the inverse of the normal distribution in float64, which torch
+        computes for each entry by itself: so the numbers do not depend on the number of rows, the
+        threads or the vectors of a machine. Other devices may round them in another way.
+Rule 5. A piece is small, so that operators start no threads on a CPU: each of a thousand would wait
+        for the slowest of them.
+Rule 6. A mask that is shared along the rows is that of row 0.
 """
 
 from __future__ import annotations
@@ -24,7 +41,8 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +57,7 @@ _CPU = torch.device("cpu")
 _PIECE = 2**15  # entries that an operator works on (See Rule 3)
 _GPU_PIECE = 2**22
 
-_Write = Callable[[torch.Generator, slice], None]  # a piece of a result
+_Draw = Callable[[torch.Generator, int], Tensor]  # of so many entries
 
 
 class _Local(threading.local):
@@ -54,18 +72,15 @@ class Rate(NamedTuple):
     """A probability as masks have it (See Rule 2).
 
     Attributes:
-        num_dropped: of 65536 entries.
         lanes: the type in which words are viewed.
         num_lanes: the entries for each word.
-        least: the least value of a lane that is kept.
         scale: what entries that are kept are multiplied by, as the type of the weight has it.
-        constants: the two as tensors, from which an operator takes half the time.
+        constants: the least value of a lane that is kept, and the scale, as tensors, from which an
+            operator takes half the time.
     """
 
-    num_dropped: int
     lanes: torch.dtype
     num_lanes: int
-    least: int
     scale: float
     constants: tuple[Tensor, Tensor]
 
@@ -73,11 +88,9 @@ class Rate(NamedTuple):
 @functools.lru_cache(1024)
 def rate_of(p: float, dtype: torch.dtype) -> Rate:
     """Return the rate of which `p` is the probability, for weights of a type."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"`p` is {p}, but must be a share of entries from 0 to 1.")
     num_dropped = round(p * 65536)
     scale = 65536 / (65536 - num_dropped) if num_dropped < 65536 else 0.0
-    if dtype.itemsize == 2 and dtype.is_floating_point:
+    if dtype.itemsize == 2:
         # Torch would multiply with the exact scale. That of the type is finite.
         scale = torch.tensor(scale, dtype=dtype).clamp_(max=torch.finfo(dtype).max).item()
     lanes, num_lanes, least = torch.int16, 4, num_dropped - 32768
@@ -86,11 +99,11 @@ def rate_of(p: float, dtype: torch.dtype) -> Rate:
     with no_modes(), untransformed():  # they are cached
         least_kept = torch.tensor(min(least, torch.iinfo(lanes).max), dtype=lanes, device=_CPU)
         constants = least_kept, torch.tensor(scale, dtype=dtype, device=_CPU)
-    return Rate(num_dropped, lanes, num_lanes, least, scale, constants)
+    return Rate(lanes, num_lanes, scale, constants)
 
 
 def dropped(
-    weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = (), *, out: Tensor | None = None
+    weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = (), *, in_place: bool = False
 ) -> Tensor:
     """Return `weight` with entries dropped and the others scaled, in a contiguous tensor.
 
@@ -102,40 +115,29 @@ def dropped(
         p: share of entries that is dropped; counts as the nearest multiple of 1/65536. In float16
             and bfloat16, the scale 1/(1 - p) is rounded too.
         axes: along which entries are dropped together, from 0 to `weight.dim() - 1`.
-        out: where to write, contiguous; may be `weight`. A new tensor if None.
+        in_place: whether `weight` may be written to.
 
     Returns:
         A tensor of the shape, dtype and device of `weight`; all zeros if p is 1.
-
-    Raises:
-        ValueError: if `seed` or `p` is out of range, or `weight` has no floating-point numbers.
     """
     mask = mask_beside(weight, seed, p, axes)
     if mask is not None:
         made = mask.get()
-        return torch.mul(weight, made, out=made if out is None else out)
-    out, rate = starting(weight, seed, out), rate_of(p, weight.dtype)
-    if rate.num_dropped == 65536:
-        return out.zero_()
-    if rate.num_dropped == 0:
-        return out if out is weight else out.copy_(weight)
+        return torch.mul(weight, made, out=made)
     if any(weight.shape[axis] != 1 for axis in axes):
         shape = tuple(1 if axis in axes else size for axis, size in enumerate(weight.shape))
-        mask = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
-        return torch.mul(weight, mask, out=out)
-    source, flat = _flat(weight, out), out.view(-1)
-    zero = torch.zeros((), dtype=out.dtype, device=out.device)
+        mask_of_axes = scales(shape, seed, p, dtype=weight.dtype, device=weight.device)
+        return torch.mul(weight, mask_of_axes, out=_result(weight, in_place))
+    rate = rate_of(p, weight.dtype)
+    zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
 
-    def write(generator: torch.Generator, place: slice) -> None:
-        kept = torch.empty(place.stop - place.start, dtype=out.dtype, device=out.device)
-        kept = _kept(kept, rate, generator, rate.least)
-        torch.addcmul(zero, source[place], kept, value=rate.scale, out=flat[place])
+    def draw(generator: torch.Generator, num: int) -> Tensor:
+        return _kept(torch.empty(num, dtype=zero.dtype, device=zero.device), rate, generator)
 
-    _share(out, seed, write)
-    return out
+    return _written(weight, seed, draw, partial(torch.addcmul, zero, value=rate.scale), in_place)
 
 
-def noised(weight: Tensor, seed: int, std: float, *, out: Tensor | None = None) -> Tensor:
+def noised(weight: Tensor, seed: int, std: float, *, in_place: bool = False) -> Tensor:
     """Return `weight` with Gaussian noise added, in a contiguous tensor.
 
     Equal to `weight + noised(torch.zeros_like(weight), seed, std)`: noise is rounded to the dtype
@@ -145,37 +147,41 @@ def noised(weight: Tensor, seed: int, std: float, *, out: Tensor | None = None) 
         weight: any floating-point tensor.
         seed: from 0 to 2**63 - 1.
         std: standard deviation of the noise, in the unit of `weight`.
-        out: where to write, contiguous; may be `weight`. A new tensor if None.
+        in_place: whether `weight` may be written to.
 
     Returns:
         A tensor of the shape, dtype and device of `weight`.
-
-    Raises:
-        ValueError: if `seed` is out of range, or `weight` has no floating-point numbers.
     """
     noise = noise_beside(weight, seed, std)
     if noise is not None:
-        return noise.add_(weight) if out is None else torch.add(weight, noise, out=out)
-    out = starting(weight, seed, out)
-    source, flat = _flat(weight, out), out.view(-1)
-    kind = torch.promote_types(out.dtype, torch.float32)
+        return noise.add_(weight)
 
-    def write(generator: torch.Generator, place: slice) -> None:
-        noise = torch.empty(place.stop - place.start, dtype=kind, device=out.device)
-        noise = noise.normal_(0.0, std, generator=generator).to(out.dtype)
-        torch.add(source[place], noise, out=flat[place])
+    def fill(piece: Tensor, generator: torch.Generator) -> Tensor:
+        return piece.normal_(0.0, std, generator=generator)
 
-    _share(out, seed, write)
-    return out
+    return _written(weight, seed, _filling(weight, fill), torch.add, in_place)
 
 
-def mask_beside(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Mask | None:
-    """Return the mask of `dropped`; None where it is more than a piece, or none."""
-    rate = rate_of(p, weight.dtype)
-    is_piece = weight.numel() <= _PIECE and weight.is_cpu and weight.is_floating_point()
-    if axes or not is_piece or seed >> 63 or not 0 < rate.num_dropped < 65536:
-        return None
-    return Mask(weight.shape, weight.dtype, seed, rate)
+def uniforms(
+    shape: tuple[int, ...], seed: int, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return numbers that are uniform from 0 to 1; below 1 before they are rounded to `dtype`."""
+    zeros = torch.zeros(shape, dtype=dtype, device=device)
+
+    def fill(piece: Tensor, generator: torch.Generator) -> Tensor:
+        return piece.uniform_(generator=generator)
+
+    return _written(zeros, seed, _filling(zeros, fill), torch.add, in_place=True)
+
+
+def scales(
+    shape: tuple[int, ...], seed: int, p: float, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the mask that `dropped` multiplies by: 0 where an entry is dropped, else 1/(1 - p)."""
+    return dropped(torch.ones(shape, dtype=dtype, device=device), seed, p, in_place=True)
+
+
+# -- draws of one piece (See Rule 4) ---------------------------------------------------------------
 
 
 class Mask(NamedTuple):
@@ -190,12 +196,18 @@ class Mask(NamedTuple):
         """Draw the mask."""
         kept = torch.empty(self.shape, dtype=self.dtype, device=_CPU)
         generator = _local.generator.manual_seed(hash_seed(self.seed, 0))
-        least, scale = self.rate.constants
-        return _kept(kept, self.rate, generator, least).mul_(scale)
+        return _kept(kept, self.rate, generator).mul_(self.rate.constants[1])
 
     def pack(self, _: Tensor) -> Mask:
         """Return what autograd holds."""
         return self
+
+
+def mask_beside(weight: Tensor, seed: int, p: float, axes: tuple[int, ...] = ()) -> Mask | None:
+    """Return the mask of `dropped`; None where it is more than a piece, or shared along axes."""
+    if axes or weight.numel() > _PIECE or not weight.is_cpu:
+        return None
+    return Mask(weight.shape, weight.dtype, seed, rate_of(p, weight.dtype))
 
 
 def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
@@ -203,45 +215,13 @@ def noise_beside(weight: Tensor, seed: int, std: float) -> Tensor | None:
     if weight.numel() > _PIECE or not weight.is_cpu:
         return None
     is_half = weight.dtype.itemsize < 4
-    noise = starting(weight, seed, None, torch.float32 if is_half else None)
+    kind = torch.float32 if is_half else None
+    noise = torch.empty_like(weight, dtype=kind, memory_format=torch.contiguous_format)
     noise.normal_(0.0, std, generator=_local.generator.manual_seed(hash_seed(seed, 0)))
     return noise.to(weight.dtype) if is_half else noise
 
 
-def scales(
-    shape: tuple[int, ...], seed: int, p: float, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return the mask that `dropped` multiplies by: 0 where an entry is dropped, else 1/(1 - p)."""
-    ones = torch.ones(shape, dtype=dtype, device=device)
-    return dropped(ones, seed, p, out=ones)
-
-
-def uniforms(
-    shape: tuple[int, ...], seed: int, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return numbers that are uniform from 0 to 1; below 1 before they are rounded to `dtype`."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    flat, kind = starting(out, seed, out).view(-1), torch.promote_types(dtype, torch.float32)
-
-    def write(generator: torch.Generator, place: slice) -> None:
-        part = torch.empty(place.stop - place.start, dtype=kind, device=device)
-        flat[place] = part.uniform_(generator=generator)
-
-    _share(out, seed, write)
-    return out
-
-
-def starting(
-    weight: Tensor, seed: int, out: Tensor | None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return a contiguous tensor for a result, or raise if there is none for these arguments."""
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"`seed` is {seed}, but must be from 0 to 2**63 - 1.")
-    if not weight.is_floating_point():
-        raise ValueError(f"`weight` is {weight.dtype}, but must be of a floating-point type.")
-    if out is None:
-        out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    return out
+# -- pieces (See Rules 1 and 3) --------------------------------------------------------------------
 
 
 def piece_for(device: torch.device) -> int:
@@ -249,45 +229,177 @@ def piece_for(device: torch.device) -> int:
     return _PIECE if device.type == "cpu" else _GPU_PIECE
 
 
-def _kept(out: Tensor, rate: Rate, generator: torch.Generator, least: int | Tensor) -> Tensor:
+def _kept(out: Tensor, rate: Rate, generator: torch.Generator) -> Tensor:
     """Set `out` to 1 where an entry is kept, and to 0 where it is dropped."""
     num, num_lanes = out.numel(), rate.num_lanes
     words = torch.empty(-(-num // num_lanes), dtype=torch.int64, device=out.device)
     # All 64 bits: without a range, the first would be zero.
     lanes = words.random_(-(2**63), None, generator=generator).view(rate.lanes)
     lanes = lanes if num % num_lanes == 0 else lanes[:num]
-    return torch.ge(lanes.view(out.shape), least, out=out)
+    return torch.ge(lanes.view(out.shape), rate.constants[0], out=out)
 
 
-def _flat(weight: Tensor, out: Tensor) -> Tensor:
-    """Return the entries of `weight` in the order of `out`, there if they have to be copied."""
-    return (weight if weight.is_contiguous() else out.copy_(weight)).detach().view(-1)
+def _filling(weight: Tensor, fill: Callable[[Tensor, torch.Generator], Tensor]) -> _Draw:
+    """Return a draw that has a piece filled in single precision or more, and then rounded."""
+    kind = torch.promote_types(weight.dtype, torch.float32)
+
+    def draw(generator: torch.Generator, num: int) -> Tensor:
+        return fill(torch.empty(num, dtype=kind, device=weight.device), generator).to(weight.dtype)
+
+    return draw
 
 
-def _share(out: Tensor, seed: int, write: _Write) -> None:
-    """Have `write` write all pieces, by as many threads as torch has (See Rule 3)."""
-    numel, device, piece = out.numel(), out.device, piece_for(out.device)
+def _result(weight: Tensor, in_place: bool) -> Tensor:
+    """Return a contiguous tensor for a result: `weight` itself, or a new one."""
+    if in_place and weight.is_contiguous():
+        return weight
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _written(
+    weight: Tensor, seed: int, draw: _Draw, combine: Callable[..., Tensor], in_place: bool
+) -> Tensor:
+    """Return `combine(weight, draw)`, made by as many threads as torch has."""
+    out = _result(weight, in_place)
+    source, flat = (weight if weight.is_contiguous() else out.copy_(weight)).detach(), out.view(-1)
+    source, device, numel = source.view(-1), out.device, out.numel()
     if device.type == "meta":
-        return
+        return out
     is_inference = torch.is_inference_mode_enabled()
+    size, piece = _CHUNK if device.type == "cpu" else max(1, numel), piece_for(device)
 
-    def work(generator: torch.Generator, start: int, end: int) -> None:
-        with torch.inference_mode(is_inference), torch.no_grad():  # those of a thread are its own
-            for begin in range(start, end, piece):
-                write(generator, slice(begin, min(begin + piece, end)))
-
-    def work_on_chunk(chunk: int) -> None:
+    def work(chunk: int) -> None:
         generator = own_generator(device, hash_seed(seed, chunk))
-        work(generator, chunk * _CHUNK, min((chunk + 1) * _CHUNK, numel))
+        end = min((chunk + 1) * size, numel)
+        with torch.inference_mode(is_inference), torch.no_grad():  # those of a thread are its own
+            for start in range(chunk * size, end, piece):
+                place = slice(start, min(start + piece, end))
+                combine(source[place], draw(generator, place.stop - start), out=flat[place])
 
-    chunks = range(-(-numel // _CHUNK))
+    chunks = range(-(-numel // size))
     num_threads = min(torch.get_num_threads(), len(chunks) // 2)
-    if device.type != "cpu":
-        work(own_generator(device, hash_seed(seed, 0)), 0, numel)
-    elif num_threads > 1:
+    if num_threads > 1:
         with ThreadPoolExecutor(num_threads, "recoup-draws") as pool:
-            for _ in pool.map(work_on_chunk, chunks):  # which raises what a thread has raised
+            for _ in pool.map(work, chunks):  # which raises what a thread has raised
                 pass
     else:
         for chunk in chunks:
-            work_on_chunk(chunk)
+            work(chunk)
+    return out
+
+
+# -- rows of a table (NOTE [ A draw that is addressed by row ]) ------------------------------------
+
+
+def dropped_rows(
+    weight: Tensor,
+    seed: int,
+    p: float,
+    rows: Tensor | None = None,
+    *,
+    axes: tuple[int, ...] = (),
+    in_place: bool = False,
+) -> Tensor:
+    """Return rows of a table with entries dropped and the others scaled.
+
+    Args:
+        weight: the rows, a matrix of any floating-point type.
+        seed: from 0 to 2**63 - 1; the same seed drops the same entries of a row.
+        p: share of entries that is dropped, rounded as by `dropped`.
+        rows: the number of each row in the table, of any integer type; None if it is the table.
+        axes: along which entries are dropped together: 0 and 1.
+        in_place: whether to write to `weight`.
+
+    Returns:
+        `weight`, or a contiguous tensor of its shape, dtype and device; all zeros if p is 1.
+    """
+    rate, width = rate_of(p, weight.dtype), 1 if 1 in axes else weight.shape[1]
+    if 0 in axes:  # See Rule 6
+        rows = torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
+
+    def draw(numbers: Tensor) -> Tensor:
+        return _scales(numbers, width, seed, rate, weight.dtype)
+
+    return _written_rows(weight, rows, width, draw, torch.mul, in_place)
+
+
+def noised_rows(
+    weight: Tensor, seed: int, std: float, rows: Tensor | None = None, *, in_place: bool = False
+) -> Tensor:
+    """Return rows of a table with Gaussian noise added.
+
+    Noise is rounded to the dtype of `weight` before it is added.
+
+    Args:
+        weight: the rows, as for `dropped_rows`.
+        seed: from 0 to 2**63 - 1.
+        std: standard deviation of the noise, in the unit of `weight`.
+        rows: as for `dropped_rows`.
+        in_place: whether to write to `weight`.
+
+    Returns:
+        `weight`, or a contiguous tensor of its shape, dtype and device.
+    """
+    width = weight.shape[1]
+
+    def draw(numbers: Tensor) -> Tensor:
+        return _normals(numbers, width, seed).mul_(std).to(weight.dtype)
+
+    return _written_rows(weight, rows, width, draw, torch.add, in_place)
+
+
+def _written_rows(
+    weight: Tensor,
+    rows: Tensor | None,
+    width: int,
+    draw: Callable[[Tensor], Tensor],
+    combine: Callable[..., Tensor],
+    in_place: bool,
+) -> Tensor:
+    """Return `combine(weight, draw)`, of each of whose rows `width` numbers are drawn."""
+    out = weight if in_place else torch.empty_like(weight, memory_format=torch.contiguous_format)
+    numbers = torch.arange(weight.shape[0], device=weight.device) if rows is None else rows.long()
+    step = max(1, piece_for(weight.device) // max(1, width))
+    for start in range(0, weight.shape[0], step):
+        place = slice(start, start + step)
+        combine(weight[place], draw(numbers[place]), out=out[place])
+    return out
+
+
+def _scales(rows: Tensor, width: int, seed: int, rate: Rate, dtype: torch.dtype) -> Tensor:
+    """Return the entries of a mask in some rows (See Rule 3)."""
+    lanes = _words(rows, -(-width // rate.num_lanes), seed).view(rate.lanes)[:, :width]
+    kept = torch.empty(lanes.shape, dtype=dtype, device=rows.device)
+    return torch.ge(lanes, rate.constants[0], out=kept).mul_(rate.scale)
+
+
+def _normals(rows: Tensor, width: int, seed: int) -> Tensor:
+    """Return the entries of Gaussian noise in some rows, in float64 (See Rule 4)."""
+    words = _words(rows, -(-width // 2), seed).view(torch.int32)[:, :width]
+    inverse: Callable[[Tensor], Tensor] = cast("Any", torch.special).ndtri
+    return inverse(words.to(torch.float64).add_(2**31 + 0.5).mul_(2.0**-32))
+
+
+# --- SplitMix64 (See Rule 2) ---------------------------------------------------------------------
+
+
+def _signed(word: int) -> int:
+    """Return a word of 64 bits as int64 has it."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+_STEP = _signed(0x9E3779B97F4A7C15)
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+
+
+def _words(rows: Tensor, num_words: int, seed: int) -> Tensor:
+    """Return the random words of some rows, a row each."""
+    words = rows.unsqueeze(1) * num_words + torch.arange(num_words, device=rows.device)
+    words.mul_(_STEP).add_(_signed(hash_seed(seed)))
+    shifted = torch.empty_like(words)
+    for distance, factor in _ROUNDS:
+        torch.bitwise_right_shift(words, distance, out=shifted)
+        words.bitwise_xor_(shifted.bitwise_and_(2 ** (64 - distance) - 1))
+        if factor != 1:
+            words.mul_(factor)
+    return words

@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.saved_tensors import pop_pair, push_pair, unpack
-from recoup.weights import draws, row_draws
+from recoup._core.saved_tensors import is_transformed, pop_pair, push_pair, unpack
+from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import (
@@ -91,11 +91,6 @@ class WeightDropout(Reparametrization):
         self.axes = tuple(axes)
         self.rate = self.checked(p)
 
-    @property
-    def p(self) -> Magnitude:
-        """The probability."""
-        return self.rate
-
     def shown(self) -> str:
         return super().shown() + (f", axes={self.axes}" if self.axes else "")
 
@@ -114,7 +109,7 @@ class WeightDropout(Reparametrization):
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         mask: draws.Mask | None = None
-        if not self.draws_by_row and weight.is_contiguous():
+        if weight.is_contiguous() and not (self.draws_by_row or is_transformed()):
             mask = draws.mask_beside(weight, drawn.seed, drawn.magnitude, self.axes)
         if mask is None:
             return super().apply(weight, operands, drawn)
@@ -126,29 +121,10 @@ class WeightDropout(Reparametrization):
             pop_pair()
 
     def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
-        if weight.layout is torch.sparse_coo:
-            return self._compute_sparse(weight, drawn)
+        if weight.layout is torch.sparse_coo:  # a gradient, which an embedding may have
+            ones = torch.ones(weight.shape, dtype=weight.dtype, device=weight.device)
+            return weight * self.compute(ones, (), drawn, is_new=True)
+        _, seed, p, rows = drawn
         if self.draws_by_row:
-            return self.compute_rows(weight, None, drawn, in_place=is_new)
-        out = weight if is_new and weight.is_contiguous() else None
-        return draws.dropped(weight, drawn.seed, drawn.magnitude, self.axes, out=out)
-
-    def compute_rows(
-        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
-    ) -> Tensor:
-        return row_draws.dropped(
-            weight, drawn.seed, drawn.magnitude, ids, axes=self.axes, in_place=in_place
-        )
-
-    def _compute_sparse(self, gradient: Tensor, drawn: Drawn) -> Tensor:
-        """Scale the entries of a sparse gradient, which an embedding may have."""
-        gradient = gradient.coalesce()
-        values, indices = gradient.values(), gradient.indices()
-        if self.draws_by_row and gradient.sparse_dim() == 1:
-            values = self.compute_rows(values, indices[0], drawn)
-        else:
-            ones = torch.ones(gradient.shape, dtype=values.dtype, device=values.device)
-            values = values * self.compute(ones, (), drawn, is_new=True)[tuple(indices)]
-        return torch.sparse_coo_tensor(
-            indices, values, gradient.shape, is_coalesced=True, check_invariants=False
-        )
+            return draws.dropped_rows(weight, seed, p, rows, axes=self.axes, in_place=is_new)
+        return draws.dropped(weight, seed, p, self.axes, in_place=is_new)

@@ -8,21 +8,20 @@ Rule 1. While this is in force, each use of a weight notes its draws, where they
 Rule 2. An entry is left alone if all draws of all uses dropped it, and its gradient is zero. Who
         used it in another way (without noise, on another rank) gave it a gradient, which must not
         be lost. That of a dropped entry is zero, exactly.
-Rule 3. Masks are drawn again before the optimizer's step, since the step may change gradients, and
-        after each run of its closure, which makes the last ones. Weights are copied before it: a
+Rule 3. Masks are drawn again before the optimizer's step, since the step may change gradients, or
+        after it, if it has a closure, which makes the last ones. Weights are copied before it: a
         closure may find them moved. Afterwards entries are written back, and draws forgotten.
 """
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recoup.weights.choosing import Named, check_is_module, named
+from recoup.weights.choosing import Named, check_is_module, matching
 from recoup.weights.dropout import WeightDropout
 from recoup.weights.module import check_is_plain, weights_of
 from recoup.weights.reparametrization import Drawn
@@ -36,7 +35,7 @@ class FrozenDropped:
     def __init__(self, optimizer: Optimizer, weights: list[tuple[Tensor, _Uses]]) -> None:
         self._weights = weights
         self._copies: list[Tensor | None] = []
-        self._frozen: list[Tensor | None] = []
+        self._frozen: list[Tensor | None] = []  # of a step without a closure
         self._uses = [use for _, uses in weights for use in uses]
         for step, draws in self._uses:
             step.records = [*step.records, draws]
@@ -58,46 +57,31 @@ class FrozenDropped:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _copy(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Copy the weights, and find the entries."""
-        del optimizer
-        closure: Any = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    def _copy(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Copy the weights and, where there is no closure, find the entries."""
+        has_closure = callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
         self._copies = [
-            weight.detach().clone() if callable(closure) or any(map(itemgetter(1), uses)) else None
+            weight.detach().clone() if has_closure or any(draws for _, draws in uses) else None
             for weight, uses in self._weights
         ]
-        self._find()
-        if not callable(closure):
-            return None
+        self._frozen = [] if has_closure else self._find()
 
-        def run() -> Any:
-            result = closure()
-            self._find()
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": run}
-        return (args[0], run, *args[2:]), kwargs
-
-    @torch.no_grad()
-    def _find(self) -> None:
-        both = zip(self._weights, self._copies, strict=True)
-        self._frozen = [None if copy is None else _frozen(*each) for each, copy in both]
+    def _find(self) -> list[Tensor | None]:
+        return [_frozen(weight, uses) for weight, uses in self._weights]
 
     @torch.no_grad()
     def _write_back(self, *given: object) -> None:
         """Write the entries back."""
-        del given
-        for (weight, _), copy, frozen in zip(
-            self._weights, self._copies, self._frozen, strict=True
-        ):
-            if copy is not None and frozen is not None:
-                weight.copy_(torch.where(frozen, copy, weight))
+        frozen = self._frozen or self._find()
+        for (weight, _), copy, mask in zip(self._weights, self._copies, frozen, strict=True):
+            if copy is not None and mask is not None:
+                weight.copy_(torch.where(mask, copy, weight))
         self._copies, self._frozen = [], []
         for _, draws in self._uses:
             draws.clear()
 
 
+@torch.no_grad()
 def _frozen(weight: Tensor, uses: _Uses) -> Tensor | None:
     """Return the entries of a weight that are left alone."""
     drawn = [(step, each) for step, draws in uses for each in draws]
@@ -165,18 +149,17 @@ def freeze_dropped(optimizer: Optimizer, module: nn.Module) -> FrozenDropped:
         )
     check_is_module(module)
     members = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    uses: dict[int, dict[tuple[int, str], Named]] = {}
-    for each in named(module):
+    uses: dict[int, list[Named]] = {}
+    for each in matching(module, ".*", "module"):
         if id(each.parameter) in members:
-            uses.setdefault(id(each.parameter), {})[id(each.owner), each.key] = each
+            uses.setdefault(id(each.parameter), []).append(each)
     chosen: list[tuple[Tensor, _Uses]] = []
     for of_one in uses.values():
-        dropouts = [_dropout_of(use) for use in of_one.values()]
+        dropouts = [_dropout_of(use) for use in of_one]
         steps = [step for step in dropouts if step is not None]
-        use = next(iter(of_one.values()))
         if len(steps) == len(dropouts):
-            check_is_plain(use.parameter, use.name)
-            chosen.append((use.parameter, [(step, set()) for step in steps]))
+            check_is_plain(of_one[0].parameter, of_one[0].name)
+            chosen.append((of_one[0].parameter, [(step, set()) for step in steps]))
     if not chosen:
         raise ValueError(
             f"`optimizer` has no parameter of {type(module).__name__} of which each use has weight "
@@ -190,5 +173,5 @@ def _dropout_of(use: Named) -> WeightDropout | None:
     """Return the dropout of a use of a parameter; None if it has none that counts."""
     weight = weights_of(use.owner).get(use.key)
     steps = [] if weight is None else weight.steps
-    found = next((step for step in steps if isinstance(step, WeightDropout)), None)
-    return found if all(step.is_random for step in steps) else None
+    found = (step for step in steps if isinstance(step, WeightDropout))
+    return next(found, None) if all(step.is_random for step in steps) else None

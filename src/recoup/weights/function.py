@@ -44,6 +44,8 @@ class Draw:
     """
 
     def __init__(self, weight: Tensor, seed: int) -> None:
+        if not weight.is_floating_point():
+            raise ValueError(f"`weight` is {weight.dtype}, but must be of a floating-point type.")
         self._shape = tuple(weight.shape)
         self._kind: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         self._seed = seed
@@ -56,7 +58,7 @@ class Draw:
     def normal(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers from the standard normal distribution."""
         zeros = torch.zeros(self._shape if shape is None else shape, **self._kind)
-        return draws.noised(zeros, self._next_seed(), 1.0, out=zeros)
+        return draws.noised(zeros, self._next_seed(), 1.0, in_place=True)
 
     def uniform(self, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return numbers that are uniform from 0 to 1."""
@@ -131,13 +133,14 @@ class WeightFunction(Reparametrization):
 
     kind = "apply"
     order = 3  # See Rule 3
-    by_autograd = breaks_graph = True
+    by_autograd = by_operators = True
 
     def __init__(self, application: Application, fn: Function, mode: str) -> None:
         super().__init__(application, mode)
         self.function = fn
-        self.adds_parameters = isinstance(fn, nn.Module) and any(True for _ in fn.parameters())
-        self._name = ""
+        if isinstance(fn, nn.Module):
+            self.suffix = f"_{type(fn).__name__.lower()}"
+            self.adds_parameters = any(True for _ in fn.parameters())
 
     def shown(self) -> str:
         return _name_of(self.function)
@@ -145,23 +148,19 @@ class WeightFunction(Reparametrization):
     def is_same_as(self, other: Reparametrization) -> bool:
         return isinstance(other, WeightFunction) and other.function is self.function
 
-    def fit(self, module: nn.Module, key: str, name: str) -> None:
-        """Find a name for the module, or raise if the name is taken."""
-        if isinstance(self.function, nn.Module):
-            self._name = f"{key}_{type(self.function).__name__.lower()}"
-            if hasattr(module, self._name):
-                raise ValueError(
-                    f"`{name}` is to have a {type(self.function).__name__}, which would be called "
-                    f"`{self._name}`, and that name is taken. Rename the class, or what has it."
-                )
-
     def applied_to(self, module: nn.Module, key: str) -> None:
         if isinstance(self.function, nn.Module):
-            module.add_module(self._name, self.function)
+            module.add_module(self.added(key), self.function)
 
     def removed_from(self, module: nn.Module, key: str) -> None:
-        if self._name:
-            delattr(module, self._name)
+        if self.suffix:
+            delattr(module, self.added(key))
+
+    def operands(self, module: nn.Module, key: str) -> Operands:
+        return ()
+
+    def complete(self, module: nn.Module, key: str, weight: Tensor) -> None:
+        return None
 
     def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
         version = version_of(weight)

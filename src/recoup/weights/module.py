@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from recoup._core.compile import never_compiled, not_compiled_itself
 from recoup._core.saved_tensors import is_transformed
 from recoup._core.stand_ins import new_stand_in, with_stand_in, without_stand_in
 from recoup.weights.compiled import new_handle, read_in_graph, step_in_graph
-from recoup.weights.reparametrization import Application
+from recoup.weights.reparametrization import Application, DrawnWeight
 from recoup.weights.steps import Step, leave, local
 from recoup.weights.weight import ParametrizedWeight, is_plain
 
@@ -42,25 +42,17 @@ class Attached:
     Args:
         weights: its own parameters that are reparametrized.
         roots: what was applied to this module itself, for its own parameters or those within.
-        weights_within: the parameters for which its forward is a step.
     """
 
-    def __init__(
-        self,
-        weights: dict[str, ParametrizedWeight] | None = None,
-        roots: list[Application] | None = None,
-        weights_within: list[ParametrizedWeight] | None = None,
-    ) -> None:
-        self.weights = weights or {}
-        self.roots = roots or []
-        self.weights_within = weights_within or []
+    def __init__(self, weights: dict[str, ParametrizedWeight], roots: list[Application]) -> None:
+        self.weights, self.roots = weights, roots
         self.handle = new_handle(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Attached, (self.weights, self.roots, self.weights_within)
+        return Attached, (self.weights, self.roots)
 
     def uses_in(self, module: nn.Module) -> Iterator[tuple[ParametrizedWeight, nn.Module]]:
-        """Yield `weights_within`, with the modules that have them."""
+        """Yield the weights for which its forward is a step, with the modules that have them."""
         for part in module.modules():
             for weight in weights_of(part).values():
                 if any(step.application in self.roots for step in weight.steps):
@@ -69,7 +61,7 @@ class Attached:
 
 def attach(module: nn.Module) -> Attached:
     """Return the state that `module` carries; give it an empty one if it has none."""
-    return module.__dict__.setdefault(_KEY, Attached())
+    return module.__dict__.setdefault(_KEY, Attached({}, []))
 
 
 def weights_of(module: nn.Module) -> dict[str, ParametrizedWeight]:
@@ -86,7 +78,6 @@ def fit_class(module: nn.Module) -> None:
     within = [weight for part in parts for weight in weights_of(part).values()]
     alive = {application for weight in within for application in weight.applications}
     attached.roots = [application for application in attached.roots if application in alive]
-    attached.weights_within = [weight for weight, _ in attached.uses_in(module)]
     if within:
         names = tuple(sorted(attached.weights))
         module.__class__ = with_stand_in(type(module), _class_for, names, bool(attached.roots))
@@ -174,7 +165,8 @@ def _step_of(forward: Any, run: Any) -> Any:
                 frames.pop()
             else:
                 leave(step)
-            step.made, step.last = {}, None  # an exception may hold this frame
+            step.made.clear()  # an exception may hold this frame
+            step.last = None
 
     @functools.wraps(forward)
     def forward_of_step(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -195,31 +187,22 @@ def _with_own_code(run: Any) -> Any:
     return forward
 
 
-def _forward_by_rows(self: nn.Embedding, input: Tensor) -> Tensor:
+def _forward_by_rows(self: nn.Embedding, input: Any) -> Tensor:
     """Run the forward of an embedding; draw for the rows that are looked up where that suffices."""
     raw: Any = self.__dict__.get("_parameters", {}).get("weight")
     weight = weights_of(self).get("weight")
-    if weight is None or raw is None or not _may_draw_rows(self, weight.steps, raw, input):
+    if weight is None or raw is None or torch.compiler.is_compiling() or is_transformed():
         return nn.Embedding.forward(self, input)
-    return _rows(self, weight, raw, input)
-
-
-@never_compiled
-def _rows(module: Any, weight: ParametrizedWeight, raw: Tensor, ids: Tensor) -> Tensor:
-    drawn, rows = weight.drawn(module, raw), _raw(nn.Embedding.forward)(module, ids)
-    for each in drawn:
-        rows = each.step.apply_to_rows(rows, ids, each)
-    return rows
-
-
-def _may_draw_rows(module: nn.Embedding, steps: list[Any], raw: Tensor, ids: Any) -> bool:
-    """Whether draws for the rows `ids` alone are fewer, and all that is applied to the weight."""
-    if torch.compiler.is_compiling() or is_transformed() or not is_plain(raw):
-        return False
     # The same rows are shortened, in the table, however many are looked up.
-    is_cheap = module.max_norm is not None or all(step.draws_rows_whole for step in steps)
-    is_few = isinstance(ids, Tensor) and ids.numel() < raw.shape[0]
-    return all(step.draws_by_row for step in steps) and (is_cheap or is_few)
+    is_cheap = self.max_norm is not None or all(step.draws_rows_whole for step in weight.steps)
+    is_few = isinstance(input, Tensor) and input.numel() < raw.shape[0]
+    is_by_row = is_plain(raw) and all(step.draws_by_row for step in weight.steps)
+    if not (is_by_row and (is_cheap or is_few)):
+        return nn.Embedding.forward(self, input)
+    drawn, rows = weight.drawn(self, raw), _raw(nn.Embedding.forward)(self, input)
+    for each in drawn:
+        rows = cast("Tensor", DrawnWeight.apply(rows, input, each))
+    return rows
 
 
 def _raw(run: Any) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from recoup._core.saved_tensors import untransformed
-from recoup.weights import draws, row_draws
+from recoup._core.saved_tensors import is_transformed, untransformed
+from recoup.weights import draws
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
 from recoup.weights.reparametrization import (
@@ -139,23 +139,18 @@ class WeightNoise(Reparametrization):
                 f"{_LEARNED} (what has a deviation of its own that is trained from the number "
                 "`std` on), or None for one that is not trained, or is a Parameter itself."
             )
-        self.relative = relative
+        self.relative = self.by_operators = relative
         self._std = std if isinstance(std, nn.Parameter) else self.checked(std)
         self._learned, self._made, self._key = learned, made, ""
         if learned is not None or isinstance(std, nn.Parameter):
-            self.suffix, self.by_autograd, self.breaks_graph = "_std", True, True
-            self.adds_parameters = True
+            self.suffix = "_std"
+            self.by_autograd = self.by_operators = self.adds_parameters = True
         else:
             self.rate = self._std
 
     def shown(self) -> str:
         std = f"std={self._key}_std" if self.suffix else super().shown()
         return std + (", relative=True" if self.relative else "")
-
-    @property
-    def std(self) -> Magnitude:
-        """The standard deviation, where it is no parameter."""
-        return self.rate
 
     def checked(self, value: Any) -> Magnitude:
         if self.suffix and not isinstance(value, Real):
@@ -202,35 +197,24 @@ class WeightNoise(Reparametrization):
         return self._made[key]
 
     def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
-        if own or self.relative:
+        _, seed, std, rows = drawn
+        if self.by_operators:
             with untransformed():  # or a transform of torch.func would take it for random
                 zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-                noise = draws.noised(zeros, drawn.seed, 1.0, out=zeros)
+                noise = draws.noised(zeros, seed, 1.0, in_place=True)
             noise = noise * root_mean_square(weight) if self.relative else noise
-            noise = noise * (own[0] if own else drawn.magnitude)
-            return weight + noise.to(weight.dtype)
+            return weight + (noise * (own[0] if own else std)).to(weight.dtype)
         if self.draws_by_row:
-            return self.compute_rows(weight, None, drawn, in_place=is_new)
-        out = weight if is_new and weight.is_contiguous() else None
-        return draws.noised(weight, drawn.seed, drawn.magnitude, out=out)
-
-    def compute_rows(
-        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
-    ) -> Tensor:
-        return row_draws.noised(weight, drawn.seed, drawn.magnitude, ids, in_place=in_place)
+            return draws.noised_rows(weight, seed, std, rows, in_place=is_new)
+        return draws.noised(weight, seed, std, in_place=is_new)
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        is_simple = not (operands or self.relative or self.draws_by_row)
+        is_simple = not (self.by_operators or self.draws_by_row or is_transformed())
         if is_simple and weight.is_contiguous():  # or the sum would not be
             noise = draws.noise_beside(weight, drawn.seed, drawn.magnitude)
             if noise is not None:
                 return weight + noise  # keeps nothing, and costs less than a function of our own
         return super().apply(weight, operands, drawn)
-
-    def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        if operands or self.relative:
-            return self.compute(weight, operands, drawn)
-        return super().apply_by_operators(weight, operands, drawn)
 
 
 def root_mean_square(weight: Tensor) -> Tensor:

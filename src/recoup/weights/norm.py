@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from recoup._core.saved_tensors import Kept, is_transformed
 from recoup.weights.application import apply_to
 from recoup.weights.choosing import ANY_WEIGHT, Where
-from recoup.weights.normed import Product, lengths_of, product_of
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
 
 
@@ -58,6 +58,7 @@ class WeightNorm(Reparametrization):
     order = 0
     is_random = False
     adds_parameters = True
+    by_operators = True
     suffix = "_g"
 
     def __init__(self, application: Application, dim: int | None) -> None:
@@ -87,7 +88,7 @@ class WeightNorm(Reparametrization):
         return -1 if self.dim is None else self.dim
 
     def first_value(self, weight: Tensor) -> nn.Parameter:
-        norms = lengths_of(weight.detach(), self.axis)
+        norms = _lengths_of(weight.detach(), self.axis)
         return nn.Parameter(norms, requires_grad=weight.requires_grad)
 
     def removed_from(self, module: nn.Module, key: str) -> None:
@@ -98,7 +99,7 @@ class WeightNorm(Reparametrization):
         super().removed_from(module, key)
 
     def complete(self, module: nn.Module, key: str, weight: Tensor) -> Tensor:
-        return lengths_of(weight.detach(), self.axis)
+        return self.first_value(weight).detach()
 
     def operands(self, module: nn.Module, key: str) -> Operands:
         norms: Tensor | None = getattr(module, f"{key}_g", None)
@@ -111,10 +112,59 @@ class WeightNorm(Reparametrization):
         return (norms,)
 
     def compute(self, weight: Tensor, own: Operands, drawn: Drawn, is_new: bool = False) -> Tensor:
-        return cast("Tensor", Product.apply(weight, own[0], self.axis, self.name))
+        if is_transformed():
+            return self.product(weight, own[0])
+        return cast("Tensor", _Product.apply(weight, own[0], self.axis, self.name))
 
-    def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return self.compute(weight, operands, drawn)
+    def product(self, weight: Tensor, norms: Tensor) -> Tensor:
+        """Return the product by differentiable operators of torch, which keep their residuals."""
+        return _product_of(weight, norms, self.axis)
 
-    def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        return product_of(weight, operands[0], self.axis)
+
+class _Product(torch.autograd.Function):
+    """The product as torch computes it, with a correct second derivative and no copy of the weight.
+
+    It does not use `save_for_backward`: a region around it would count the residuals, and a weight
+    that was made before the region began is made only in the region's second run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, norms: Tensor, dim: int, name: str) -> Tensor:
+        ctx.dim = dim
+        ctx.kept = (Kept(weight, name, None), Kept(norms, f"An operand of {name}", None))
+        ctx.inputs = (weight, norms)
+        ctx.is_fused = dim >= 0 and dim in (0, weight.dim() - 1) and weight.numel() > 0
+        return _fused(weight, norms, dim)[0] if ctx.is_fused else _product_of(weight, norms, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, norms = (kept.get() for kept in ctx.kept)
+        is_again = torch.is_grad_enabled()
+        if ctx.is_fused and not is_again:
+            lengths = _fused(weight, norms, ctx.dim)[1]
+            given = (value.contiguous() for value in (gradients[0], weight, norms))
+            backward = torch.ops.aten._weight_norm_interface_backward
+            return (*backward(*given, lengths, ctx.dim), None, None)
+        # The fused backward treats the lengths as constants, wrong for a second derivative.
+        given = [
+            value if is_again and value.requires_grad else value.detach().requires_grad_()
+            for value in (ctx.inputs if is_again else (weight, norms))
+        ]
+        with torch.enable_grad():
+            made = _product_of(given[0], given[1], ctx.dim)
+        found = torch.autograd.grad(made, given, gradients[0], create_graph=is_again)
+        return *found, None, None
+
+
+def _fused(weight: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._weight_norm_interface(weight.contiguous(), norms.contiguous(), dim)
+
+
+def _product_of(weight: Tensor, norms: Tensor, dim: int) -> Tensor:
+    """Return the product by differentiable operators of torch, which keep their residuals."""
+    return weight * (norms / _lengths_of(weight, dim))
+
+
+def _lengths_of(weight: Tensor, dim: int) -> Tensor:
+    """Return the norms of a weight along all axes but `dim`; of the whole weight for -1."""
+    return torch.norm_except_dim(weight, 2, dim) if weight.dim() else weight.abs()

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from recoup._core.saved_tensors import untransformed
+from recoup._core.saved_tensors import is_transformed, untransformed
 
 Magnitude = float | Tensor | Callable[[int], float]
 Operands = tuple[Tensor, ...]
@@ -43,11 +43,15 @@ class Application:
 
 
 class Drawn(NamedTuple):
-    """A reparametrization with the seed and the magnitude that one step uses."""
+    """A reparametrization with the seed and the magnitude that one step uses.
+
+    Where it is computed for some rows of a weight alone, `rows` are their numbers.
+    """
 
     step: Reparametrization
     seed: int
     magnitude: float
+    rows: Tensor | None = None
 
 
 class Reparametrization:
@@ -65,12 +69,13 @@ class Reparametrization:
     is_random: ClassVar[bool] = True
     is_additive: ClassVar[bool] = False  # whether a draw is added to a weight, or scales it
     by_autograd = False  # See Rule 3
-    suffix = ""  # of the name of a parameter that it adds beside the weight
+    by_operators = False  # whether `compute` is differentiable as it is, and keeps nothing large
+    suffix = ""  # of the name of a parameter, or a module, that it adds beside the weight
     adds_parameters = False  # of any kind
     function: Callable[..., Tensor] | None = None  # of the user's
-    breaks_graph = False  # whether a compiled graph breaks where it reads such a weight
+    is_tied = False  # whether another name of the weight may share it
     records: Collection[set[Drawn]] = ()  # that note which draws there were
-    draws_by_row = False  # whether rows of an embedding may be drawn alone (see `row_draws`)
+    draws_by_row = False  # whether rows of an embedding may be drawn alone (see `draws`)
     draws_rows_whole = False  # with one number for each row
     rate: Magnitude = 1.0  # a float, or what has one for a step
 
@@ -82,6 +87,11 @@ class Reparametrization:
             )
         self.application = application
         self.mode = mode
+
+    @property
+    def breaks_graph(self) -> bool:
+        """Whether a compiled graph breaks where it reads such a weight."""
+        return self.by_autograd or self.is_tied
 
     def __repr__(self) -> str:
         mode = "" if self.mode == "training" else f', mode="{self.mode}"'
@@ -144,7 +154,7 @@ class Reparametrization:
         """Adapt to the weight `key` of `module`, or raise if it cannot be applied to it."""
 
     def added(self, key: str) -> str:
-        """Return the name of the parameter that it adds beside the weight `key`; or ""."""
+        """Return the name of what it adds beside the weight `key`; or ""."""
         return key + self.suffix if self.suffix else ""
 
     def first_value(self, weight: Tensor) -> nn.Parameter:
@@ -177,36 +187,22 @@ class Reparametrization:
 
     def apply(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
         """Return the reparametrized weight with its graph, which keeps nothing but the seed."""
-        if self.by_autograd:
+        if self.by_operators:
             return self.compute(weight, operands, drawn)
-        return cast("Tensor", _Drawn.apply(weight, None, drawn))
-
-    def apply_by_operators(self, weight: Tensor, operands: Operands, drawn: Drawn) -> Tensor:
-        """Return the same by differentiable operators of torch, which keep their residuals."""
-        if self.by_autograd:
-            return self.compute(weight, operands, drawn)
-        with untransformed():
+        if not is_transformed():
+            return cast("Tensor", DrawnWeight.apply(weight, None, drawn))
+        with untransformed():  # See Rule 4
             made = torch.zeros if self.is_additive else torch.ones
             draw = made(weight.shape, dtype=weight.dtype, device=weight.device)
             draw = self.compute(draw, (), drawn, is_new=True)
         return weight + draw if self.is_additive else weight * draw
 
-    def compute_rows(
-        self, weight: Tensor, ids: Tensor | None, drawn: Drawn, in_place: bool = False
-    ) -> Tensor:
-        """Return rows `ids` of the weight of an embedding (all if None), from those of the raw."""
-        raise NotImplementedError
 
-    def apply_to_rows(self, rows: Tensor, ids: Tensor, drawn: Drawn) -> Tensor:
-        """Return rows `ids`, looked up in the raw weight, as the reparametrized weight has them.
+class DrawnWeight(torch.autograd.Function):
+    """A weight, or its rows `ids`, under a draw, which is its own derivative (See Rule 2).
 
-        Kept: the seed and, where a draw scales, `ids`, which the lookup has saved.
-        """
-        return cast("Tensor", _Drawn.apply(rows, ids, drawn))
-
-
-class _Drawn(torch.autograd.Function):
-    """A weight, or rows of one, under a draw, which is its own derivative (See Rule 2)."""
+    Kept: the seed and, where a draw scales rows, `ids`, which the lookup has saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor | None, drawn: Drawn) -> Tensor:
@@ -216,7 +212,7 @@ class _Drawn(torch.autograd.Function):
         if not drawn.step.is_additive:
             ctx.save_for_backward(ids)
         rows = weight.reshape(ids.numel(), weight.shape[-1])
-        return drawn.step.compute_rows(rows, ids.reshape(-1), drawn).view(weight.shape)
+        return drawn.step.compute(rows, (), drawn._replace(rows=ids.reshape(-1))).view(weight.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -226,7 +222,7 @@ class _Drawn(torch.autograd.Function):
         if not ctx.by_row and not torch.is_grad_enabled():
             return drawn.step.compute(gradients[0], (), drawn), None, None
         ids = ctx.saved_tensors[0] if ctx.by_row else None
-        return cast("Tensor", _Drawn.apply(gradients[0], ids, drawn)), None, None
+        return cast("Tensor", DrawnWeight.apply(gradients[0], ids, drawn)), None, None
 
 
 def is_table(module: nn.Module, key: str) -> bool:

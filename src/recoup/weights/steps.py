@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from recoup.weights.reparametrization import Application, Drawn, Reparametrizati
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.frames: list[Frame] = []  # in force in this thread, the innermost last
+        self.frames: list[Any] = []  # in force in this thread, the innermost last
         self.raw_of: nn.Module | None = None  # whose weights are read as they are (see `module`)
         self.lists: dict[int, list[Tensor]] = {}  # on which recurrent layers run, by their ids
 
@@ -56,85 +57,72 @@ def leave(frame: Frame) -> None:
             return
 
 
-class Draws:
-    """Draws that several reads share.
-
-    Args:
-        seed: of all of them; drawn at the first one if None.
-        counts: whether it is a step that schedules count.
-    """
-
-    def __init__(self, seed: int | None = None, *, counts: bool = False) -> None:
-        self.seed = seed
-        self.counts = counts
-        self.drawn: dict[Reparametrization, Drawn] = {}
-        self._steps: dict[Application, int] = {}
-        self._num_named: dict[str, int] = {}
-
-    def draw(self, step: Reparametrization, path: str, *, is_training: bool) -> Drawn:
-        """Draw for the weight that is called `path`."""
-        application = step.application
-        count = self._steps.get(application)
-        if count is None:  # the number of this step is the same for all weights
-            count = self._steps[application] = application.step
-            application.step += self.counts and is_training and application.counts
-        rate, seed = step.rate, 0
-        magnitude = rate if isinstance(rate, float) else step.magnitude(count)
-        if magnitude:
-            if self.seed is None:
-                self.seed = draw_seed()
-            name = f"{path} {step.kind}"
-            again = self._num_named[name] = self._num_named.get(name, -1) + 1
-            text = f"{self.seed} {name} {again}".encode()
-            seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
-        drawn = self.drawn[step] = Drawn(step, seed, magnitude)
-        return drawn
-
-
-class Step(Draws, Frame):
-    """A step (See Rule 1).
+class Step(Frame):
+    """Draws that several reads share (See Rule 1).
 
     Args:
         owner: the module whose forward it is; None for a block of the user's.
         applications: those whose draws belong to it.
+        seed: of all of them; drawn at the first one if None.
+        counts: whether it is a step that schedules count.
 
     Attributes:
+        drawn: what was drawn.
         made: by weight: what it was computed from, a weak reference to it, the tensor through which
             gradients of a second one reach it, and that second one (see `weight`).
         last: the weight that was computed last, which is most often read again at once.
     """
 
     def __init__(
-        self, owner: nn.Module | None, applications: tuple[Application, ...] | list[Application]
+        self,
+        owner: nn.Module | None,
+        applications: Sequence[Application],
+        seed: int | None = None,
+        counts: bool = True,
     ) -> None:
-        self.seed, self.counts = None, True
-        self.drawn, self._steps, self._num_named = {}, {}, {}
         self.owner = owner
         self.applications = applications
-        self.made: dict[object, Any] = {}
+        self.drawn: dict[Reparametrization, Drawn] = {}
+        self.made: dict[object, tuple[Any, ...]] = {}
         self.last: Tensor | None = None
+        self._seed = seed
+        self._counts = counts
+        # The numbers of the step, by the calls that applied; how often a name was drawn for.
+        self._numbers: dict[Application | str, int] = {}
+
+    def draw(self, step: Reparametrization, path: str, *, is_training: bool) -> Drawn:
+        """Draw for the weight that is called `path`."""
+        application = step.application
+        number = self._numbers.get(application)
+        if number is None:  # it is the same for all weights
+            number = self._numbers[application] = application.step
+            application.step += self._counts and is_training and application.counts
+        rate, seed = step.rate, 0
+        magnitude = rate if isinstance(rate, float) else step.magnitude(number)
+        if magnitude:
+            if self._seed is None:
+                self._seed = draw_seed()
+            name = f"{path} {step.kind}"
+            again = self._numbers[name] = self._numbers.get(name, -1) + 1
+            text = f"{self._seed} {name} {again}".encode()
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+        drawn = self.drawn[step] = Drawn(step, seed, magnitude)
+        return drawn
 
 
-class SameDraw(Draws, Frame):
+class SameDraw(Step):
     """Draws that last for several steps (See Rule 2)."""
 
 
 class Override(Frame):
     """Noise turned on or off for some weights (See Rule 3)."""
 
-    def __init__(self, weights: frozenset[object], *, is_on: bool) -> None:
-        self.weights = weights
+    def __init__(self, weights: Iterable[Any], *, is_on: bool) -> None:
+        self.weights = frozenset(weights)
         self.is_on = is_on
 
     @never_compiled
     def __enter__(self) -> None:
-        overriding.append(self)
+        for weight in self.weights:
+            weight.is_switched = weight.is_switched or self.is_on
         super().__enter__()
-
-    @never_compiled
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        overriding.remove(self)
-
-
-overriding: list[Override] = []  # of all threads, each as often as it was entered

@@ -67,8 +67,7 @@ def twin(module: M) -> M:
     Source: https://github.com/dmlc/gluon-nlp/issues/1060.
     """
     check_is_module(module)
-    parts = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
-    for name, part in parts:
+    for name, part in cast("Any", module).named_modules():
         _check(part, f"`module.{name}`" if name else "`module`")
     made = _copied(module)
     keep_only(made, lambda step: step.mode == "always")
@@ -79,12 +78,8 @@ def twin(module: M) -> M:
 
 def _check(part: Any, name: str) -> None:
     kind = type(cast("object", part)).__name__
-    kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel)
-    if (
-        isinstance(part, kinds)
-        or hasattr(part, "unshard")
-        or isinstance(part, torch.jit.ScriptModule)
-    ):
+    kinds: tuple[type, ...] = (DistributedDataParallel, DataParallel, torch.jit.ScriptModule)
+    if isinstance(part, kinds) or hasattr(part, "unshard"):
         raise ValueError(
             f"{name} is a {kind}, which is not to be there twice. Make the twin of "
             "the module within it, before it is wrapped, sharded or scripted; a sharded model is "

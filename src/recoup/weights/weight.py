@@ -20,6 +20,7 @@ Rule 4. Code that runs again has the draw of its first run. A region of ours rec
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import partial
 from typing import Any, cast
@@ -35,12 +36,11 @@ from recoup._core.call import Call, run_to_value
 from recoup._core.compile import never_compiled
 from recoup._core.generators import fingerprint
 from recoup._core.lazy_values import Source, Value, as_value, marked, read_anew
-from recoup.errors import ChangedError, RecoupError, ReplayError
+from recoup.errors import RecoupError, ReplayError
 from recoup.weights.compiled import new_handle
 from recoup.weights.reparametrization import Application, Drawn, Operands, Reparametrization
-from recoup.weights.steps import Draws, Override, SameDraw, Step, local, overriding
+from recoup.weights.steps import Override, SameDraw, Step, local
 
-_NONE: list[tuple[Operands, ...]] = [((),) * num for num in range(64)]
 # The draws of a read, how many seeds they took from the stream, and the version of the raw weight.
 _Recorded = tuple[tuple[Drawn, ...], int, int]
 _MOST = 512  # places in the random stream that are remembered
@@ -64,7 +64,8 @@ class ParametrizedWeight:
         self.name = name
         self.handle = new_handle(self)
         self.set_steps(steps or [])
-        self._is_switched = False  # whether a context has turned noise on in evaluation
+        self.is_switched = False  # whether a context has ever turned noise on, in evaluation too
+        self.lock = threading.RLock()
         self._by_place: dict[int, _Recorded | None] = {}  # None where there are two
         self._by_frame: Any = weakref.WeakKeyDictionary()  # the same, by frames of torch
 
@@ -74,7 +75,7 @@ class ParametrizedWeight:
     def set_steps(self, steps: list[Reparametrization]) -> None:
         """Set its reparametrizations."""
         self.steps = sorted(steps, key=lambda step: step.order)
-        self._has_operands = any(step.added(self.key) for step in steps)
+        self.has_operands = any(step.added(self.key) for step in steps)
         self._has_functions = any(step.by_autograd for step in steps)
 
     @property
@@ -97,117 +98,102 @@ class ParametrizedWeight:
             return raw
         version = 0 if raw.is_inference() else raw._version
         if step is None:
-            return self._compute(module, raw, version, drawn, None)
+            return self._compute(module, raw, version, drawn)
         given = (raw, drawn, version, torch.is_grad_enabled())
-        known, stub, kept = step.made.get(self), None, None
-        if known is not None and known[0][0] is raw and known[0][1:] == given[1:]:  # See Rule 3
+        known = step.made.get(self)
+        if known is not None and (known[0][0] is not raw or known[0][1:] != given[1:]):
+            known = None
+        stub = again = None
+        if known is not None:  # See Rule 3
             _, alive, stub, _ = known
             if (weight := alive()) is not None:
                 return read_anew(weight)
-            step.last = None
-            weight = kept = self._compute(module, raw, version, drawn, stub)
-        else:
-            step.last = None
-            weight = self._compute(module, raw, version, drawn, None)
-            is_alone = step.owner is module or not weight.requires_grad
-            source = weight._recoup_source if isinstance(weight, Value) else None
-            stub = _stub_of(weight) if not is_alone and type(source) is _Recomputed else None
+        step.last = None  # before another one is made
+        weight = self._compute(module, raw, version, drawn, stub)
+        if known is not None:
+            again = weight
+        elif step.owner is not module and weight.requires_grad:
+            is_recomputed = type(getattr(weight, "_recoup_source", None)) is _Recomputed
+            stub = _stub_of(weight) if is_recomputed else None
         step.last = weight
-        step.made[self] = given, weakref.ref(weight), stub, kept
+        step.made[self] = given, weakref.ref(weight), stub, again
         return weight
+
+    # -- draws -------------------------------------------------------------------------------------
 
     @never_compiled
     def drawn(self, module: nn.Module, raw: Tensor) -> tuple[Drawn, ...]:
         """Return what is applied to the weight here and now; nothing if it is raw."""
         builds_graph = torch.is_grad_enabled() and seam.backward_id() == -1
         if builds_graph and seam.pair_in_force() is None and not rng.is_repeated():
-            return self.draws(module.training, builds_graph)
+            return self.draws(module.training, True)
         version = seam.version_of(raw)
-        return self.draws_again(version, module.training, builds_graph, builds_graph)
+        return self.draws_again(version, module.training, builds_graph)
 
-    # -- draws -------------------------------------------------------------------------------------
-
-    def draws(self, is_training: bool, draws_alone: bool) -> tuple[Drawn, ...]:
-        """Return what is applied to the weight in a first run (See Rule 1).
-
-        Args:
-            is_training: whether its module is in training mode.
-            draws_alone: whether a read outside of steps draws.
-        """
-        turned: list[bool] = []
-        if overriding:
-            frames = [each for each in local.frames if type(each) is Override]
-            turned = [each.is_on for each in frames if self in each.weights][-1:]
-        fresh: Draws | None = None
+    def draws(self, is_training: bool, builds_graph: bool) -> tuple[Drawn, ...]:
+        """Return what is applied to the weight in a first run (See Rule 1)."""
+        alone: Step | None = None
         found: list[Drawn] = []
         for each in self.steps:
             if not each.is_random:
                 found.append(Drawn(each, 0, 1.0))
                 continue
-            if not (turned[0] if turned else is_training or each.mode == "always"):
-                continue
+            is_on = is_training or each.mode == "always"
             step: Step | None = None
             same: SameDraw | None = None
             for frame in local.frames:
-                if type(frame) is SameDraw:
+                if isinstance(frame, Override):
+                    is_on = frame.is_on if self in frame.weights else is_on
+                elif isinstance(frame, SameDraw):
                     same = frame
-                elif step is None and type(frame) is Step:
-                    step = frame if each.application in frame.applications else None
-            if step is None and not draws_alone:
+                elif step is None and each.application in frame.applications:
+                    step = frame
+            if not is_on or (step is None and not builds_graph):
                 continue
-            draws = same or step or fresh
+            draws = same or step or alone
             if draws is None:
-                draws = fresh = Draws()
-            drawn = draws.drawn.get(each)
-            if drawn is None:
-                drawn = draws.draw(each, self.path, is_training=is_training)
+                draws = alone = Step(None, (), counts=False)
+            drawn = draws.drawn.get(each) or draws.draw(each, self.path, is_training=is_training)
             for record in each.records:
                 record.add(drawn)
             if drawn.magnitude:
                 found.append(drawn)
         return tuple(found)
 
-    def draws_again(
-        self, version: int, is_training: bool, draws_alone: bool, builds_graph: bool
-    ) -> tuple[Drawn, ...]:
+    def draws_again(self, version: int, is_training: bool, builds_graph: bool) -> tuple[Drawn, ...]:
         """Return the same for code that may run again, or does so now (See Rule 4)."""
-        draw = partial(self.draws, is_training, draws_alone)
-        random = [step for step in self.steps if step.is_random]
-        is_usual = any(is_training or step.mode == "always" for step in random)
-        is_open = is_usual or (bool(random) and bool(overriding))
+        is_usual = is_training or self.is_switched
+        is_open = any(step.is_random and (is_usual or step.mode == "always") for step in self.steps)
         is_noted = is_open and (not builds_graph or seam.pair_in_force() is not None)
-        self._is_switched |= is_noted and not is_usual
+        draw = partial(self.draws, is_training, builds_graph)
         return rng.remembered(partial(self._recorded, draw, version, is_open, is_noted))
 
     def _recorded(self, draw: Any, version: int, is_open: bool, is_noted: bool) -> Any:
         frame, again = seam.frame_in_force(), seam.is_in_backward()
         if (again and not _runs_again()) or not (again or is_noted or frame is not None):
             return draw()
-        place = fingerprint()
+        place, by_place = fingerprint(), self._by_place
         within: dict[int, _Recorded | None] = {}
         if frame is not None:
             within = self._by_frame.setdefault(frame, within)
         if not again:
             value, num_seeds = rng.counted(draw)
             made: _Recorded = (value, num_seeds, version)
-            for known in (within, self._by_place if is_noted else {}):
+            for known in (within, by_place if is_noted else {}):
                 known[place] = made if (known.get(place) or made)[0] == made[0] else None
-            if len(self._by_place) > _MOST:
-                del self._by_place[next(iter(self._by_place))]
+            if len(by_place) > _MOST:
+                del by_place[next(iter(by_place))]
             return made[0]
-        is_known = place in within or place in self._by_place
-        found = within[place] if place in within else self._by_place.get(place)
+        found = within.get(place) if within else by_place.get(place) if is_open else None
         if place not in within and len({*within.values()}) == 1:  # of a stream not restored
             (only,) = within.values()
             found = only and (only[0], 0, only[2])
-        elif not is_open and not within:  # a step may have stood where this evaluation did
-            found = None
-        if found is None and (is_open or is_known or self._is_switched):
+        if found is None and (is_open or within or place in by_place):
             raise ReplayError(_NOT_TOLD.format(self.name))
         if found is None:
-            return draw()
+            return draw()  # in evaluation
         if found[2] != version:
-            raise ChangedError(_CHANGED.format(self.name))
+            raise seam.changed_in_place(self.name)
         rng.skip(found[1])
         return found[0]
 
@@ -217,7 +203,7 @@ class ParametrizedWeight:
         """Return the weight without what is drawn: the raw one, or normalized."""
         raw = cast("Tensor", module._parameters[self.key])
         drawn = tuple([Drawn(step, 0, 1.0) for step in self.steps if not step.is_random])
-        return self._compute(module, raw, seam.version_of(raw), drawn, None) if drawn else raw
+        return self._compute(module, raw, seam.version_of(raw), drawn) if drawn else raw
 
     def _compute(
         self,
@@ -225,20 +211,20 @@ class ParametrizedWeight:
         raw: Tensor,
         version: int,
         drawn: tuple[Drawn, ...],
-        stub: Tensor | None,
+        stub: Tensor | None = None,
     ) -> Tensor:
         """Return a new weight; its gradients flow through `stub` if there is one."""
-        if not is_plain(raw):
+        if type(raw) is not nn.Parameter and not is_plain(raw):
             raise RecoupError(
                 f"{self.name} is a {type(raw).__name__}, but {drawn[0].step.kind} needs a plain, "
                 "whole tensor. If it is sharded, read it within the forward of its module, where "
                 "FSDP2 has gathered it."
             )
-        operands = _NONE[len(drawn)]
-        if self._has_operands:
+        operands: tuple[Operands, ...] = ((),) * len(drawn)
+        if self.has_operands:
             operands = tuple([each.step.operands(module, self.key) for each in drawn])
         if seam.is_transformed():
-            return _run("apply_by_operators", drawn, raw, operands)
+            return _run(drawn, raw, operands)
         if not torch.is_grad_enabled():
             weight, source = _without_graph(raw, operands, drawn), Source(self.name)
             source.stands_for, source._version = self.key, seam.version_of(weight)
@@ -246,7 +232,7 @@ class ParametrizedWeight:
             return marked(weight, source)
         if self._has_functions and any(each.step.by_autograd for each in drawn):
             # See Rule 3 of NOTE [ One formula ]. A region notes the modules among the arguments.
-            run, functions = partial(_run, "apply", drawn), [each.step.function for each in drawn]
+            run, functions = partial(_run, drawn), [each.step.function for each in drawn]
             call = Call(f"the computation of {self.name}", run, (raw, operands, functions), {})
             weight = cast("Tensor", run_to_value(call))
             if isinstance(weight, Value):
@@ -254,7 +240,7 @@ class ParametrizedWeight:
             seam.reverse_at_once(weight)
             return weight
         if stub is None:
-            weight = _run("apply", drawn, raw, operands)
+            weight = _run(drawn, raw, operands)
         else:
             with seam.grad_mode(False):
                 weight = _without_graph(raw, operands, drawn)
@@ -272,10 +258,6 @@ _NOT_TOLD = (
     "it had: none is known, or two stood at one place of the random stream. Use recoup.checkpoint, "
     "or use_reentrant=False with preserve_rng_state=True. A hook reads it by `get_parameter`."
 )
-_CHANGED = (
-    "{} was changed in place between forward and backward, and code that uses it is run again "
-    "there. Step the optimizer after backward."
-)
 
 
 def _runs_again() -> bool:
@@ -288,16 +270,12 @@ def _runs_again() -> bool:
 
 
 def _run(
-    how: str,
-    drawn: tuple[Drawn, ...],
-    weight: Tensor,
-    operands: tuple[Operands, ...],
-    functions: object = None,
+    drawn: tuple[Drawn, ...], weight: Tensor, operands: tuple[Operands, ...], functions: object = ()
 ) -> Tensor:
     """Apply reparametrizations one after the other, with their graph."""
     del functions
     for each, own in zip(drawn, operands, strict=True):
-        weight = getattr(each.step, how)(weight, own, each)
+        weight = each.step.apply(weight, own, each)
         seam.reverse_at_once(weight)
     return weight
 
@@ -324,18 +302,22 @@ class _Recomputed(Source):
         operands: tuple[Operands, ...],
         drawn: tuple[Drawn, ...],
     ) -> None:
-        super().__init__(weight.name)
+        super().__init__(weight.name, weight.lock)
         self.stands_for, self._drawn = weight.key, drawn
         self._raw, self._version_of_raw, self._operands = raw, version, operands
-        self._versions = [[seam.version_of(x) for x in own] for own in operands if own]
+        self._versions = _versions(operands) if weight.has_operands else []
 
     def make(self) -> None:
         if seam.version_of(self._raw) != self._version_of_raw:
             raise seam.changed_in_place(self.name)
-        if self._versions != [[seam.version_of(x) for x in own] for own in self._operands if own]:
+        if self._versions != _versions(self._operands):
             raise seam.changed_in_place(f"An operand of {self.name}")
         with seam.grad_mode(False):
             self.give(_without_graph(self._raw, self._operands, self._drawn))
+
+
+def _versions(operands: tuple[Operands, ...]) -> list[int]:
+    return [seam.version_of(operand) for own in operands for operand in own]
 
 
 def _stub_of(weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 import recoup
 from recoup.weights import Draw, same_draw
-from tests.chance import are_even, are_gaussian, are_uncorrelated, has_share
+from tests.chance import are_even, are_gaussian, has_share
 
 CHUNK, PIECE, MASK_64 = 2**17, 2**15, 2**64 - 1
 STEP = 0x9E3779B97F4A7C15
@@ -312,53 +312,5 @@ def test_draws_have_their_distributions():
     for p in (1.5, -0.1):
         with pytest.raises(ValueError, match=rf"`p` is {p}, but must be a probability"):
             draw.bernoulli(p)
-
-
-# -- how random they are ---------------------------------------------------------------------------
-
-RATES = [0.01, 0.1, 0.3, 0.5, 0.9, 1 / 65536, 32767 / 65536, 65535 / 65536]
-
-
-@pytest.mark.parametrize("p", RATES)
-def test_the_share_of_dropped_entries_is_p(p):
-    exact = round(p * 65536) / 65536
-    for seed in range(3):
-        for found in (mask(2**18 + 3, seed, p), row_mask(2**12, 64, seed, p).flatten()):
-            is_dropped = found == 0
-            assert (is_dropped | (found == found.max())).all()
-            assert has_share(is_dropped, exact)
-            for lane in range(4):
-                assert has_share(is_dropped[lane::4], exact)
-
-
-def masks_of_a_half(num_rows, width, seed):
-    return row_mask(num_rows, width, seed, 0.5)
-
-
-def flat(draw, *given):
-    return lambda num_rows, width, seed: draw(num_rows * width, seed, *given).view(num_rows, width)
-
-
-@pytest.mark.parametrize("draw", [flat(mask, 0.5), flat(noise), masks_of_a_half, row_noise])
-def test_entries_rows_columns_and_seeds_do_not_depend_on_each_other(draw):
-    found = draw(8192, 64, 17)
-    for lag in (1, 2, 3, 8, 64, 512, 2048, 4096):
-        assert are_uncorrelated(found[:-lag], found[lag:]), lag
-        assert are_uncorrelated(found[:-lag].square(), found[lag:].square()), lag
-    for lag in (1, 2, 3, 4, 8, 16, 32, 63):
-        assert are_uncorrelated(found[:, :-lag], found[:, lag:]), lag
-    for seed in (16, 18, 17 + 2**32, 2**63 - 1):
-        other = draw(8192, 64, seed)
-        assert are_uncorrelated(found, other)
-        assert are_uncorrelated(found[1:], other[:-1])
-        assert are_uncorrelated(found.flatten(), other.flatten().flip(0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_noise_is_gaussian_with_long_tails(dtype):
-    for seed in (0, 1):
-        rows = row_noise(2**13, 64, seed, dtype)
-        for part in (*noise(2**19, seed, dtype).tensor_split(2), rows.flatten(), *rows.T[[0, 63]]):
-            assert are_gaussian(part)
-    largest = [noise(2**20, 3).abs().max().item(), row_noise(2**14, 64, 3).abs().max().item()]
-    assert 4.5 < min(largest) < max(largest) < 6.7
+    with pytest.raises(ValueError, match=r"`weight` is torch.int64, but must be of a floating"):
+        Draw(torch.arange(3), 3)

@@ -178,7 +178,7 @@ REFUSED = [
     (lambda: apply(layer(), multiplied), lambda m: apply(m, multiplied), "`weight` has apply"),
     (Taken, of(2), "`weight_g` exists already"),
     (Taken, of(1, learned="row"), "`weight_std` exists already"),
-    (Taken, lambda m: apply(m, Scales()), "`weight_scales`, and that name is taken"),
+    (Taken, lambda m: apply(m, Scales()), "`weight_scales` exists already"),
     *((lambda: nn.Sequential(nn.LazyLinear(2), layer()), of(k, pattern=r"0\.weight"),
        "`0.weight` has no shape.*batch") for k in range(3)),
     *((lambda: layer().to(torch.float8_e4m3fn), of(k), "`weight` is torch.float8") for k in (0, 1)),

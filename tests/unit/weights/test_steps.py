@@ -123,6 +123,13 @@ def test_all_reads_of_a_step_have_one_draw_and_the_next_step_has_another(way):
     assert torch.equal(tree.layer.get_parameter("weight").grad == 0, first[1] == 0)
 
 
+def test_what_was_computed_last_is_not_computed_again_when_it_is_read_at_once():
+    layer = dropped(Reads())
+    with step(layer):
+        alive = weakref.ref(layer.weight)
+        assert layer.weight is alive()
+
+
 def test_a_step_is_the_forward_of_what_something_was_applied_to():
     twice = Calls(lambda tree: (tree.layer(), tree.layer()), layer=Reads())
     dropped(twice.layer)
