@@ -163,7 +163,7 @@ def _panel(axes: Any, rows: list[dict], model: str, clock: str) -> dict[str, Any
 
 
 def _says_more(drawn: Any, other: Any) -> bool:
-    """Whether a legend should show `drawn`: a line before marks, a full mark before a hollow one."""
+    """Whether a legend should show `drawn`: lines come before marks, full marks before hollow."""
     is_line, is_full = drawn.get_linestyle() != "None", drawn.get_markerfacecolor() != "white"
     shown = other.get_linestyle() != "None", other.get_markerfacecolor() != "white"
     return (is_line, is_full) > shown
