@@ -36,9 +36,10 @@ class IResNet(Flow):
     3x3, a 1x1 and a 3x3 convolution, for vectors of `depth` hidden layers, with `LipSwish` between;
     an ActNorm ends the flow. With ``log_det="unbiased"`` this is a Residual Flow.
 
-    Inverting the blocks in backward would save nothing, so ``memory="constant"`` recomputes them;
-    "sqrt" is the mode to choose. `sample` and `inverse` iterate each block's network until they
-    converge, some dozens of times.
+    Inverting the blocks in backward would save nothing, so ``memory="constant"`` recomputes each
+    from its input, as "inputs" does without a warning; the tape of a block is so much larger than
+    its input that "sqrt" and "log" take more. `sample` and `inverse` iterate each block's network
+    until they converge, some dozens of times.
 
     Args:
         shape: Shape of one sample: ``(C, H, W)``, H and W multiples of ``2**num_levels``, or
