@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from recoup._core.drift_guard import DriftGuard
+from recoup._core.tensor_arguments import check_modules
 from recoup.planning.advice import held_by_others, what_can_be_inverted
 from recoup.planning.following import PlanFollower, PlannedModel
 from recoup.planning.forwards import Follower, WrappedForwards, wrapped_forwards_in
@@ -54,6 +55,7 @@ def applied_plans(model: nn.Module) -> list[Plan]:
         >>> recoup.applied_plans(model)
         []
     """
+    check_modules(model=model)
     owners = [each.owner for each in wrapped_forwards_in(model)]
     return [owner for owner in owners if isinstance(owner, Plan)]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recoup._arguments import check_callable, check_flag
 from recoup._core.call import Call
 from recoup._core.saved_tensors import is_in_backward
 from recoup._core.slots import State
@@ -160,6 +161,9 @@ def timeline(
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"`model` is a {type(model).__name__}, but must be a torch.nn.Module.")
+    if loss is not None:
+        check_callable(loss=loss)
+    check_flag(holds_output=holds_output)
     if plan is None:
         plan = next((each for each in applied_plans(model) if each.model is model), None)
         plan = plan and _serving(plan, example_args, example_kwargs)
