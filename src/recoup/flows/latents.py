@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
-from recoup._arguments import check_real
+from recoup._arguments import check_real, check_type
 from recoup._core.generators import with_seed
 
 __all__ = ["Base", "Latents", "as_latents", "as_tuple", "chosen", "temperature_of_each"]
@@ -152,6 +152,8 @@ def chosen(indices: int | Sequence[int], num_latents: int) -> frozenset[int]:
     Raises:
         ValueError: When an index is out of range for `num_latents` latents.
     """
+    for each in indices if isinstance(indices, list | tuple) else (indices,):
+        check_type(int, "the number of a latent, or several", indices=each)
     given = (indices,) if isinstance(indices, int) else tuple(indices)
     for index in given:
         if not -num_latents <= index < num_latents:

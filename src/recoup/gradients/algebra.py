@@ -224,7 +224,7 @@ class Algebra(Container):
             GradientError: the norm is not finite, and `error_if_nonfinite` is True.
             ValueError: `max_norm` is not a number, or below 0; or `norm_type` is not above 0.
         """
-        _check_bound("max_norm", max_norm)
+        max_norm = _check_bound("max_norm", max_norm)
         check_flag(error_if_nonfinite=error_if_nonfinite)
         total = self.norm(norm_type).detach()
         if error_if_nonfinite and not bool(total.isfinite()):

@@ -147,7 +147,7 @@ class Container(MutableMapping[Tensor, Tensor]):
         check_flag(own=own)
         with self._guarded():
             grad = grad.detach() if grad.requires_grad else grad
-            self._entries.add(param, grad, alpha, is_ours=own)
+            self._entries.add(param, grad, float(alpha), is_ours=own)
         return self
 
     _NOTHING = object()

@@ -42,6 +42,8 @@ class Stepping(Algebra):
         self._check_is_whole()
         check_scaler(scaler)
         self._check_is_scaled_by(scaler)
+        for each in optimizers:
+            _parameters_to_step(each)  # or an error
         optimizers = tuple(dict.fromkeys(optimizers))
         members = [_parameters_to_step(each) for each in optimizers]
         self._check_each_has_one(members)

@@ -168,7 +168,7 @@ class GradStore(Stepping, Transfer):
             if not allow_empty:
                 self._check_received(num_received, len(targets))
             self._scale = scale
-            self.weight += weight
+            self.weight += float(weight)
         return tuple(found)
 
     @contextmanager
@@ -266,6 +266,7 @@ def _roots(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs and their gradients, scaled and weighted, where backward begins."""
     check_weight(weight)
+    weight = float(weight)  # torch fills tensors with no larger integers
     roots: list[Tensor] = []
     for output in outputs if isinstance(outputs, list | tuple) else [outputs]:
         if not isinstance(output, Tensor):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recoup._arguments import check_flag, check_type
-from recoup._core.tensor_arguments import check_place
+from recoup._core.tensor_arguments import check_modules, check_place
 from recoup.errors import GradientError
 from recoup.gradients.accumulation import Entries
 from recoup.gradients.all_reduce import UNORDERED, Op, all_reduce
@@ -65,6 +65,7 @@ class Transfer(Container):
             GradientError: a gradient belongs to no parameter of `module`.
         """
         self._check_is_whole()
+        check_modules(module=module)
         names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
         strangers = [described(each) for each in self if each not in names]
         if strangers:

@@ -109,9 +109,11 @@ def simulate(
         >>> simulate(linear(2), costs=[Cost(1.0, 1, 3, reverse_bytes=4)] * 2).peak_bytes
         10
     """
+    check_type(Schedule, "a Schedule", schedule=schedule)
     require_positive("schedule.num_stages", schedule.num_stages)
     require_size("in_flight_bytes", in_flight_bytes)
     if costs is not None:
+        require_costs(costs)
         _require_length("costs", len(costs), schedule.num_stages)
         if bytes_per_second is not None:  # which says what copies cost
             costs = [replace(cost, offload_seconds=0.0) for cost in costs]

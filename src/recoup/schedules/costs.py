@@ -186,8 +186,7 @@ def require_costs(costs: Any) -> None:
     """Raise a ValueError unless `costs` is a list of costs, one for each of some stages."""
     given = cast("Sequence[object]", costs if isinstance(costs, Sequence) else [costs])
     if not all(isinstance(each, Cost) for each in given):
-        raise ValueError(
-            f"`costs` is {shown(cast('object', costs))}, but must be a `Cost` for each stage"
-        )
+        got = shown(cast("object", costs))
+        raise ValueError(f"`costs` is {got}, but must be a `Cost` for each stage")
     if not given:
         raise ValueError("`costs` is empty, but a chain has at least one stage")
